@@ -91,23 +91,17 @@ class Checkup:
     weights: Mapping[str, float]
     """Its weights for parts of the reward; rewards under other weights are not comparable."""
 
-    @classmethod
-    def of(cls, agent: LLMAlgorithm) -> "Checkup":
-        """Return the checkup of an agent."""
-        return cls(agent.sick, agent.present_vitals(), own_weights(agent))
-
 
 class Population:
     """Agents of one runtime on one task, which asks questions or plays episodes.
 
-    ``prompts_per_step`` is the number of prompts (or episode seeds) in one training batch of each agent. Every agent
-    reads the same stream of them from its own position, so agents that trained equally long saw the same ones.
+    ``prompts_per_step`` counts the prompts (or episode seeds) of one training batch of each agent. All agents read the
+    same stream of them, each from its own position, so those that trained equally long saw the same ones.
     ``max_error_rate`` is the share of completions (or episodes) whose grading may fail before a rollout raises.
-    ``test_prompts`` is how many of the task's test questions are the test (None: all); those after them are the panel
-    ``second``, which neither selection nor the test uses, for a choice among candidates.
-    ``objectives`` is what an exam measures: ``reward`` alone, or with ``kl`` and ``length`` (see :meth:`evaluate`).
-    ``sharing`` is what agents learn from each other. Whose policy teaches is ``teacher``, an index: for distillation
-    without a teacher of its own (``Sharing(teacher=...)``), set it after each selection.
+    ``test_prompts`` of the task's test questions are the test (None: all); those after them are the panel ``second``,
+    for a choice among candidates. ``objectives`` is what an exam measures (see :meth:`evaluate`), and ``sharing`` what
+    agents learn from each other: for distillation without a ``Sharing(teacher=...)``, set ``teacher``, an index, after
+    each selection.
     """
 
     @checked
@@ -235,11 +229,11 @@ class Population:
             owners = [a.index for a in asking for _ in range(missing[a.index])]
             rollout.note(report, owners, asks)
             for agent in asking:
-                own, groups = groups[: missing[agent.index]], groups[missing[agent.index] :]
-                rollout.trajectories[agent.index] += [t for group in own for t in group]
-                sampled[agent.index] += len(own)
+                answered, groups = groups[: missing[agent.index]], groups[missing[agent.index] :]
+                rollout.trajectories[agent.index] += [t for group in answered for t in group]
+                sampled[agent.index] += len(answered)
                 if agent.index in rollout.dropped:
-                    flat = {group[0].group for group in own if group and teaches_nothing(group)}
+                    flat = {group[0].group for group in answered if group and teaches_nothing(group)}
                     rollout.dropped[agent.index] |= flat
                     missing[agent.index] = len(flat)
         self._check_rollout(rollout)
@@ -283,9 +277,8 @@ class Population:
 
     def _state(self, agent: LLMAlgorithm | None) -> TrainerState:
         rows = self.task.train_size if isinstance(self.task, Task) else None
-        if agent is None:
-            return TrainerState(0, 0.0 if rows else None)
-        return TrainerState(agent.rollouts, agent.position / rows if rows else None)
+        rollouts, position = (0, 0) if agent is None else (agent.rollouts, agent.position)
+        return TrainerState(rollouts, position / rows if rows else None)
 
     @property
     def learns_from_data(self) -> bool:
@@ -325,8 +318,14 @@ class Population:
         groups were dropped, rewards and lengths are still those of all samples. Raises ConfigError for the rollout of
         another population, or of other agents.
         """
-        self._check_own(rollout)
         agents = self.active
+        own, foreign = [agent.index for agent in agents], rollout.mark not in (None, self._mark)
+        if foreign or set(rollout.trajectories) != set(own):
+            raise ConfigError(
+                "Population.learn(rollout=...): expected the result of rollout() or draw() of this population for its "
+                f"agents {own}, found a rollout of {'another population' if foreign else 'others'}, with the agents "
+                f"{sorted(rollout.trajectories)}; agents learn from their own samples, before the next evolve()"
+            )
         if not agents:
             return {}
         pads = [agent.pad_token_id for agent in agents]
@@ -347,15 +346,13 @@ class Population:
                     "groups/dropped": float(dropped),
                 }
         whole = f"rewards/{self.task.grader}"
-        for index, skipped in rollout.skipped.items():
-            if skipped:
-                metrics[index]["prompts_skipped"] = float(skipped)
-        for index, levels in rollout.levels.items():
-            if levels:
-                metrics[index]["curriculum/level"] = fmean(levels)
-        for index, sampled_rows in rollout.trajectories.items():
-            values, parts = metrics[index], grader_metrics(sampled_rows)
-            values |= episode_metrics(sampled_rows) | parts
+        for index, rows in rollout.trajectories.items():
+            values, parts = metrics[index], grader_metrics(rows)
+            if skipped := rollout.skipped.get(index):
+                values["prompts_skipped"] = float(skipped)
+            if levels := rollout.levels.get(index):
+                values["curriculum/level"] = fmean(levels)
+            values |= episode_metrics(rows) | parts
             if not parts and "reward" in values:
                 values |= {f"{whole}/mean": values["reward"], f"{whole}/std": values["reward_std"]}
         return metrics
@@ -366,7 +363,7 @@ class Population:
         teacher: int | TeacherEndpoint | None = self._teacher_slot if self._endpoint is None else self._endpoint
         if teacher is None:
             teacher = next((a.slot for a in self.agents if a.index == self.teacher), None)
-        found = []
+        lessons = []
         for agent in agents:
             borrowed = None
             if sharing.experience:
@@ -380,8 +377,8 @@ class Population:
                 )
                 borrowed = collate(rows, agent.pad_token_id) if rows else None
             taught = teacher if teacher != agent.slot else None
-            found.append(Lesson(borrowed, sharing.experience_cap, taught, sharing.distillation))
-        return found
+            lessons.append(Lesson(borrowed, sharing.experience_cap, taught, sharing.distillation))
+        return lessons
 
     def _teacher_endpoint(self, sharing: Sharing) -> TeacherEndpoint:
         """Return the endpoint that teaches; raises ConfigError unless it has the tokenizer of the base."""
@@ -395,35 +392,24 @@ class Population:
         endpoint.check(self.tokenizer)
         return endpoint
 
-    def _check_own(self, rollout: Rollout) -> None:
-        own, foreign = [agent.index for agent in self.active], rollout.mark not in (None, self._mark)
-        if foreign or set(rollout.trajectories) != set(own):
-            raise ConfigError(
-                "Population.learn(rollout=...): expected the result of rollout() or draw() of this population for its "
-                f"agents {own}, found a rollout of {'another population' if foreign else 'others'}, with the agents "
-                f"{sorted(rollout.trajectories)}; agents learn from their own samples, before the next evolve()"
-            )
-
     # -- exams ----------------------------------------------------------------------------------------------------
 
     @checked
     def evaluate(self, split: Panels = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
         """Examine agents on a fixed panel: the same prompts for all, with the run's settings instead of genes.
 
-        Greedy, or with ``eval_temperature`` and ``eval_samples`` completions of each question, whose mean is its score:
-        all agents, in every exam, then draw by the same random numbers.
-        ``split`` is ``exam`` (selection), ``test`` (reported numbers) or ``second`` (the choice among candidates). A
-        completion that could not be computed or graded scores NaN, which gives its agent a fitness that ranks last. The
-        mean of an exam is appended to ``agent.fitness`` (NaN if the agent is sick); a test records nothing.
+        Greedy, or the mean score of ``eval_samples`` completions of each question at ``eval_temperature``, which all
+        agents draw by the same random numbers in every exam. ``split`` is ``exam`` (selection), ``test`` (reported
+        numbers) or ``second`` (the choice among candidates). A completion that could not be computed or graded scores
+        NaN, which ranks its agent last. The mean of an exam is appended to ``agent.fitness`` (NaN for a sick agent).
 
-        With further ``objectives``, exams and tests of agents have them as ``Fitness.costs``, a score for each prompt:
-        ``length`` in tokens that the agent said, and ``kl`` in nats a token: the mean over these tokens of
-        KL(agent || reference) of the next token, summed over the vocabulary at temperature 1. The reference is the
-        agent's: the base model, or the adapter that it started from. The two forward passes over prompts and
-        completions count as tokens evaluated. If memory does not hold one row of them, ``kl`` is NaN.
+        Further ``objectives`` of exams and tests are ``Fitness.costs``, a score for each prompt: ``length`` in the
+        agent's tokens, and ``kl`` in nats a token: the mean over these tokens of KL(agent || reference) of the next
+        token, summed over the vocabulary at temperature 1. The reference is the base model, or the adapter that the
+        agent started from. Its two forward passes count as tokens evaluated. NaN if memory does not hold one row.
 
         Raises RewardError (EnvError for episodes) if no completion could be graded, unless only some ``agents`` are
-        examined, which may have caused it. Raises ConfigError for no agents, or agents of another runtime.
+        examined, which may have caused it, and ConfigError for no agents, or agents of another runtime.
         """
         strangers = [agent.index for agent in agents or () if agent.runtime is not self.runtime]
         if strangers or (agents is not None and not agents):
@@ -432,8 +418,8 @@ class Population:
                 f"{f'agents {strangers} of another one' if strangers else '[]'}; omit agents to examine all"
             )
         chosen = self.agents if agents is None else list(agents)
-        found = self._examine(split, [(a.selected_slot, a) for a in chosen], all_agents=agents is None)
-        results = {agent.index: fitness for agent, fitness in zip(chosen, found)}
+        fitness = self._examine(split, [(a.selected_slot, a) for a in chosen], all_agents=agents is None)
+        results = dict(zip((agent.index for agent in chosen), fitness))
         if split == "exam":
             for agent in chosen:
                 agent.fitness.append(float("nan") if agent.sick else results[agent.index].mean)
@@ -460,18 +446,18 @@ class Population:
         lost = self._check_exam(report.failures, len(who), size, all_agents=all_agents)
         results = []
         for k, (_, agent) in enumerate(who):
-            own = [group for number, group in enumerate(groups[k * size : (k + 1) * size]) if number not in lost]
-            failed = any(t.finish_reason == "error" for group in own for t in group)
+            answers = [group for number, group in enumerate(groups[k * size : (k + 1) * size]) if number not in lost]
+            failed = any(t.finish_reason == "error" for group in answers for t in group)
             # An episode may have several rows, each with the whole return.
-            scores = [float("nan") if failed or not group else self._score(group) for group in own]
+            scores = [float("nan") if failed or not group else self._score(group) for group in answers]
             results.append(Fitness.from_scores(scores))
             if agent is not None and split == "exam":
-                sound = [group for group in own if group and all(t.finish_reason != "error" for t in group)]
+                sound = [group for group in answers if group and all(t.finish_reason != "error" for t in group)]
                 self.ungraded[agent.index] = sum(math.isnan(self._score(group)) for group in sound)
             if agent is not None and split != "test":
-                agent.tokens["evaluated"] += sum(len(t.token_ids) for group in own for t in group)
+                agent.tokens["evaluated"] += sum(len(t.token_ids) for group in answers for t in group)
             if agent is not None and split != "second" and len(self.objectives) > 1:
-                results[k] = replace(results[k], costs=self._costs(agent, own, counted=split == "exam"))
+                results[k] = replace(results[k], costs=self._costs(agent, answers, counted=split == "exam"))
         return results
 
     def _score(self, group: Sequence[Trajectory]) -> float:
@@ -499,7 +485,9 @@ class Population:
         of_task, start, _ = self._rows_of(split)
 
         def sampling(prompt_length: int) -> SamplingSettings:
-            return replace(self._exam_sampling(prompt_length), temperature=temperature)
+            room = self.runtime.base.context_length - prompt_length
+            longest = max(1, min(self.eval_max_new_tokens or room, room))
+            return SamplingSettings(max_new_tokens=longest, temperature=temperature)
 
         asks = [
             Ask(
@@ -523,19 +511,19 @@ class Population:
         self, agent: LLMAlgorithm, groups: Sequence[Sequence[Trajectory]], *, counted: bool
     ) -> dict[str, Fitness]:
         """Return the other objectives of an agent's exam; the scores of a prompt that failed are NaN."""
-        said = [float(sum(sum(t.action_mask) for t in group)) or math.nan for group in groups]
-        found = {}
+        lengths = [float(sum(sum(t.action_mask) for t in group)) or math.nan for group in groups]
+        costs = {}
         if "kl" in self.objectives:
-            rows = [(place, t) for place, group in enumerate(groups) for t in group if any(t.action_mask)]
+            rows = [(number, t) for number, group in enumerate(groups) for t in group if any(t.action_mask)]
             sums = [0.0] * len(groups)
-            for (place, _), total in zip(rows, self._kl_of_rows(agent, [t for _, t in rows], counted=counted)):
-                sums[place] += total
-            found["kl"] = Fitness.from_scores([total / count for total, count in zip(sums, said)])
+            for (number, _), total in zip(rows, self._kl_of_rows(agent, [t for _, t in rows], counted=counted)):
+                sums[number] += total
+            costs["kl"] = Fitness.from_scores([total / count for total, count in zip(sums, lengths)])
         if "length" in self.objectives:
             # An episode may have several rows, but several samples are answers of one row each.
             answers = [sum(any(t.action_mask) for t in group) if self.eval_samples > 1 else 1 for group in groups]
-            found["length"] = Fitness.from_scores([count / max(n, 1) for count, n in zip(said, answers)])
-        return found
+            costs["length"] = Fitness.from_scores([count / max(n, 1) for count, n in zip(lengths, answers)])
+        return costs
 
     def _kl_of_rows(self, agent: LLMAlgorithm, rows: Sequence[Trajectory], *, counted: bool) -> list[float]:
         """Return KL(agent || its reference) in nats, summed over the action tokens of each row."""
@@ -553,18 +541,13 @@ class Population:
     def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, all_agents: bool) -> set[int]:
         """Return the places of an exam that count for no agent; raises if it failed for all agents."""
         errors = [failure for failure in failures if failure.kind != "oom"]
-        own = [{f.request % size: f.message for f in errors if f.request // size == k} for k in range(examined)]
+        by_agent = [{f.request % size: f.message for f in errors if f.request // size == k} for k in range(examined)]
         if not all_agents:
-            return {place for places in own if len(places) <= size / 2 for place in places}
+            return {place for places in by_agent if len(places) <= size / 2 for place in places}
         episodes = self.task.multi_turn
         if not episodes and len(errors) == examined * size * self.eval_samples:
             check_error_rate(len(errors), errors, 0.0, episodes=False)
-        return lost_places(own, size, episodes=episodes)
-
-    def _exam_sampling(self, prompt_length: int) -> SamplingSettings:
-        room = self.runtime.base.context_length - prompt_length
-        longest = max(1, min(self.eval_max_new_tokens or room, room))
-        return SamplingSettings(max_new_tokens=longest, temperature=self.eval_temperature)
+        return lost_places(by_agent, size, episodes=episodes)
 
     @checked
     def panel(self, split: Panels) -> list[tuple[Row, list[int]]]:
@@ -582,9 +565,9 @@ class Population:
             return "exam", 0, min(size, self.exam_prompts or size)
         size = self.task.panel_size("test")
         first = min(size, self.test_prompts or size)
-        return (
-            ("test", 0, first) if split == "test" else ("test", first, min(size, first + (self.exam_prompts or size)))
-        )
+        if split == "test":
+            return "test", 0, first
+        return "test", first, min(size, first + (self.exam_prompts or size))
 
     def places(self, split: Split | Panels) -> list[Place]:
         """Return the places of a fixed panel; for training, those checked before it begins."""
@@ -682,10 +665,24 @@ class Population:
 
     def sick(self, fitness: Mapping[int, Fitness], *, collapse_guard: bool) -> dict[int, str]:
         """Return the agents excluded as elite and parent at a selection by this fitness, with the reason."""
-        return sick_members(self._checkups(), fitness, collapse_guard=collapse_guard)
+        checkups = self._checkups()
+        sick = {index: checkup.sick for index, checkup in checkups.items() if checkup.sick}
+        elite = ranking(quarantined(fitness, sick))[0]
+        if not collapse_guard or elite in sick:  # without a healthy elite there is nothing to compare with
+            return sick
+        # Rewards under other weights are not comparable with the elite's.
+        weights = checkups[elite].weights
+        vitals = {
+            index: checkup.vitals
+            if checkup.weights == weights
+            else replace(checkup.vitals, reward=(), reward_before=())
+            for index, checkup in checkups.items()
+            if index not in sick
+        }
+        return sick | collapsed(vitals, elite)
 
     def _checkups(self) -> dict[int, Checkup]:
-        return {agent.index: Checkup.of(agent) for agent in self.agents}
+        return {a.index: Checkup(a.sick, a.present_vitals(), own_weights(a)) for a in self.agents}
 
     # -- copies ---------------------------------------------------------------------------------------------------
 
@@ -727,23 +724,6 @@ def number_apart(agents: Sequence[LLMAlgorithm]) -> None:
     )
     for index, agent in enumerate(agents):
         agent.index = index
-
-
-def sick_members(
-    checkups: Mapping[int, Checkup], fitness: Mapping[int, Fitness], *, collapse_guard: bool
-) -> dict[int, str]:
-    """Return the agents excluded as elite and parent at a selection by this fitness, with the reason."""
-    sick = {index: checkup.sick for index, checkup in checkups.items() if checkup.sick}
-    elite = ranking(quarantined(fitness, sick))[0]
-    if not collapse_guard or elite in sick:  # without a healthy elite there is nothing to compare with
-        return sick
-    weights = checkups[elite].weights
-    vitals = {
-        index: checkup.vitals if checkup.weights == weights else replace(checkup.vitals, reward=(), reward_before=())
-        for index, checkup in checkups.items()
-        if index not in sick
-    }
-    return sick | collapsed(vitals, elite)
 
 
 def check_objectives(objectives: Sequence[str]) -> None:

@@ -21,13 +21,6 @@ T = TypeVar("T")
 class ToldError(AgileRLError):
     """An error in another process, reported to all before that process ended."""
 
-    def __init__(self, sentence: str, rank: int) -> None:
-        super().__init__(sentence)
-        self.sentence = sentence
-        """The error message."""
-        self.rank = rank
-        """The rank of the process with the error."""
-
 
 class ToldWriteError(ToldError, WriteError):
     """Another process failed to write to its disk."""
@@ -59,10 +52,7 @@ class Exchange:
 
     def all(self, value: T) -> list[T]:
         """Return the values of all processes, ordered by rank; JSON data, NaN included."""
-        if self.size == 1:
-            return [value]
-        words = self._words({"value": value})
-        return [word["value"] for word in words]
+        return [value] if self.size == 1 else [word["value"] for word in self._words({"value": value})]
 
     def merged(self, own: Mapping[int, T]) -> dict[int, T]:
         """Merge the values of all processes' agents, by agent index, in population order."""
@@ -106,12 +96,13 @@ class Exchange:
         self.told = True
 
     def _words(self, word: dict[str, Any]) -> list[Any]:
-        parts = self._meet(lambda: self.processes.gather(json.dumps(word, default=_number).encode()))
-        words = [json.loads(part) for part in parts]
-        for rank, one in enumerate(words):
+        # numpy's numbers become Python's
+        data = json.dumps(word, default=lambda number: number.item()).encode()
+        words = [json.loads(part) for part in self._meet(lambda: self.processes.gather(data))]
+        for one in words:
             if "error" in one:
                 self.told = True
-                raise (ToldWriteError if one["disk"] else ToldError)(one["error"], rank)
+                raise (ToldWriteError if one["disk"] else ToldError)(one["error"])
         return words
 
     def _meet(self, call: Callable[[], T]) -> T:
@@ -120,11 +111,6 @@ class Exchange:
         except EngineError:
             self._lost = True
             raise
-
-
-def _number(value: Any) -> Any:
-    """Convert a numpy number to a Python number."""
-    return value.item()
 
 
 # -- islands ----------------------------------------------------------------------------------------------------------
@@ -231,8 +217,8 @@ def local_share(config: RunConfig, topology: Topology, environment: Mapping[str,
         config = config.model_copy(update={"algorithm": algorithm})
     if topology.world.size == 1:
         return config
-    device, own = config.training.device, len(topology.places(config.training.pop_size))
+    device, size = config.training.device, len(topology.places(config.training.pop_size))
     if device == "cuda" and "LOCAL_RANK" in environment:
         device = f"cuda:{environment['LOCAL_RANK']}"
-    training = config.training.model_copy(update={"device": device, "pop_size": own})
+    training = config.training.model_copy(update={"device": device, "pop_size": size})
     return config.model_copy(update={"training": training})

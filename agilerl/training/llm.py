@@ -46,7 +46,7 @@ from agilerl.hpo.mutation import Mutations
 from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.training.events import Event, Evolved, ExamDone, IterationDone
-from agilerl.training.loop import evolved
+from agilerl.training.loop import evolve
 from agilerl.training.trackers import CSVFile, Trackers, check_trackers
 
 Finetuned = tuple[list[Any], list[float]]
@@ -504,16 +504,14 @@ class _Loop:
 
     def _evolve(self) -> None:
         self._examine()
-        o, population, start = self.options, self.population, perf_counter()
+        o, population = self.options, self.population
         if o.save_elite:
             self._save(o.elite_path)  # before anything mutates
         assert o.selection_strategy is not None
         assert o.mutation is not None
-        fitness, seed = self.fitness, o.mutation.rand_seed
-        seed = population.agents[0].config.seed if seed is None else seed
-        change = population.evolve(fitness, o.selection_strategy, o.mutation, generation=self.generation, seed=seed)
-        seconds = perf_counter() - start
-        self._show(evolved(population.everyone, change, self.generation, self.iteration, fitness, seconds))
+        seed = population.agents[0].config.seed if o.mutation.rand_seed is None else o.mutation.rand_seed
+        now = {"generation": self.generation, "iteration": self.iteration}
+        self._show(evolve(population, self.fitness, o.selection_strategy, o.mutation, **now, seed=seed))
         self.generation += 1
         self.fitness = {}
 

@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
@@ -17,10 +17,10 @@ from agilerl.arguments import Location, checked
 from agilerl.errors import ConfigError, RewardError
 from agilerl.hpo.fitness import Fitness, pareto_front, probability_better, ranking
 from agilerl.hpo.guard import quarantined
-from agilerl.hpo.mutation import Change, Mutation
+from agilerl.hpo.mutation import Change, Mutation, Mutations
 from agilerl.hpo.parameters import values_of
-from agilerl.hpo.selection import Best, Standing
-from agilerl.population import Evolution, Known
+from agilerl.hpo.selection import Best, SelectionStrategy, Standing
+from agilerl.population import Known, Population
 from agilerl.rollouts.engine import Rollout
 from agilerl.runs.checkpoints import agent_files
 from agilerl.runs.completions import CompletionRecord
@@ -182,10 +182,9 @@ def _run(
     total = progress.iteration + max(1, planned_iterations(session) - progress.iteration)
     founders = _genes(population.everyone) if progress.base is None else {}
     yield RunStarted(root, total, -(-total // session.evo_steps), founders)
-    answered = preflight_event(session)
-    if answered is not None and progress.base is None:
-        yield answered
     if progress.base is None:
+        if session.preflight is not None:
+            yield preflight_event(session, session.preflight)
         yield PhaseStarted("base test")
         progress.base = population.evaluate_base("test")
         yield HeldOutTest("base", None, progress.base)
@@ -443,37 +442,40 @@ def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
 
 
 def _evolve(session: Session, progress: Progress, exam: Mapping[int, Fitness]) -> Evolved:
-    config, population = session.config, session.population
-    start = perf_counter()
+    config = session.config
     best = progress.kept[0] if progress.kept else None
-    seed = config.training.seed if config.mutation.rand_seed is None else config.mutation.rand_seed
-    evolution = population.evolve(
+    event = evolve(
+        session.population,
         exam,
         session.selection,
         session.resolved.mutations,
+        iteration=progress.iteration,
         generation=progress.generation,
-        seed=seed,
+        seed=config.training.seed if config.mutation.rand_seed is None else config.mutation.rand_seed,
         collapse_guard=config.selection_strategy.collapse_guard,
         standing=Standing(min(_spent(session, progress), 1.0), Best(best.agent, best.fitness) if best else None),
         best=best.state if best else None,
     )
-    seconds = perf_counter() - start
-    elite = evolution.plan.elite
     if config.sharing.elite_teaches:
-        progress.teacher = elite if elite in evolution.plan.slots and elite not in evolution.sick else None
-    return evolved(population.everyone, evolution, progress.generation, progress.iteration, exam, seconds)
+        elite = event.plan.elite
+        progress.teacher = elite if elite in event.plan.slots and elite not in event.sick else None
+    return event
 
 
-def evolved(
-    agents: Sequence[Known],
-    change: Evolution,
-    generation: int,
-    iteration: int,
+def evolve(
+    population: Population,
     fitness: Mapping[int, Fitness],
-    seconds: float,
+    selection: SelectionStrategy,
+    mutations: Mutations,
+    *,
+    iteration: int,
+    generation: int,
+    **settings: Any,
 ) -> Evolved:
-    """Return the event of a selection that was applied to these agents."""
-    elite = change.plan.elite
+    """Let a population evolve with the ``settings`` of :meth:`Population.evolve`, and return the event."""
+    start = perf_counter()
+    change = population.evolve(fitness, selection, mutations, generation=generation, **settings)
+    seconds, elite, agents = perf_counter() - start, change.plan.elite, population.everyone
     return Evolved(
         generation=generation,
         iteration=iteration,

@@ -62,12 +62,9 @@ def event_of(found: Probe, advice: str = "") -> PreflightDone:
     return PreflightDone(found.metrics, str(found), advice, first.prompt, answer.text, answer.score)
 
 
-def preflight_event(session: Session) -> PreflightDone | None:
-    """Return the event of a run's preflight, None if it has none."""
-    found = session.preflight
-    if found is None:
-        return None
-    return event_of(found, "" if found.has_signal else problem(session.config, session.population, found))
+def preflight_event(session: Session, probed: Probe) -> PreflightDone:
+    """Return the event of a run's preflight."""
+    return event_of(probed, "" if probed.has_signal else problem(session.config, session.population, probed))
 
 
 def tried(session: Session) -> PreflightDone | None:

@@ -3,7 +3,8 @@
 All later code reads the typed result. It is written to run.json, and restored from there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -99,11 +100,11 @@ class Resolved:
     @property
     def without_effect(self) -> list[str]:
         """Sentences about settings that change nothing."""
-        found = dict[str, str]()
+        reasons = dict[str, str]()
         if "algorithm" not in self.genes:  # agents of other algorithms may use what the first one does not
-            found = idle(self.hyperparameters, "algorithm", self.config, self.options, self.genes)
-            found |= idle(self.own_options, "algorithm", self.config, evolving=self.genes)
-        return [*self.config.without_effect, *grouped(found)]
+            reasons = idle(self.hyperparameters, "algorithm", self.config, self.options, self.genes)
+            reasons |= idle(self.own_options, "algorithm", self.config, evolving=self.genes)
+        return [*self.config.without_effect, *grouped(reasons)]
 
     def founder_genes(self) -> dict[str, Gene]:
         """Return the ranges in which the first generation starts: a gene's own if the user gave it, else one around."""
@@ -182,26 +183,34 @@ def resolve(config: RunConfig) -> Resolved:
         names = tuple(algorithm.__name__ for algorithm in algorithms)
         genes["algorithm"] = Gene("algorithm", "choice", scale="choice", choices=names)
     starts = [_replayed(config, start) for start in starts]
-    _check_adapters(config)
+    (low, high), lora = config.mutation.rank_range, config.network.lora_config
+    if config.mutation.probabilities.arch_mut > 0 and not low <= lora.r <= high:
+        raise ConfigError(
+            f"mutation.rank_range=[{low}, {high}] excludes the start, network.lora_config.r={lora.r}; widen the range "
+            "or move the start"
+        )
+    if isinstance(lora.target_modules, str):
+        where = "network.lora_config.target_modules (all-linear, a list of names, or a pattern)"
+        compiled_pattern(lora.target_modules, where)
     if config.sharing.experience:
-        _check_sharing(config, algorithms, starts)
+        for algorithm, start in zip(algorithms, starts):
+            check_borrows(algorithm.__name__, start)
+        if "beta" in config.genes:
+            raise ConfigError(
+                "sharing.experience needs agents without a KL, found the gene mutation.rl_hp_selection.beta; remove "
+                "one of the two"
+            )
     return Resolved(config, algorithms, starts[0], options, genes, _mutations(config), _selection(config))
 
 
 def _algorithms(config: RunConfig) -> tuple[type[LLMAlgorithm], ...]:
-    """Return the class that ``algorithm.name`` stands for, or those of ``choice[GRPO, CISPO]``: a gene.
-
-    Raises ConfigError for an unknown name, and for a choice among algorithms that cannot turn into one another.
-    """
+    """Return the class that ``algorithm.name`` stands for, or those of ``choice[GRPO, CISPO]``: a gene."""
     names = chosen(config.algorithm["name"], ALGORITHMS, GRPO.family())
     return tuple(ALGORITHMS[name] for name in names)
 
 
 def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> AlgorithmConfig:
-    """Return the checked hyperparameters of an algorithm; the default seed is the run's.
-
-    Raises ConfigError for an unknown one, a value out of range, and conflicting context limits.
-    """
+    """Return the checked hyperparameters of an algorithm; the default seed is the run's."""
     model = algorithm.Config
     values = {key: value for key, value in split_options(config.algorithm)[0].items() if key != "name"}
     check_hyperparameters(config, model.model_fields, GRPO.Config.model_fields)
@@ -268,11 +277,14 @@ def _options(config: RunConfig) -> SharedOptions:
 
 
 def _document(config: RunConfig, algorithms: tuple[type[LLMAlgorithm], ...], start: AlgorithmConfig) -> dict[str, Any]:
-    values = start.model_dump(mode="json")
+    values = start.model_dump(mode="json", exclude_unset=True)
     # Algorithms have different defaults, so with several of them defaults are not written out. Neither are they if one
     # setting replaces others, because an explicit default would contradict it.
-    if len(algorithms) > 1 or not _is_valid(type(start), values):
-        values = start.model_dump(mode="json", exclude_unset=True)
+    if len(algorithms) == 1:
+        with suppress(ConfigError):
+            whole = start.model_dump(mode="json")
+            validated(type(start), whole)
+            values = whole
     resolved = config.model_dump(mode="json", exclude={"distributed"})
     resolved["selection_strategy"] = _strategy_document(config)
     resolved["mutation"]["rl_hp_selection"] = {
@@ -318,15 +330,21 @@ def _genes_of(
     """Return the start within the genes, and the genes, checked against it; a ``known`` gene keeps its range."""
     model = algorithm.Config
     names = [*genes_from(model), *(name for name in gene_names(model) if "." in name)]
-    found = {}
+    genes = {}
     for name, wanted in config.genes.items():
         where = f"mutation.rl_hp_selection.{name}"
         check_gene(name, algorithm.__name__, model.model_fields, names)
         declared = declared_gene(model, name)
         if declared is None:
             raise ConfigError(f"{where}: this hyperparameter does not evolve; {nearest(name, names)}")
-        found[name] = gene = known.get(name) or _gene(declared, wanted, where)
-        _check_ends(gene, start, where)
+        genes[name] = gene = known.get(name) or _gene(declared, wanted, where)
+        # A mutation must not reach a value that the algorithm refuses, given the other starts.
+        for end in gene.choices or (gene.min, gene.max):
+            number = int(end) if gene.dtype == "int" else end
+            try:
+                validated(model, with_changes(start.model_dump(exclude_unset=True), {name: number}))
+            except ConfigError as error:
+                raise ConfigError(f"{where} allows {number!r}, which the algorithm does not: {error}") from None
         # A range that was given outweighs the start, and any range outweighs a default.
         given = wanted.model_fields_set & {"min", "max"} or name.partition(".")[0] not in config.algorithm
         if given and (moved := moved_into_range({name: gene}, values_of(start, [name]))):
@@ -336,17 +354,7 @@ def _genes_of(
                 f"{where}: the range {gene.span()} excludes the start, algorithm.{name}={value!r}"
                 f"{'' if name in config.algorithm else ', which is the default'}; widen the range or move the start"
             )
-    return start, found
-
-
-def _check_ends(gene: Gene, start: AlgorithmConfig, where: str) -> None:
-    """Raise ConfigError if a mutation could reach a value that the algorithm refuses, given the other starts."""
-    for value in gene.choices or (gene.min, gene.max):
-        number = int(value) if gene.dtype == "int" else value
-        try:
-            validated(type(start), with_changes(start.model_dump(exclude_unset=True), {gene.name: number}))
-        except ConfigError as error:
-            raise ConfigError(f"{where} allows {number!r}, which the algorithm does not: {error}") from None
+    return start, genes
 
 
 def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
@@ -375,30 +383,6 @@ def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
         return gene
     factors = RLParameter(low, high, wanted.shrink_factor or 0.8, wanted.grow_factor or 1.2)
     return replace(gene, factors=(factors.shrink_factor, factors.grow_factor))
-
-
-def _check_adapters(config: RunConfig) -> None:
-    low, high = config.mutation.rank_range
-    rank, pattern = config.network.lora_config.r, config.network.lora_config.target_modules
-    if config.mutation.probabilities.arch_mut > 0 and not low <= rank <= high:
-        raise ConfigError(
-            f"mutation.rank_range=[{low}, {high}] excludes the start, network.lora_config.r={rank}; widen the range or "
-            "move the start"
-        )
-    if isinstance(pattern, str):
-        compiled_pattern(pattern, "network.lora_config.target_modules (all-linear, a list of names, or a pattern)")
-
-
-def _check_sharing(
-    config: RunConfig, algorithms: Sequence[type[LLMAlgorithm]], starts: Sequence[AlgorithmConfig]
-) -> None:
-    for algorithm, start in zip(algorithms, starts):
-        check_borrows(algorithm.__name__, start)
-    if "beta" in config.genes:
-        raise ConfigError(
-            "sharing.experience needs agents without a KL, found the gene mutation.rl_hp_selection.beta; remove one of "
-            "the two"
-        )
 
 
 def _mutations(config: RunConfig) -> Mutations:
@@ -452,21 +436,13 @@ def recorded(info: Mapping[str, Any]) -> RunConfig:
 
 def _with_differences(values: Mapping[str, Any], now: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was set, plus the entries of ``whole`` whose value ``now`` differs or is missing."""
-    found = {name: value for name, value in values.items() if name in whole or name not in now}
+    merged = {name: value for name, value in values.items() if name in whole or name not in now}
     for name, value in whole.items():
         if name in now and now[name] == value:
             continue
-        inner, before = found.get(name, {}), now.get(name)
+        inner, before = merged.get(name, {}), now.get(name)
         if isinstance(value, Mapping) and isinstance(before, Mapping) and isinstance(inner, Mapping):
-            found[name] = _with_differences(inner, before, value)
+            merged[name] = _with_differences(inner, before, value)
         else:
-            found[name] = value
-    return found
-
-
-def _is_valid(model: type[AlgorithmConfig], values: Mapping[str, Any]) -> bool:
-    try:
-        validated(model, values)
-    except ConfigError:
-        return False
-    return True
+            merged[name] = value
+    return merged

@@ -36,13 +36,14 @@ from agilerl.models.adapters import lora_layers, lora_scaling, read_adapter, rea
 from agilerl.models.base import check_device, is_of_hub, load_base, load_tokenizer, resolve_model, tokenizer_fingerprint
 from agilerl.models.model_config import model_config
 from agilerl.models.quantised import imported_peft
+from agilerl.planning.footprint import bank_bytes
 from agilerl.population import Population
 from agilerl.rollouts.activated import invocations
 from agilerl.rollouts.vllm.colocated import check_installed
 from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.runtime import Runtime
 from agilerl.templates import at_date
-from agilerl.training.memory import adapter_bytes, check_memory, check_weights, estimate, largest_rank
+from agilerl.training.memory import adapter_numbers, adapter_slots, check_memory, check_weights, estimate, largest_rank
 from agilerl.training.probe import Probe
 from agilerl.training.resolved import COMPLETION, Resolved, resolve, usual_rate
 from agilerl.training.saved import SavedCheckpoint, received
@@ -468,7 +469,8 @@ def load_runtime(resolved: Resolved) -> Runtime:
         )
     settings = _lora(network, tokenizer)
     layers = lora_layers(base.model, settings, options.lora_target_scope)
-    check_memory({"base": base.weight_bytes, "adapters": adapter_bytes(config, resolved.algorithm, layers)}, t.device)
+    adapters = bank_bytes(adapter_numbers(config, layers), t.pop_size, adapter_slots(config, resolved.algorithm))
+    check_memory({"base": base.weight_bytes, "adapters": adapters}, t.device)
     return Runtime(
         base,
         lora_config=settings,
