@@ -319,11 +319,11 @@ class Population:
         another population, or of other agents.
         """
         agents = self.active
-        own, foreign = [agent.index for agent in agents], rollout.mark not in (None, self._mark)
-        if foreign or set(rollout.trajectories) != set(own):
+        known, foreign = [agent.index for agent in agents], rollout.mark not in (None, self._mark)
+        if foreign or set(rollout.trajectories) != set(known):
             raise ConfigError(
                 "Population.learn(rollout=...): expected the result of rollout() or draw() of this population for its "
-                f"agents {own}, found a rollout of {'another population' if foreign else 'others'}, with the agents "
+                f"agents {known}, found a rollout of {'another population' if foreign else 'others'}, with the agents "
                 f"{sorted(rollout.trajectories)}; agents learn from their own samples, before the next evolve()"
             )
         if not agents:
@@ -673,10 +673,8 @@ class Population:
         # Rewards under other weights are not comparable with the elite's.
         weights = checkups[elite].weights
         vitals = {
-            index: checkup.vitals
-            if checkup.weights == weights
-            else replace(checkup.vitals, reward=(), reward_before=())
-            for index, checkup in checkups.items()
+            index: one.vitals if one.weights == weights else replace(one.vitals, reward=(), reward_before=())
+            for index, one in checkups.items()
             if index not in sick
         }
         return sick | collapsed(vitals, elite)

@@ -344,7 +344,7 @@ class Runtime:
             return f"a base whose rows are padded ({type(self.base.model).__name__} with these options)"
         return None
 
-    def _vllm(self, options: SharedOptions, own: RolloutEngine) -> VLLMEngine:
+    def _vllm(self, options: SharedOptions, engine: RolloutEngine) -> VLLMEngine:
         config = options.vllm_config or VLLMConfig()
         if options.stop_sequences:
             config = config.model_copy(update={"stop_sequences": options.stop_sequences})
@@ -355,7 +355,7 @@ class Runtime:
             seed=self.seed,
             lora_config=self.lora_config,
             tokenizer=self.tokenizer,
-            own=own,
+            own=engine,
             offload=options.use_memory_efficient_params,
         )
 
@@ -403,14 +403,14 @@ class Runtime:
                 values = token_values(hidden.index_select(0, places[i]), self.store, part.slot)
                 outputs.append(TokenOutputs(values=spread(values)))
             else:
-                logp, own = by_part[i]
+                logp, entropies = by_part[i]
                 collision = None
                 if part.collision:
                     temperatures = torch.full((len(places[i]),), part.temperature)
                     collision = spread(self.base.collision_entropy(hidden.index_select(0, places[i]), temperatures))
                 balance = self._router_loss(part.batch, sources[i], routers) if part.routers else None
-                entropies = None if own is None else spread(own)
-                outputs.append(TokenOutputs(spread(logp), entropies, collision=collision, router_loss=balance))
+                spreads = None if entropies is None else spread(entropies)
+                outputs.append(TokenOutputs(spread(logp), spreads, collision=collision, router_loss=balance))
         return outputs
 
     def _router_loss(self, batch: RolloutBatch, source: Tensor, routers: Sequence[Tensor]) -> Tensor:
@@ -422,8 +422,8 @@ class Runtime:
         wide = torch.promote_types(torch.float32, routers[0].dtype)
         members = torch.zeros((len(batch), len(places)), dtype=wide)
         members[torch.nonzero(real)[:, 0], token] = 1.0
-        own = [logits.index_select(0, places.to(logits.device)) for logits in routers]
-        return router_balance_loss(own, members.to(self.base.device), self.base.experts_per_token)
+        chosen = [logits.index_select(0, places.to(logits.device)) for logits in routers]
+        return router_balance_loss(chosen, members.to(self.base.device), self.base.experts_per_token)
 
     def _said(
         self,
@@ -451,15 +451,15 @@ class Runtime:
         device, counts = self.base.device, [len(p.batch) for p in parts]
         if self.base.flattens:
             batches = [p.batch.to("cpu") for p in parts]
-            own, cache = [Rows(batch.ids, batch.lengths, batch.tree) for batch in batches], None
+            lines, cache = [Rows(batch.ids, batch.lengths, batch.tree) for batch in batches], None
             adapted = [i for i, part in enumerate(parts) if part.slot is not None]
             if self.invocation and adapted:
                 starts = [invocations(batches[i].ids, batches[i].prompt_lengths, self.invocation) for i in adapted]
                 begun = [Beginnings(batches[i].ids, s, batches[i].tree) for i, s in zip(adapted, starts)]
                 cache, places = self.prompts.computed(begun)
                 for i, known, at in zip(adapted, starts, places):
-                    own[i] = Rows(batches[i].ids, batches[i].lengths, batches[i].tree.after(known), known, at)
-            rows = flatten(own, self.base.activation_dtype, exact=device.type == "cpu").to(device)
+                    lines[i] = Rows(batches[i].ids, batches[i].lengths, batches[i].tree.after(known), known, at)
+            rows = flatten(lines, self.base.activation_dtype, exact=device.type == "cpu").to(device)
             dropout = _dropout(parts, rows.origins, device)
             with self.store.routed(_route(parts, rows.parts, dropout)):
                 return self.base.flat(rows, **({} if cache is None else {"past_key_values": cache})), list(rows.sources)

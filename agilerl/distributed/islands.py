@@ -71,13 +71,13 @@ class IslandPopulation(Population):
     def _owners(self) -> dict[int, int]:
         """Return the island of each agent."""
         shares = self.exchange.processes.shares(len(self._known))
-        return {self._known[place].index: island for island, share in enumerate(shares) for place in share}
+        return {self._known[number].index: island for island, share in enumerate(shares) for number in share}
 
     # -- what is compared -----------------------------------------------------------------------------------------
 
     def _check_rollout(self, rollout: Rollout) -> None:
-        own = [asdict(failure) for failures in rollout.failures.values() for failure in failures]
-        parts = self.exchange.all((sum(rollout.samples.values()), own))
+        failed = [asdict(failure) for failures in rollout.failures.values() for failure in failures]
+        parts = self.exchange.all((sum(rollout.samples.values()), failed))
         failures = [Failure(**failure) for _, part in parts for failure in part]
         samples = sum(count for count, _ in parts)
         check_error_rate(samples, failures, self.max_error_rate, episodes=self.task.multi_turn)
@@ -86,24 +86,24 @@ class IslandPopulation(Population):
         """Examine every agent of the run on its island, or only ``agents`` on this one."""
         self._all_sit_it = agents is None
         try:
-            own = super().evaluate(split, agents=agents)
+            mine = super().evaluate(split, agents=agents)
         finally:
             self._all_sit_it = False
         if agents is not None:
-            return own
-        merged = self.exchange.merged({index: fitness.state() for index, fitness in own.items()})
+            return mine
+        merged = self.exchange.merged({index: fitness.state() for index, fitness in mine.items()})
         self._learn_of_all()
         return {index: Fitness.from_state(values) for index, values in merged.items()}
 
     def evaluate_agent(self, index: int, split: Panels) -> Fitness:
         """Examine one agent on its island."""
-        own = super().evaluate_agent
-        return Fitness.from_state(self.exchange.by(self._owners()[index], lambda: own(index, split).state()))
+        examined = super().evaluate_agent
+        return Fitness.from_state(self.exchange.by(self._owners()[index], lambda: examined(index, split).state()))
 
     def evaluate_base(self, split: Panels = "test") -> Fitness:
         """Examine the base model on the first island."""
-        own = super().evaluate_base
-        return Fitness.from_state(self.exchange.first(lambda: own(split).state()))
+        examined = super().evaluate_base
+        return Fitness.from_state(self.exchange.first(lambda: examined(split).state()))
 
     def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, all_agents: bool) -> set[int]:
         if not self._all_sit_it:
@@ -135,7 +135,7 @@ class IslandPopulation(Population):
         journeys = {
             (source, island): owners[source]
             for island, share in enumerate(shares)
-            for child in (plan.slots[place] for place in share)
+            for child in (plan.slots[number] for number in share)
             for source in (roots[child], mates.get(child, roots[child]))
         }
         arrived: dict[int, AgentState] = {}
@@ -148,7 +148,7 @@ class IslandPopulation(Population):
             elif rank == island:
                 arrived[index] = unpacked(self.exchange.receive(owner))
         agents = []
-        for index in (plan.slots[place] for place in shares[rank]):
+        for index in (plan.slots[number] for number in shares[rank]):
             root = roots[index]
             agent = self.revived(arrived[root]) if root in arrived else self.agent(root)
             if index in births:
@@ -169,8 +169,7 @@ class IslandPopulation(Population):
 
     def _mutate(self, plan: Callable[[Sequence[Member]], list[Mutation]]) -> list[Mutation]:
         # An agent's mutation does not depend on other agents, so each island plans its own.
-        own = super()._mutate(plan)
-        parts = self.exchange.all([mutation.to_dict() for mutation in own])
+        parts = self.exchange.all([mutation.to_dict() for mutation in super()._mutate(plan)])
         self._learn_of_all()
         return [Mutation.from_dict(mutation) for part in parts for mutation in part]
 

@@ -54,11 +54,11 @@ class Exchange:
         """Return the values of all processes, ordered by rank; JSON data, NaN included."""
         return [value] if self.size == 1 else [word["value"] for word in self._words({"value": value})]
 
-    def merged(self, own: Mapping[int, T]) -> dict[int, T]:
+    def merged(self, values: Mapping[int, T]) -> dict[int, T]:
         """Merge the values of all processes' agents, by agent index, in population order."""
         if self.size == 1:
-            return dict(own)
-        return {index: value for part in self.all(list(own.items())) for index, value in part}
+            return dict(values)
+        return {index: value for part in self.all(list(values.items())) for index, value in part}
 
     def by(self, rank: int, work: Callable[[], T]) -> T:
         """Run ``work`` on one process, and return its result on all."""
@@ -196,7 +196,7 @@ def arranged(world: Processes, config: DistributedConfig, environment: Mapping[s
         )
     count = world.size // size
     rows = [range(number * size, (number + 1) * size) for number in range(count)]
-    columns = [range(place, world.size, size) for place in range(size)]
+    columns = [range(rank, world.size, size) for rank in range(size)]
     everyone = Exchange(world)
     if size == 1:
         return Topology(everyone, ALONE, everyone)

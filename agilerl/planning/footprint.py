@@ -120,8 +120,8 @@ def cached_tokens(
     """
     if not shared:
         return max(rows, exam_rows) * padded_length(longest)
-    asked, said = padded_length(prompt), padded_length(longest - prompt)
-    return max(rows * said + ceil(rows / group) * asked, exam_rows * (asked + said))
+    asked, answer = padded_length(prompt), padded_length(longest - prompt)
+    return max(rows * answer + ceil(rows / group) * asked, exam_rows * (asked + answer))
 
 
 def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dict[str, float]:
@@ -163,8 +163,8 @@ def turns(parts: Mapping[str, float]) -> list[dict[str, float]]:
     """Return the parts that exist together, for each turn: decoding and training, and vLLM if it sleeps."""
     lasting = {name: size for name, size in parts.items() if name not in _TURNS}
     alone = {name: size for name, size in lasting.items() if name != "base"}
-    found = [(alone if name == "vllm_alone" else lasting) | {name: parts[name]} for name in _TURNS if name in parts]
-    return found or [lasting]
+    in_turn = [(alone if name == "vllm_alone" else lasting) | {name: parts[name]} for name in _TURNS if name in parts]
+    return in_turn or [lasting]
 
 
 def peak(parts: Mapping[str, float]) -> float:

@@ -280,8 +280,8 @@ def _prefill(shape: ModelShape, load: Workload, local: Local, prompts: int, grou
     d, rows = adapter_parameters(shape, load.rank), count * group
     flops = tokens * 2 * (shape.linear + d) + count * (2 * shape.head + _attention(shape, load.prompt))
     drawn = 2 * tokens * shape.kv_bytes + rows * shape.vocabulary * DRAWING_BYTES
-    found = Work(flops, calls * shape.read_bytes, _forward_traffic(shape, tokens) + drawn, calls * shape.layers)
-    return found + _gathered(shape, local, calls)
+    read, traffic = calls * shape.read_bytes, _forward_traffic(shape, tokens) + drawn
+    return Work(flops, read, traffic, calls * shape.layers) + _gathered(shape, local, calls)
 
 
 def _decode(shape: ModelShape, load: Workload, local: Local, rows_of_agent: int, group: int) -> Work:
@@ -293,12 +293,12 @@ def _decode(shape: ModelShape, load: Workload, local: Local, rows_of_agent: int,
     if not rows:
         return Work()
     batches = max(1, ceil(rows / rows_at_once(rows, local.agents, load.max_rows)))
-    steps, said = batches * load.longest, load.completion / 2
+    steps, half = batches * load.longest, load.completion / 2
     padding = load.row_multiple
     tokens = batches * (ceil(rows / batches / padding) * padding if padding > 1 else rows / batches) * load.completion
     parallel = local.split.tensor_parallel
-    flops = tokens * (2 * (shape.linear + shape.head + d) + 4 * shape.layers * shape.query_width * (load.prompt + said))
-    cache = tokens * (load.prompt / group + said) * shape.kv_bytes
+    flops = tokens * (2 * (shape.linear + shape.head + d) + 4 * shape.layers * shape.query_width * (load.prompt + half))
+    cache = tokens * (load.prompt / group + half) * shape.kv_bytes
     read = steps * (shape.read_bytes + local.agents * d * ADAPTER_WIDTH) + cache
     traffic = _forward_traffic(shape, tokens) + tokens * shape.vocabulary * DRAWING_BYTES
     result = Work(flops / parallel, read / parallel, traffic / parallel, steps * shape.layers)
@@ -357,9 +357,9 @@ def _attention(shape: ModelShape, length: float, seen: float = 0) -> float:
 
 def _attentions(shape: ModelShape, load: Workload, local: Local, rows: float) -> float:
     """Forward operations of attention over so many rows of each agent, their prompts once."""
-    own = rows * local.share
-    said = own * _attention(shape, load.completion, load.prompt)
-    return local.agents * (said + load.different_prompts(own) * _attention(shape, load.prompt))
+    rows *= local.share
+    completions = rows * _attention(shape, load.completion, load.prompt)
+    return local.agents * (completions + load.different_prompts(rows) * _attention(shape, load.prompt))
 
 
 def _forward_traffic(shape: ModelShape, tokens: float) -> float:

@@ -429,8 +429,8 @@ def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
     population = session.population
     if any(math.isfinite(score) for f in fitness.values() for score in f.scores):
         return
-    own = all(population.ungraded[a.index] and all(map(math.isnan, a.scores)) for a in population.agents)
-    if all(session.topology.peers.all(own)):
+    ungraded = all(population.ungraded[a.index] and all(map(math.isnan, a.scores)) for a in population.agents)
+    if all(session.topology.peers.all(ungraded)):
         size = len(population.places("exam"))
         error = RewardError(
             f"expected {session.task.grader} to return a number for completions, found None (no grade) for all "
@@ -635,7 +635,7 @@ def _peak_memory(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     try:
         import resource
-    except ImportError:  # Windows, which keeps the peak of its own
+    except ImportError:  # Windows, which keeps the peak itself
         import psutil
 
         memory = psutil.Process().memory_info()

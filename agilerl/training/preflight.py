@@ -55,11 +55,11 @@ def preflight(session: Session) -> Probe | None:
     return result
 
 
-def event_of(found: Probe, advice: str = "") -> PreflightDone:
+def event_of(probed: Probe, advice: str = "") -> PreflightDone:
     """Return the event of a preflight."""
-    first = found.groups[0]
+    first = probed.groups[0]
     answer = next(iter(first.answers), Answer("", math.nan, 0, "error"))
-    return PreflightDone(found.metrics, str(found), advice, first.prompt, answer.text, answer.score)
+    return PreflightDone(probed.metrics, str(probed), advice, first.prompt, answer.text, answer.score)
 
 
 def preflight_event(session: Session, probed: Probe) -> PreflightDone:
@@ -80,22 +80,22 @@ def tried(session: Session) -> PreflightDone | None:
         return event_of(probe(population, 1, 1))
 
 
-def problem(config: RunConfig, population: Population, found: Probe) -> str:
+def problem(config: RunConfig, population: Population, probed: Probe) -> str:
     """Return why no answers differ in reward, and what to change: the first cause that explains all of them."""
     e, algorithm = config.environment, config.algorithm["name"]
-    groups = f"all {len(found.answers)} answers to {len(found.groups)} training questions"
+    groups = f"all {len(probed.answers)} answers to {len(probed.groups)} training questions"
     limit = getattr(population.agents[0].config, "max_output_tokens", None)
     scored = e.task is not None and e.env_type == "reasoning" and e.graders is None and e.reward == "exact"
     easier = ", a reward that also pays partly right answers (environment.reward=score)" if scored else ""
-    if math.isnan(found.reward):
+    if math.isnan(probed.reward):
         return f"none of {groups} has a grade; check the graders"
-    if found.reward and not found.differ:
-        return f"{groups} earn alike ({found.reward:g}); take harder questions (environment.params), or another reward"
-    if found.cut == 1:
-        return f"{groups} earn {found.reward:g} and are cut at {limit or 'the end of the context'}" + (
+    if probed.reward and not probed.differ:
+        return f"{groups} earn alike ({probed.reward:g}); take harder questions (environment.params), or another reward"
+    if probed.cut == 1:
+        return f"{groups} earn {probed.reward:g} and are cut at {limit or 'the end of the context'}" + (
             " tokens; raise algorithm.max_output_tokens" if limit else "; shorten the prompts or raise max_model_len"
         )
-    if found.empty == 1 and e.answer_format != "whole":
+    if probed.empty == 1 and e.answer_format != "whole":
         return (
             f"in {groups} there is no answer in the format environment.answer_format={e.answer_format}; take after, "
             "with its phrase as a prefill (environment.conversation_template)"
@@ -103,7 +103,7 @@ def problem(config: RunConfig, population: Population, found: Probe) -> str:
     formats = e.answer_format == "whole" and e.env_type == "reasoning" and e.graders is None
     asked = "let the prompt ask for a format (environment.answer_format=after), " if formats else ""
     return (
-        f"{groups} earn {found.reward:g}, so {algorithm} has nothing to compare; {asked}take easier questions "
+        f"{groups} earn {probed.reward:g}, so {algorithm} has nothing to compare; {asked}take easier questions "
         f"(environment.params), a stronger base{easier}, or more answers to each (algorithm.group_size)"
     )
 

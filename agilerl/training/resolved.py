@@ -302,13 +302,13 @@ def _strategy_document(config: RunConfig) -> dict[str, Any]:
     s = config.selection_strategy
     values = {"name": s.strategy, "tournament_size": config.tournament_size, "elitism": s.elitism}
     if names_code(s.strategy):
-        own: dict[str, Any] = {"params": s.params}
+        settings: dict[str, Any] = {"params": s.params}
     else:
-        own = {**defaults_of(s.strategy), **s.settings}
-        if "pulses" in own:
-            own["pulses"] = (s.pulses or PulseConfig()).model_dump(mode="json")
+        settings = {**defaults_of(s.strategy), **s.settings}
+        if "pulses" in settings:
+            settings["pulses"] = (s.pulses or PulseConfig()).model_dump(mode="json")
     return {
-        **own,
+        **settings,
         **values,
         "objectives": s.objectives,
         "candidates": config.candidates,

@@ -112,25 +112,25 @@ class Session:
     @property
     def without_effect(self) -> list[str]:
         """Sentences about what was asked for and will not happen."""
-        found = self.resolved.without_effect
+        sentences = self.resolved.without_effect
         strategy, t = self.resolved.selection, self.config.training
         if t.max_seconds is not None or not isinstance(strategy, KnockoutSelection) or strategy.floor > 1:
-            return found  # how much a second does is not known before
+            return sentences  # how much a second does is not known before
         later = strategy.later
         if not isinstance(later, PulseSelection) or not later.factors or not later.until:
-            return found
+            return sentences
         iterations, exam = lone_agent(self.config, self.population)
         pace = Pace(self.evo_steps, 1 / iterations, 0 if t.max_tokens is None else exam / iterations)
         first = pace.first_pulse(t.pop_size, strategy.period, later.every)
         if first >= later.until:
             alone = min(pace.knockout(t.pop_size, strategy.period)[1], 1)
-            found.append(
+            sentences.append(
                 f"no challengers (selection_strategy.pulses): with {t.pop_size} agents the knockout takes up to "
                 f"{alone:.0%} of the budget and the first challenger is due at up to {first:.0%}, but none comes after "
                 f"pulses.until={later.until:g}; raise the budget or until, or lower training.evo_steps or "
                 "training.pop_size"
             )
-        return found
+        return sentences
 
     @property
     def selection(self) -> SelectionStrategy:
@@ -293,9 +293,9 @@ def merged_model(folder: Path, config: RunConfig, *, dtype: str = "auto") -> tup
     read_adapter(folder, lora_layers(base.model, settings, scope))  # every layer is there, and nothing else
     loaded = {"weights": base.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer), "config_overrides": overrides}
     warn_of_another_base(folder, base, loaded)
-    own = files.dtype or "float32" if dtype == "auto" else dtype
+    kind = files.dtype or "float32" if dtype == "auto" else dtype
     merged = peft.PeftModel.from_pretrained(base.model, str(folder), config=settings).merge_and_unload(safe_merge=True)
-    return merged.to(getattr(torch, str(own).removeprefix("torch."))), tokenizer
+    return merged.to(getattr(torch, str(kind).removeprefix("torch."))), tokenizer
 
 
 def first_generation(resolved: Resolved, runtime: Runtime, topology: Topology) -> list[LLMAlgorithm]:
@@ -317,8 +317,8 @@ def first_generation(resolved: Resolved, runtime: Runtime, topology: Topology) -
     if network.adapter is not None:
         _start_from(Path(network.adapter).expanduser(), agents)
     if len(resolved.algorithms) > 1 and t.init == "spread":
-        for place, agent in zip(places, agents):
-            agent.set_hyperparameters({"algorithm": resolved.algorithms[place % len(resolved.algorithms)].__name__})
+        for number, agent in zip(places, agents):
+            agent.set_hyperparameters({"algorithm": resolved.algorithms[number % len(resolved.algorithms)].__name__})
     return agents
 
 
@@ -331,9 +331,11 @@ def _survivors(config: RunConfig, saved: SavedCheckpoint, runtime: Runtime) -> l
             "from an older checkpoint"
         )
     for state in saved.states:
-        if state.loaded is not None and (found := differences(state.base, state.loaded, runtime.base, runtime.loaded)):
+        if state.loaded is not None and (
+            reasons := differences(state.base, state.loaded, runtime.base, runtime.loaded)
+        ):
             raise CheckpointError(
-                f"{saved.path} cannot be resumed with this base: {found[0]}; or start another run from its adapters: "
+                f"{saved.path} cannot be resumed with this base: {why[0]}; or start another run from its adapters: "
                 "network.adapter=RUN/elite or an agent of a checkpoint"
             )
     # The bank's width affects the last bits of every agent, even of those with a smaller rank.
@@ -346,18 +348,18 @@ def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
     """Start every agent, and its reference policy, from a PEFT adapter; raises ConfigError if its shape differs."""
     runtime, wanted = agents[0].runtime, agents[0].lora_config
     store = runtime.store
-    factors, found = read_adapter(folder, store.layers)
+    factors, given = read_adapter(folder, store.layers)
     warn_of_another_base(folder, runtime.base, runtime.loaded)
-    if found.alora_invocation_tokens != wanted.alora_invocation_tokens:
+    if given.alora_invocation_tokens != wanted.alora_invocation_tokens:
         raise ConfigError(
-            f"network.adapter={shown(str(folder))} has alora_invocation_tokens={found.alora_invocation_tokens}, this "
+            f"network.adapter={shown(str(folder))} has alora_invocation_tokens={given.alora_invocation_tokens}, this "
             f"run {wanted.alora_invocation_tokens}; set network.lora_config.alora_invocation_tokens to the same"
         )
-    if (found.r, lora_scaling(found)) != (wanted.r, lora_scaling(wanted)):
+    if (given.r, lora_scaling(given)) != (wanted.r, lora_scaling(wanted)):
         raise ConfigError(
-            f"network.adapter={shown(str(folder))} has rank {found.r} and scale {lora_scaling(found):g}, "
-            f"network.lora_config rank {wanted.r} and scale {lora_scaling(wanted):g}; set lora_config r={found.r}, "
-            f"lora_alpha={found.lora_alpha}, use_rslora={str(found.use_rslora).lower()}"
+            f"network.adapter={shown(str(folder))} has rank {given.r} and scale {lora_scaling(given):g}, "
+            f"network.lora_config rank {wanted.r} and scale {lora_scaling(wanted):g}; set lora_config r={given.r}, "
+            f"lora_alpha={given.lora_alpha}, use_rslora={str(given.use_rslora).lower()}"
         )
     store.reserve(store.used + len(agents))
     for agent in agents:
