@@ -105,12 +105,11 @@ class TokenOutputs:
 
 
 class Runtime:
-    """One frozen base, N adapter slots, one engine.
+    """One frozen base, N adapter slots, one engine, which all agents built on the same model object share.
 
-    Every agent built on the same model object borrows the same runtime, so a population never holds a second copy
-    of the base. ``max_tokens`` bounds the tokens of one training forward (rows of several agents are packed up to it);
-    None: ``pass_tokens``. ``options`` are those of the base; what is set there, no agent can change.
-    ``engine`` samples in place of the torch engine: a ``RolloutEngine``, or a function of this runtime that makes one.
+    ``max_tokens`` bounds the tokens of one training forward (rows of several agents are packed up to it); None:
+    ``pass_tokens``. ``options`` are those of the base; what is set there, no agent can change. ``engine`` samples in
+    place of the torch engine: a ``RolloutEngine``, or a function of this runtime that makes one.
     """
 
     @checked
@@ -312,7 +311,7 @@ class Runtime:
         if isinstance(self.engine, CustomEngine) and (options.use_vllm or options.stop_sequences):
             name = "use_vllm" if options.use_vllm else "stop_sequences"
             raise ConfigError(f"{name} is for the package's engines, found Runtime(engine=...); leave out one of them")
-        given = None if options.vllm_config is None else options.vllm_config.stop_sequences
+        given = options.vllm_config and options.vllm_config.stop_sequences
         if options.stop_sequences and given and given != options.stop_sequences:
             raise ConfigError(
                 f"stop_sequences={options.stop_sequences!r} and vllm_config.stop_sequences={given!r} contradict each "
@@ -320,44 +319,37 @@ class Runtime:
             )
         before = self.base.options
         self.base.configure(options)
-        if self.invocation and (reason := self._not_activated(options)):
+        unaware = (
+            (options.use_vllm, "use_vllm=True"),
+            (isinstance(self.engine, CustomEngine), "Runtime(engine=...)"),
+            (self.base.experts_per_token is not None, "a mixture of experts"),
+            (not self.base.flattens, f"a base whose rows are padded ({type(self.base.model).__name__}, these options)"),
+        )
+        if self.invocation and (reason := next((name for applies, name in unaware if applies), None)):
             self.base.configure(before)
             raise ConfigError(
                 f"activated adapters (lora_config.alora_invocation_tokens) do not work with {reason}; leave one out"
             )
-        engine = self.engine.own if isinstance(self.engine, VLLMEngine) else self.engine
+        engine: RolloutEngine = self.engine.own if isinstance(self.engine, VLLMEngine) else self.engine
         if isinstance(engine, TorchEngine):
             engine.prompts_at_once = options.hf_generate_chunk_size
             engine.stops = Stops(self.tokenizer, options.stop_sequences) if options.stop_sequences else None
-        self.engine = self._vllm(options, engine) if options.use_vllm else engine
-        self.options = options
-
-    def _not_activated(self, options: SharedOptions) -> str | None:
-        """Return what does not know activated adapters; None: nothing."""
         if options.use_vllm:
-            return "use_vllm=True"
-        if isinstance(self.engine, CustomEngine):
-            return "Runtime(engine=...)"
-        if self.base.experts_per_token is not None:
-            return "a mixture of experts"
-        if not self.base.flattens:
-            return f"a base whose rows are padded ({type(self.base.model).__name__} with these options)"
-        return None
-
-    def _vllm(self, options: SharedOptions, engine: RolloutEngine) -> VLLMEngine:
-        config = options.vllm_config or VLLMConfig()
-        if options.stop_sequences:
-            config = config.model_copy(update={"stop_sequences": options.stop_sequences})
-        return VLLMEngine(
-            self.base,
-            self.store,
-            config,
-            seed=self.seed,
-            lora_config=self.lora_config,
-            tokenizer=self.tokenizer,
-            own=engine,
-            offload=options.use_memory_efficient_params,
-        )
+            config = options.vllm_config or VLLMConfig()
+            if options.stop_sequences:
+                config = config.model_copy(update={"stop_sequences": options.stop_sequences})
+            engine = VLLMEngine(
+                self.base,
+                self.store,
+                config,
+                seed=self.seed,
+                lora_config=self.lora_config,
+                tokenizer=self.tokenizer,
+                own=engine,
+                offload=options.use_memory_efficient_params,
+            )
+        self.engine = engine
+        self.options = options
 
     @property
     def loaded(self) -> dict[str, Any]:

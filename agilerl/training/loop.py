@@ -70,15 +70,13 @@ def train(
 ) -> Generator[Event, None, None]:
     """Run a session to its end in a new run directory; yields each event once it is in the run's files.
 
-    First the agents answer training questions; a run that could learn nothing from the answers does not begin.
     Closing the iterator closes the run, which can be resumed. With several processes, one writes; the others do their
     part and yield the same events. ``trackers`` follow the run in place of those of its configuration: names, objects
     with ``log(values, step)``, or names with the keywords of their libraries' start (docs/trackers.md). With
     ``overwrite`` a run in the directory is deleted first, unless it is in use, or other things lie beside it.
-    Raises ConfigError for a tracker that is not installed or does not start, and, having written nothing, if no answer
-    differs from another in its reward (see ``training.preflight``); CheckpointError, having written nothing,
-    if the directory is in use or holds a run; and Interrupted, after a checkpoint, if ``stop`` requests it in any
-    process.
+    Raises ConfigError for a tracker that is not installed or does not start; having written nothing, ConfigError if no
+    answer to training questions differs in its reward (``training.preflight``), and CheckpointError if the directory is
+    in use or holds a run; and Interrupted, after a checkpoint, if ``stop`` requests it in any process.
     """
     out = Path(out)
     session.check_new()

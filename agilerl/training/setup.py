@@ -331,9 +331,7 @@ def _survivors(config: RunConfig, saved: SavedCheckpoint, runtime: Runtime) -> l
             "from an older checkpoint"
         )
     for state in saved.states:
-        if state.loaded is not None and (
-            reasons := differences(state.base, state.loaded, runtime.base, runtime.loaded)
-        ):
+        if state.loaded is not None and (why := differences(state.base, state.loaded, runtime.base, runtime.loaded)):
             raise CheckpointError(
                 f"{saved.path} cannot be resumed with this base: {why[0]}; or start another run from its adapters: "
                 "network.adapter=RUN/elite or an agent of a checkpoint"
