@@ -17,7 +17,7 @@ from agilerl.algorithms.codec import warn_of_another_base
 from agilerl.algorithms.sharing import Sharing
 from agilerl.algorithms.state import differences
 from agilerl.arguments import checked, shown
-from agilerl.config.base_model import NetworkConfig, SharedOptions
+from agilerl.config.base_model import SharedOptions
 from agilerl.config.named_files import digests
 from agilerl.config.run import TEACHER_KEY, RunConfig
 from agilerl.config.vllm import API_KEY, VLLMConfig, lora_capacity
@@ -467,7 +467,11 @@ def load_runtime(resolved: Resolved) -> Runtime:
             f"the tokenizer of {name!r} has {len(tokenizer)} tokens, the model {base.vocabulary_size}; use the "
             "tokenizer that belongs to the model, or resize the model's embeddings"
         )
-    settings = _lora(network, tokenizer)
+    tokens = network.lora_config.alora_invocation_tokens
+    if isinstance(tokens, str):
+        tokens = generation_prompt(tokenizer) if tokens == "generation_prompt" else text_ids(tokenizer, tokens)
+    given = {**network.lora_config.model_dump(), "alora_invocation_tokens": tokens}
+    settings = imported_peft().LoraConfig(**given, task_type="CAUSAL_LM")
     layers = lora_layers(base.model, settings, options.lora_target_scope)
     adapters = bank_bytes(adapter_numbers(config, layers), t.pop_size, adapter_slots(config, resolved.algorithm))
     check_memory({"base": base.weight_bytes, "adapters": adapters}, t.device)
@@ -494,14 +498,6 @@ def _guarded(name: str, load: Callable[[], PartT]) -> PartT:
         raise ConfigError(f"cannot load the model {name!r}: {type(error).__name__}: {error}") from error
 
 
-def _lora(config: NetworkConfig, tokenizer: Any) -> Any:
-    tokens = config.lora_config.alora_invocation_tokens
-    if isinstance(tokens, str):
-        tokens = generation_prompt(tokenizer) if tokens == "generation_prompt" else text_ids(tokenizer, tokens)
-    given = {**config.lora_config.model_dump(), "alora_invocation_tokens": tokens}
-    return imported_peft().LoraConfig(**given, task_type="CAUSAL_LM")
-
-
 def _spare_retries(name: str) -> None:
     """Put the hub client into offline mode if a model's name needs the hub and it does not answer.
 
@@ -518,16 +514,15 @@ def _spare_retries(name: str) -> None:
 
 def check_sampling(config: RunConfig, options: SharedOptions) -> None:
     """Raise ConfigError for a missing or unsuitable vLLM, adapters that it cannot hold, or a leaked key."""
-    teacher = config.sharing.teacher_url
-    if teacher is not None and os.environ.get(TEACHER_KEY):
-        where, typed = "sharing.teacher_url", config.typed_addresses
-        check_key(where, TEACHER_KEY, teacher, typed, without=f"unset {TEACHER_KEY}")
+    settings = options.vllm_config or VLLMConfig()
+    servers = {"sharing.teacher_url": (TEACHER_KEY, config.sharing.teacher_url)}
+    if options.use_vllm:
+        servers["algorithm.vllm_config.base_url"] = (API_KEY, settings.base_url)
+    for where, (key, url) in servers.items():
+        if url is not None and os.environ.get(key):
+            check_key(where, key, url, config.typed_addresses, without=f"unset {key}")
     if not options.use_vllm:
         return
-    settings = options.vllm_config or VLLMConfig()
-    if settings.base_url is not None and os.environ.get(API_KEY):
-        where, typed = "algorithm.vllm_config.base_url", config.typed_addresses
-        check_key(where, API_KEY, settings.base_url, typed, without=f"unset {API_KEY}")
     if settings.base_url is None:
         check_installed(settings, config.training.device.partition(":")[0])
     rank, most = largest_rank(config), settings.max_lora_rank
@@ -550,13 +545,14 @@ def check_sampling(config: RunConfig, options: SharedOptions) -> None:
 def start_sampling(config: RunConfig, population: Population) -> None:
     """Start vLLM if it samples, so that problems show before training."""
     engine = population.runtime.engine
-    if isinstance(engine, VLLMEngine):
-        if engine.config.max_model_len is not None:  # before starting vLLM
-            check_room(population, engine.config, engine.config.max_model_len)
-        longest = population.context_length + (population.eval_max_new_tokens or 0)
-        rank = max(largest_rank(config), population.runtime.store.max_rank)
-        engine.start(max(len(population), config.training.pop_size), rank, longest)
-        check_room(population, engine.config, engine.backend.context_length)
+    if not isinstance(engine, VLLMEngine):
+        return
+    if engine.config.max_model_len is not None:  # before starting vLLM
+        check_room(population, engine.config, engine.config.max_model_len)
+    longest = population.context_length + (population.eval_max_new_tokens or 0)
+    rank = max(largest_rank(config), population.runtime.store.max_rank)
+    engine.start(max(len(population), config.training.pop_size), rank, longest)
+    check_room(population, engine.config, engine.backend.context_length)
 
 
 def check_room(population: Population, settings: VLLMConfig, room: int) -> None:
@@ -566,7 +562,11 @@ def check_room(population: Population, settings: VLLMConfig, room: int) -> None:
     by the agents' ``max_model_len`` or the base do not concern vLLM.
     """
     limit, most = population.context_length, population.runtime.base.context_length
-    asked = [] if population.learns_from_data else [_training_row(population, limit)]
+    asked = list[tuple[int, int]]()
+    if not population.learns_from_data:  # the longest prompt, and the longest completion after it
+        prompt = max(population.lengths("train").prompts)
+        longest = max(agent.config.model_dump().get("max_output_tokens") or limit for agent in population.agents)
+        asked.append((prompt, min(longest, limit - prompt)))
     if settings.exams == "vllm":
         exam = max(max(population.lengths(split).prompts) for split in ("exam", "test"))
         asked.append((exam, min(population.eval_max_new_tokens or limit - exam, most - exam)))
@@ -578,13 +578,6 @@ def check_room(population: Population, settings: VLLMConfig, room: int) -> None:
             f"up to {completion} tokens, together {prompt + completion}; raise {where} to that, or lower "
             "algorithm.max_output_tokens and training.eval_max_new_tokens"
         )
-
-
-def _training_row(population: Population, limit: int) -> tuple[int, int]:
-    """Return the tokens of the longest prompt of the first training rows, and of the longest completion after it."""
-    prompt = max(population.lengths("train").prompts)
-    longest = (agent.config.model_dump().get("max_output_tokens") or limit for agent in population.agents)
-    return prompt, min(max(longest), limit - prompt)
 
 
 # -- custom selection strategies: ``selection_strategy.name: strategy.py:MySelection`` --------------------------------
