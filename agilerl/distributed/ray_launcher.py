@@ -185,10 +185,7 @@ def _check_answers(address: str) -> None:
 def _attempt(
     cluster: _Cluster, work: Work, urls: Sequence[str], say: Callable[[str], None], request: StopRequest
 ) -> tuple[list[Ending], str]:
-    """Start every process once, and wait until all have ended or one is lost.
-
-    Returns how they ended, in their order, and Ray's message about a lost one, "" if none was.
-    """
+    """Start every process once; return how they ended, by rank, or Ray's message about the first that was lost."""
     ray, config = cluster.ray, cluster.config
     size = config.processes_per_island or 1
     actors = [

@@ -118,10 +118,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Topology:
-    """All processes of a run as a table: a row is an island, a column the processes with the same rank within it.
-
-    The processes of an island hold the same agents; those of a column together hold all agents of the run.
-    """
+    """All processes of a run: a row is an island, which holds its agents; a column holds all agents of the run."""
 
     world: Exchange = field(default_factory=Exchange)
     """All processes."""
@@ -158,8 +155,8 @@ SOLITARY = Topology()
 def connected(config: DistributedConfig, *, cuda: bool, server: str | None = None) -> Iterator[Topology]:
     """Connect to the processes that a launcher has started, and divide them into islands.
 
-    Raises ConfigError if there is no launcher, the number of processes cannot be divided, or the port is in use, and
-    EngineError if not all processes connect.
+    Raises ConfigError without a launcher, for a number that cannot be divided, or a port in use, and EngineError if not all
+    processes connect.
     """
     if "WORLD_SIZE" not in os.environ:
         raise ConfigError(
@@ -179,10 +176,7 @@ def connected(config: DistributedConfig, *, cuda: bool, server: str | None = Non
 
 
 def arranged(world: Processes, config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> Topology:
-    """Divide all processes into islands of consecutive ones.
-
-    Raises ConfigError if that is impossible, or if single-process islands should shard the base.
-    """
+    """Divide all processes into islands of consecutive ones; raises ConfigError if that is impossible."""
     size = config.processes_per_island or (world.size if by_accelerate(environment) else 1)
     if world.size % size:
         raise ConfigError(
@@ -207,10 +201,7 @@ def arranged(world: Processes, config: DistributedConfig, environment: Mapping[s
 
 
 def local_share(config: RunConfig, topology: Topology, environment: Mapping[str, str] = os.environ) -> RunConfig:
-    """Return the configuration for this process: device, server, and the agents that its memory must hold.
-
-    With ``training.device=cuda`` each process of a machine has its own GPU. A single process keeps everything.
-    """
+    """Return the configuration for this process: its own GPU, its server, and the agents that its memory must hold."""
     if topology.server is not None:
         sampling = {**(config.algorithm.get("vllm_config") or {}), "base_url": topology.server}
         algorithm = {**config.algorithm, "use_vllm": True, "vllm_config": sampling}

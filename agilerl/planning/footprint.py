@@ -81,10 +81,7 @@ class Held:
 
 
 def footprint(held: Held) -> dict[str, float]:
-    """Return the bytes of each part on the device. Some parts take turns: see :func:`peak`.
-
-    The interpreter, its libraries and the CUDA context are not counted.
-    """
+    """Return the bytes of each part on the device, some of which take turns (:func:`peak`), without libraries."""
     widths = held.widths
     saved = saved_bytes(widths, checkpointing=held.checkpointing, offload=held.offload)
     working = working_bytes(widths, restored=held.checkpointing or held.offload)
@@ -103,10 +100,7 @@ def footprint(held: Held) -> dict[str, float]:
 
 
 def bank_bytes(numbers: int, agents: int, slots: int) -> int:
-    """Return the bytes of the adapters of ``agents`` agents and of the elite that is kept, ``slots`` each.
-
-    ``numbers`` counts the parameters of one adapter, D.
-    """
+    """Return the bytes of the adapters, ``numbers`` (D) each, of ``agents`` agents and the elite, ``slots`` each."""
     return (agents + 1) * slots * ADAPTER_COPIES * ADAPTER_WIDTH * numbers
 
 
@@ -125,10 +119,7 @@ def cached_tokens(
 
 
 def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dict[str, float]:
-    """Return the bytes of each part on the fullest device of a layout.
-
-    For vLLM, what it needs for the rows in flight; it may be allowed to reserve more.
-    """
+    """Return the bytes of each part on the fullest device of a layout; of vLLM, what the rows in flight need."""
     split = split or Split()
     local = Local.of(load, split)
     rows = local.agents * load.rows * local.share
@@ -203,10 +194,7 @@ def layer_bytes(widths: Widths) -> float:
 
 
 def saved_bytes(widths: Widths, *, checkpointing: bool, offload: bool = False) -> float:
-    """Return the bytes of a token that stay on the device from the forward to the backward pass.
-
-    With ``checkpointing`` that is the input of every layer; with ``offload`` nothing stays.
-    """
+    """Return the bytes of a token that stay on the device from the forward to the backward pass."""
     if offload:
         return 0
     return widths.layers * (widths.hidden * widths.width if checkpointing else layer_bytes(widths))

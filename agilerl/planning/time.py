@@ -378,10 +378,7 @@ def rows_at_once(rows: float, agents: int, most: int) -> int:
 
 
 def tokens_at_once(micro: int, agents: int, most: int) -> int:
-    """Return the most tokens of a training forward, which holds a micro-batch of each agent.
-
-    ``micro`` is the size of the largest micro-batch, which is never divided: a forward may be larger than ``most``.
-    """
+    """Return the most tokens of a training forward: a micro-batch of each agent, none of which is divided."""
     return max(micro, min(most, agents * micro))
 
 

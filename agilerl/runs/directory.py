@@ -220,10 +220,7 @@ class RunDirectory(RunLayout, Closing):
         return run
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write ``summary.json``, with ``"status": "finished"`` unless the summary has another status.
-
-        Raises CheckpointError if the directory has been closed.
-        """
+        """Write ``summary.json``, with ``"status": "finished"`` unless the summary has another status."""
         self.check_open()
         write_json(self.summary, {"status": "finished", **summary})
 
@@ -330,10 +327,7 @@ def as_written(root: Path) -> Iterator[None]:
 
 
 def run_date(info: Mapping[str, Any]) -> datetime:
-    """Return the date that the chat templates of a run see, local time, from its ``run.json``.
-
-    Runs of versions that did not write it use the time when they were started. Raises ValueError for an invalid date.
-    """
+    """Return the date, local time, that the chat templates of a run see; raises ValueError for an invalid one."""
     if "date" not in info:
         return datetime.fromisoformat(info["started"]).astimezone().replace(tzinfo=None)
     date = datetime.fromisoformat(str(info["date"]))
@@ -405,10 +399,7 @@ def _is_part(path: Path) -> bool:
 
 
 def delete_run(root: Path) -> None:
-    """Delete a run, ``run.json`` last: if this is interrupted, it can be done again. Does nothing where none is.
-
-    The directory and its lock stay. Raises CheckpointError for a directory that holds more than a run.
-    """
+    """Delete a run if there is one, ``run.json`` last, so that it can be done again; the directory and its lock stay."""
     if not (root / "run.json").exists():
         return
     _check_deletable(root, locked=True)
@@ -438,10 +429,7 @@ def _sha256(config: Any) -> str:
 
 
 class DirectoryLock:
-    """An exclusive lock on a file, taken at construction; the system releases it when the process dies.
-
-    Raises CheckpointError at once, with the owner's process id, if another process holds it.
-    """
+    """An exclusive lock on a file until ``release`` or death; raises CheckpointError, naming the owner, if it is taken."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -538,10 +526,7 @@ def collect_versions() -> dict[str, str | None]:
 
 
 def collect_hardware() -> dict[str, Any]:
-    """Return {platform, cpu, cores, memory_bytes, cuda}: ``cores`` are those that this process may use.
-
-    Imports torch to list the CUDA devices; each is {name, memory_bytes, capability}.
-    """
+    """Return the machine: ``cores`` are those that this process may use, ``cuda`` each device's {name, memory_bytes, ...}."""
     return {
         "platform": platform.platform(),
         "cpu": _cpu_model(),

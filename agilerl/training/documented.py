@@ -219,10 +219,7 @@ def aggregate_metrics_across_gpus(accelerator: Any, metric_tensor: Any = None) -
 
 
 def create_llm_accelerator(*, deepspeed_plugin: Any = None) -> Any:
-    """Return an ``accelerate.Accelerator``, or None where there is neither a GPU nor a launcher.
-
-    Without a GPU agents need none; DeepSpeed is not required.
-    """
+    """Return an ``accelerate.Accelerator``, or None where there is neither a GPU nor a launcher to need one."""
     from accelerate import Accelerator, PartialState
 
     if deepspeed_plugin is None and not torch.cuda.is_available() and PartialState().num_processes == 1:
@@ -264,10 +261,7 @@ def compare_responses(
     skip_special_tokens: bool = True,
     show_base_model: bool = True,
 ) -> list[dict[str, str]]:
-    """Print the base model's and the agent's answer to each prompt, beside those of the data; also return them.
-
-    On a terminal it waits for Enter after each sample; ``q`` ends it.
-    """
+    """Print and return the base's and the agent's answer to each prompt, beside those of the data; ``q`` ends it."""
     drawn = temperature if do_sample else 0.0
     slots = {**({"base model": None} if show_base_model else {}), "agent": agent.selected_slot}
     requests = []

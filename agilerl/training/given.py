@@ -14,10 +14,7 @@ from agilerl.runs.directory import check_vacant
 
 
 def in_manifest(dataset: Any, reward: Any, environment: Any) -> tuple[dict[str, Any], Any]:
-    """Return the keys ``dataset`` and ``graders`` of the section environment, and the rows if they are in memory.
-
-    Raises ConfigError if the program's own ``environment`` section has one of them too.
-    """
+    """Return ``dataset`` and ``graders`` as keys of an environment that has neither, and rows that are in memory."""
     values: dict[str, Any] = {}
     rows = None
     if reward is not None:

@@ -119,15 +119,14 @@ class LoopOptions:
         if self.selection_strategy is not None and self.tournament is not None:
             raise ConfigError("selection_strategy and tournament are one argument under two names; give one of them")
         self.selection_strategy = self.selection_strategy or self.tournament
-        given = {"selection_strategy": self.selection_strategy, "mutation": self.mutation}
-        missing = [name for name, value in given.items() if value is None]
-        if len(missing) == 1:
+        parts = {"selection_strategy": self.selection_strategy, "mutation": self.mutation, "evo_steps": self.evo_steps}
+        missing = [name for name, value in parts.items() if value is None]
+        if len(missing) == 1 or missing[1:] == ["evo_steps"]:
             raise ConfigError(
-                f"evolution needs a selection strategy and mutations, found no {missing[0]}; pass both, or neither"
+                "evolution needs a selection strategy, mutations and evo_steps, the iterations between selections, "
+                f"found no {' and no '.join(missing)}; pass all of them, or none"
             )
-        if not missing and self.evo_steps is None:
-            raise ConfigError("expected evo_steps, the iterations between selections, found None; pass evo_steps=10")
-        if missing and self.evo_steps is not None:
+        if missing == ["selection_strategy", "mutation"]:
             warnings.warn(
                 f"evo_steps={self.evo_steps} has no effect: there are no selection strategy and mutations to evolve "
                 "agents with",
@@ -182,11 +181,10 @@ def finetune_llm_reasoning(
     *,
     options: LoopOptions,
 ) -> Finetuned:
-    """Train agents by the rewards of their answers to single questions.
+    """Train agents by the rewards of their answers to single questions; return them and each agent's fitness.
 
-    With ``env`` the agents share one stream of questions and take its batches in turns; with ``env_fn`` each agent
-    reads all of them. An environment is a function of the position in its stream, so ``env_fn`` is called once.
-    Returns the population and each agent's fitness.
+    With ``env`` the agents share one stream of questions and take its batches in turns; with ``env_fn``, called once, each
+    agent reads all of them.
     """
     agents, gym = _checked(pop, "reasoning"), _gym(ReasoningGym, env, env_fn)
     task, rows = copy.copy(gym.task), gym.data_batch_size_per_gpu
@@ -204,10 +202,7 @@ def finetune_llm_preference(
     *,
     options: LoopOptions,
 ) -> Finetuned:
-    """Train DPO agents on pairs of answers; fitness is the share of held-out pairs that they order rightly.
-
-    Environments as in :func:`finetune_llm_reasoning`.
-    """
+    """Train DPO agents as :func:`finetune_llm_reasoning`; fitness: share of held-out pairs that they order rightly."""
     return _from_data(PreferenceGym, pop, env, env_fn, init_hp, options)
 
 
@@ -220,10 +215,7 @@ def finetune_llm_sft(
     *,
     options: LoopOptions,
 ) -> Finetuned:
-    """Train SFT agents on demonstrations; fitness is the mean log-prob of held-out ones.
-
-    Environments as in :func:`finetune_llm_reasoning`.
-    """
+    """Train SFT agents as :func:`finetune_llm_reasoning`; fitness is the mean log-prob of held-out demonstrations."""
     return _from_data(SFTGym, pop, env, env_fn, init_hp, options)
 
 

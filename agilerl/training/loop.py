@@ -177,7 +177,7 @@ def _run(
 ) -> Iterator[Event]:
     config, population = session.config, session.population
     t = config.training
-    total = progress.iteration + max(1, planned_iterations(session) - progress.iteration)
+    total = max(progress.iteration + 1, planned_iterations(session))
     founders = _genes(population.everyone) if progress.base is None else {}
     yield RunStarted(root, total, -(-total // session.evo_steps), founders)
     if progress.base is None:
@@ -407,19 +407,14 @@ def _exam(session: Session, progress: Progress) -> ExamDone:
         progress.best = sound[best].mean
         progress.elite = population.state_of(best)
         progress.elite_iteration = progress.iteration
-    _keep(session, progress, best, sound[best])
+    most, exam = session.config.kept_exams, sound[best]
+    full = len(progress.kept) >= most
+    if exam.is_finite and most and not (full and exam.mean < progress.kept[-1].fitness.mean):
+        is_elite = progress.elite_iteration == progress.iteration
+        state = progress.elite if is_elite else population.state_of(best)
+        progress.keep(Kept(best, progress.iteration, exam, state), most)
     progress.exam = dict(fitness)
     return ExamDone(progress.generation, fitness, progress.iteration, tokens, seconds, progress.seconds)
-
-
-def _keep(session: Session, progress: Progress, best: int, exam: Fitness) -> None:
-    """Keep the best agent of an exam if the exam is one of the best of the run."""
-    most = session.config.kept_exams
-    full = len(progress.kept) >= most
-    if not exam.is_finite or not most or (full and exam.mean < progress.kept[-1].fitness.mean):
-        return
-    state = progress.elite if progress.elite_iteration == progress.iteration else session.population.state_of(best)
-    progress.keep(Kept(best, progress.iteration, exam, state), most)
 
 
 def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
@@ -506,10 +501,7 @@ def _diversity(agents: Iterable[Known]) -> float:
 def _tested_elite(
     session: Session, writer: RunWriter | None, progress: Progress
 ) -> tuple[dict[str, Any], Fitness, list[dict[str, Any]]] | None:
-    """Save and test the best agent of the run, on the first island.
-
-    Returns what the summary says of it, its result, and its answers to a few of the questions beside the base's.
-    """
+    """Save and test the best agent, on the first island; return its part of the summary, its result, some answers."""
     peers, population = session.topology.peers, session.population
     if progress.elite_iteration is None:
         return None
@@ -585,10 +577,7 @@ def _chosen(session: Session, progress: Progress, last: Kept | None) -> tuple[LL
 
 
 def _front(session: Session, progress: Progress) -> list[dict[str, Any]]:
-    """Return the members of the last exam's front, best reward first; none if the exam has one objective.
-
-    They are the agents of the last checkpoint, which holds their adapters.
-    """
+    """Return the members of the last exam's front, best reward first; none if the exam has one objective."""
     population = session.population
     if len(population.objectives) < 2:
         return []

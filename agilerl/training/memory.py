@@ -104,10 +104,7 @@ def _kept(population: Population, rows: Sequence[int], exam: int) -> int:
 
 
 def _passes(agent: LLMAlgorithm, rows: int, length: int) -> tuple[int, int]:
-    """Return the tokens of the largest forward with and without gradient of an agent with rows of one length.
-
-    No prompt is counted as shared, because every row might have its own.
-    """
+    """Return the tokens of the largest forward with and without gradient of an agent whose rows share no prompts."""
     most, workers = agent.micro_batch, agent.runtime.processes.size
 
     def largest(count: int) -> int:
@@ -150,10 +147,7 @@ def vllm_part(settings: VLLMConfig, weights: int, device_bytes: int | None, *, o
 
 
 def check_memory(parts: Mapping[str, float], device: str) -> None:
-    """Raise ConfigError when the parts together need more than the device has (for rollouts: the machine).
-
-    Processes that a launcher has started on one machine may each use an equal part of its memory.
-    """
+    """Raise ConfigError when the parts need more than this process may use of the device (for rollouts: the machine)."""
     groups = [list(parts)] if device == "cpu" else [[n for n in parts if n != "rollouts"], ["rollouts"]]
     for where, names in zip((device, "cpu"), groups):
         sizes = {name: parts[name] for name in names if name in parts}

@@ -83,10 +83,7 @@ class Resolved:
         return not given and getattr(self.hyperparameters, "max_output_tokens", None) == COMPLETION
 
     def with_rate(self, rate: float) -> "Resolved":
-        """Return the settings with the usual learning rate of the base, if none was given.
-
-        The documented tournament keeps the algorithm's own default, and so do algorithms that learn from data.
-        """
+        """Return the settings with the usual learning rate of the base, if none was given and the search goes by it."""
         if self.config.selection_strategy.strategy == "tournament" or self.algorithm.env_type != "reasoning":
             return self
         replay = self.config.training.replay
@@ -124,10 +121,7 @@ class Resolved:
         return replace(self, config=self.config.replaced(training=section))
 
     def with_epochs(self, rows: int | None) -> "Resolved":
-        """Return the settings with the ``max_steps`` that ``num_epochs`` passes over so many training rows take.
-
-        Raises ConfigError for a task without rows.
-        """
+        """Return the settings with the ``max_steps`` of ``num_epochs``; raises ConfigError for a task without rows."""
         training = self.config.training
         if training.num_epochs is None:
             return self
@@ -145,10 +139,7 @@ class Resolved:
         return self if here is self.config else replace(self, config=here, options=_options(here))
 
     def document(self) -> dict[str, Any]:
-        """Return the resolved manifest, defaults included, as plain data; it reproduces the run.
-
-        It does not include the number of processes: any number can resume the run.
-        """
+        """Return the resolved manifest, defaults included, as plain data; any number of processes can resume it."""
         return _document(self.config, self.algorithms, self.hyperparameters)
 
     def given(self) -> dict[str, Any]:

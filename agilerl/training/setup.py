@@ -241,10 +241,7 @@ def _check_islands(config: RunConfig, topology: Topology) -> None:
 
 
 def check(config: RunConfig) -> Resolved:
-    """Return what a configuration resolves to, checked as far as that needs no model: this machine included.
-
-    Raises ConfigError.
-    """
+    """Return what a configuration resolves to; raises ConfigError for all that needs no model, this machine too."""
     resolved = resolve(config)
     trackers = config.training.trackers
     check_trackers(trackers, own=filter(names_code, trackers))
@@ -254,10 +251,7 @@ def check(config: RunConfig) -> Resolved:
 
 
 def load_agent(config: RunConfig) -> LLMAlgorithm:
-    """Load the base, and one agent with the adapter ``network.adapter``, without a task.
-
-    Raises as :func:`build` does.
-    """
+    """Load the base, and one agent with the adapter ``network.adapter``, without a task; raises as :func:`build`."""
     resolved = resolve(config)
     return first_generation(resolved, load_runtime(resolved), SOLITARY)[0]
 
@@ -402,8 +396,7 @@ def question_cost(population: Population, group: int) -> float:
 def lone_agent(config: RunConfig, population: Population) -> tuple[float, float]:
     """Return the iterations that one agent alone would have in the budget, and how many of them an exam costs.
 
-    A completion counts as ``max_output_tokens``, but ``COMPLETION`` at most. Real ones are at most as long, so a
-    budget in tokens gives more iterations, not fewer.
+    A completion counts as ``max_output_tokens``, but ``COMPLETION`` at most: so a budget in tokens gives no fewer.
     """
     rows = population.prompts_per_step * population.group_sizes[0]
     t = config.training
@@ -449,10 +442,7 @@ PartT = TypeVar("PartT")
 
 
 def load_runtime(resolved: Resolved) -> Runtime:
-    """Load the base with its tokenizer according to the options, and make the adapter bank.
-
-    Raises ConfigError for a model that is missing, damaged, too large, or does not fit its tokenizer.
-    """
+    """Load the base with its tokenizer, and make the adapter bank; raises ConfigError if one does not fit."""
     config, options = resolved.config, resolved.options
     t, network, name = config.training, config.network, config.network.pretrained_model_name_or_path
     check_device(t.device, "training.device")
@@ -499,10 +489,7 @@ def _guarded(name: str, load: Callable[[], PartT]) -> PartT:
 
 
 def _spare_retries(name: str) -> None:
-    """Put the hub client into offline mode if a model's name needs the hub and it does not answer.
-
-    Otherwise it would retry for a minute; offline it uses its cache or fails at once.
-    """
+    """Make the hub client offline if a name needs the hub and it is out of reach: else it would retry for a minute."""
     from huggingface_hub import constants
 
     if is_of_hub(name) and is_out_of_reach():
@@ -643,10 +630,7 @@ class CustomSelection:
 
 
 def selection_strategy(config: RunConfig, *, allow_code: bool) -> SelectionStrategy:
-    """Return the custom strategy that a configuration names, made with ``selection_strategy.params``.
-
-    Raises ConfigError if code is not allowed, cannot be loaded, refuses the parameters, or has no ``plan``.
-    """
+    """Return the custom strategy that a configuration names, made with ``selection_strategy.params``."""
     name, params = config.selection_strategy.strategy, config.selection_strategy.params or {}
     strategy = load_code(_WHERE, name, allowed=allow_code)
     with _reported(f"{_WHERE}={shown(name)} cannot be made with selection_strategy.params={shown(params)}"):
