@@ -286,10 +286,7 @@ class Population:
         return self.agents[0].env_type != "reasoning"
 
     def draw(self) -> Rollout:
-        """Draw one training batch of examples for every agent from the task, at each agent's stream position.
-
-        This is :meth:`rollout` for algorithms that learn from data; a pair is a group of two rows.
-        """
+        """Draw one batch of examples for every agent: :meth:`rollout` for learning from data; a pair is a group of two rows."""
         start, known = perf_counter(), dict[int, tuple[list[Trajectory], Place]]()
         rollout = Rollout({}, mark=self._mark)
         for agent in self.active:
@@ -314,9 +311,8 @@ class Population:
     def learn(self, rollout: Rollout) -> dict[int, dict[str, float]]:
         """Update every agent on its own trajectories; returns each agent's metrics.
 
-        An agent with no graded sample, or without enough memory, learns nothing, and its ``outcome`` says why. If
-        groups were dropped, rewards and lengths are still those of all samples. Raises ConfigError for the rollout of
-        another population, or of other agents.
+        An agent with no graded sample, or without enough memory, learns nothing, and its ``outcome`` says why. Rewards and
+        lengths include dropped groups. Raises ConfigError for the rollout of another population, or of other agents.
         """
         agents = self.active
         known, foreign = [agent.index for agent in agents], rollout.mark not in (None, self._mark)
@@ -478,9 +474,8 @@ class Population:
     ) -> Collected:
         """Return the trajectories of each one's answers to each question of a panel, and what failed.
 
-        ``who`` are slots with their agents, ``(None, None)`` for the base. The groups are those of the first one for
-        all questions (or the ``first`` few), then of the next. With ``samples`` above 1, draws are the same for all of
-        them.
+        ``who`` are slots with their agents, ``(None, None)`` for the base. The groups are those of the first one for all
+        questions (or the ``first`` few), then of the next; all of them draw by the same numbers.
         """
         of_task, start, _ = self._rows_of(split)
 

@@ -202,7 +202,7 @@ class Runtime:
     ) -> "Runtime":
         """Load the base that an agent was saved on with what changed it then: ``loaded`` is :attr:`loaded`, or empty.
 
-        The number format is that of the device, and a base that was quantised is loaded whole: both only round.
+        The number format is that of the device, and a quantised base is loaded whole: both only round.
         """
         values = {key: loaded[key] for key in _OF_STATE if loaded.get(key) is not None}
         options, tokenizer = validated(SharedOptions, values), None
@@ -215,10 +215,7 @@ class Runtime:
 
     @classmethod
     def for_model(cls, model: Any, **options: Any) -> "Runtime":
-        """Return the runtime around a model that the user has loaded, making it the first time.
-
-        Raises ConfigError when the model already carries adapters on other layers or of another rank scale.
-        """
+        """Return the runtime around a loaded model, made the first time; raises ConfigError for other adapters than its own."""
         known = _RUNTIMES.get(id(model))
         if known is None:
             check_network(model)
@@ -505,8 +502,8 @@ class Runtime:
     def share(self, processes: Processes, sharding: Sharding = "none") -> None:
         """Train the agents together with other processes, which hold the same base, in whole or each a part of it.
 
-        From here on all of them make the same calls: they divide the work, and each has all of its results. Raises
-        ConfigError for a base that cannot be divided.
+        From here on all of them make the same calls, and each has all results. Raises ConfigError for a base that cannot be
+        divided.
         """
         if self.lockstep is not None:
             raise EngineError("the base is divided among processes already; make a new runtime to divide it again")
@@ -524,10 +521,7 @@ class Runtime:
         self.processes = processes
 
     def accelerate(self, accelerator: Any) -> None:
-        """Work with the processes of an ``accelerate.Accelerator``, the base divided as its plugin says.
-
-        None changes nothing. Raises ConfigError if it does not fit this base, or if another one is in use.
-        """
+        """Work with the processes of an ``accelerate.Accelerator`` (None: alone); raises ConfigError if it does not fit."""
         if accelerator is None or accelerator is self.accelerator:
             return
         if self.accelerator is not None or self.processes.size > 1:
@@ -556,10 +550,7 @@ class Runtime:
         temperature: Annotated[float, Within(0)] = 0.0,
         seed: Whole = 0,
     ) -> str | list[str]:
-        """Return the base's answer to a text or conversation, without any adapter; arguments as of ``agent.generate``.
-
-        ``max_new_tokens`` None: what the context leaves.
-        """
+        """Return the base's answer to a text or conversation, without adapters; arguments as of ``agent.generate``."""
         most = self.base.context_length
         return self.answers(None, prompts, most, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
 

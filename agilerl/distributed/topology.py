@@ -155,8 +155,8 @@ SOLITARY = Topology()
 def connected(config: DistributedConfig, *, cuda: bool, server: str | None = None) -> Iterator[Topology]:
     """Connect to the processes that a launcher has started, and divide them into islands.
 
-    Raises ConfigError without a launcher, for a number that cannot be divided, or a port in use, and EngineError if not all
-    processes connect.
+    Raises ConfigError without a launcher, for a number that cannot be divided, or a port in use, and EngineError if not
+    all processes connect.
     """
     if "WORLD_SIZE" not in os.environ:
         raise ConfigError(

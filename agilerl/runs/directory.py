@@ -399,7 +399,7 @@ def _is_part(path: Path) -> bool:
 
 
 def delete_run(root: Path) -> None:
-    """Delete a run if there is one, ``run.json`` last, so that it can be done again; the directory and its lock stay."""
+    """Delete a run if there is one, ``run.json`` last, so that it can be done again; keeps the directory and its lock."""
     if not (root / "run.json").exists():
         return
     _check_deletable(root, locked=True)
@@ -429,7 +429,7 @@ def _sha256(config: Any) -> str:
 
 
 class DirectoryLock:
-    """An exclusive lock on a file until ``release`` or death; raises CheckpointError, naming the owner, if it is taken."""
+    """An exclusive lock on a file until ``release`` or death; raises CheckpointError, naming the owner, if taken."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -526,7 +526,7 @@ def collect_versions() -> dict[str, str | None]:
 
 
 def collect_hardware() -> dict[str, Any]:
-    """Return the machine: ``cores`` are those that this process may use, ``cuda`` each device's {name, memory_bytes, ...}."""
+    """Return the machine, with the ``cores`` that this process may use, and ``cuda``: {name, memory_bytes, capability}."""
     return {
         "platform": platform.platform(),
         "cpu": _cpu_model(),

@@ -183,8 +183,8 @@ def finetune_llm_reasoning(
 ) -> Finetuned:
     """Train agents by the rewards of their answers to single questions; return them and each agent's fitness.
 
-    With ``env`` the agents share one stream of questions and take its batches in turns; with ``env_fn``, called once, each
-    agent reads all of them.
+    With ``env`` the agents share one stream of questions and take its batches in turns; with ``env_fn``, called once,
+    each agent reads all of them.
     """
     agents, gym = _checked(pop, "reasoning"), _gym(ReasoningGym, env, env_fn)
     task, rows = copy.copy(gym.task), gym.data_batch_size_per_gpu

@@ -147,7 +147,7 @@ def vllm_part(settings: VLLMConfig, weights: int, device_bytes: int | None, *, o
 
 
 def check_memory(parts: Mapping[str, float], device: str) -> None:
-    """Raise ConfigError when the parts need more than this process may use of the device (for rollouts: the machine)."""
+    """Raise ConfigError when the parts need more than this process may use of the device (rollouts: the machine)."""
     groups = [list(parts)] if device == "cpu" else [[n for n in parts if n != "rollouts"], ["rollouts"]]
     for where, names in zip((device, "cpu"), groups):
         sizes = {name: parts[name] for name in names if name in parts}
