@@ -286,7 +286,7 @@ class Population:
         return self.agents[0].env_type != "reasoning"
 
     def draw(self) -> Rollout:
-        """Draw one batch of examples for every agent: :meth:`rollout` for learning from data; a pair is a group of two rows."""
+        """Draw a batch of examples for every agent: :meth:`rollout` for data; a pair is a group of two rows."""
         start, known = perf_counter(), dict[int, tuple[list[Trajectory], Place]]()
         rollout = Rollout({}, mark=self._mark)
         for agent in self.active:
@@ -311,8 +311,9 @@ class Population:
     def learn(self, rollout: Rollout) -> dict[int, dict[str, float]]:
         """Update every agent on its own trajectories; returns each agent's metrics.
 
-        An agent with no graded sample, or without enough memory, learns nothing, and its ``outcome`` says why. Rewards and
-        lengths include dropped groups. Raises ConfigError for the rollout of another population, or of other agents.
+        An agent with no graded sample, or without enough memory, learns nothing, and its ``outcome`` says why. Rewards
+        and lengths include dropped groups. Raises ConfigError for the rollout of another population, or of other
+        agents.
         """
         agents = self.active
         known, foreign = [agent.index for agent in agents], rollout.mark not in (None, self._mark)
@@ -474,8 +475,8 @@ class Population:
     ) -> Collected:
         """Return the trajectories of each one's answers to each question of a panel, and what failed.
 
-        ``who`` are slots with their agents, ``(None, None)`` for the base. The groups are those of the first one for all
-        questions (or the ``first`` few), then of the next; all of them draw by the same numbers.
+        ``who`` are slots with their agents, ``(None, None)`` for the base. The groups are those of the first one for
+        all questions (or the ``first`` few), then of the next; all of them draw by the same numbers.
         """
         of_task, start, _ = self._rows_of(split)
 

@@ -215,7 +215,7 @@ class Runtime:
 
     @classmethod
     def for_model(cls, model: Any, **options: Any) -> "Runtime":
-        """Return the runtime around a loaded model, made the first time; raises ConfigError for other adapters than its own."""
+        """Return the runtime around a loaded model, made once; raises ConfigError for other adapters than its own."""
         known = _RUNTIMES.get(id(model))
         if known is None:
             check_network(model)
@@ -502,8 +502,8 @@ class Runtime:
     def share(self, processes: Processes, sharding: Sharding = "none") -> None:
         """Train the agents together with other processes, which hold the same base, in whole or each a part of it.
 
-        From here on all of them make the same calls, and each has all results. Raises ConfigError for a base that cannot be
-        divided.
+        From here on all of them make the same calls, and each has all results. Raises ConfigError for a base that
+        cannot be divided.
         """
         if self.lockstep is not None:
             raise EngineError("the base is divided among processes already; make a new runtime to divide it again")
@@ -521,7 +521,7 @@ class Runtime:
         self.processes = processes
 
     def accelerate(self, accelerator: Any) -> None:
-        """Work with the processes of an ``accelerate.Accelerator`` (None: alone); raises ConfigError if it does not fit."""
+        """Work with the processes of an ``accelerate.Accelerator``, if any; raises ConfigError if it does not fit."""
         if accelerator is None or accelerator is self.accelerator:
             return
         if self.accelerator is not None or self.processes.size > 1:

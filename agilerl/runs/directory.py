@@ -399,7 +399,7 @@ def _is_part(path: Path) -> bool:
 
 
 def delete_run(root: Path) -> None:
-    """Delete a run if there is one, ``run.json`` last, so that it can be done again; keeps the directory and its lock."""
+    """Delete a run if there is one, ``run.json`` last, so that it can be repeated; keeps the lock."""
     if not (root / "run.json").exists():
         return
     _check_deletable(root, locked=True)
@@ -526,7 +526,7 @@ def collect_versions() -> dict[str, str | None]:
 
 
 def collect_hardware() -> dict[str, Any]:
-    """Return the machine, with the ``cores`` that this process may use, and ``cuda``: {name, memory_bytes, capability}."""
+    """Return the machine: ``cores`` are those of this process, ``cuda`` {name, memory_bytes, capability} each."""
     return {
         "platform": platform.platform(),
         "cpu": _cpu_model(),
