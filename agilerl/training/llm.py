@@ -10,7 +10,7 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import wraps
@@ -406,37 +406,38 @@ class _Loop:
         else:
             raise ConfigError("this environment has no end, so there are no epochs; pass max_steps=")
         self.population = Population(self.agents, self.task, tokenizer=self.tokenizer, prompts_per_step=self.batch)
-        self.consumers: list[Callable[[Event], None]] = []
 
     def run(self) -> Finetuned:
         """Train to the end of the budget."""
-        wanted = trackers(self.options)
+        wanted, consumers = trackers(self.options), list[Callable[[Event], None]]()
         check_trackers(wanted)
         with ExitStack() as opened:
             opened.callback(self.population.task.close)
             if self.agents[0].runtime.processes.rank == 0:
-                self.consumers += [announce] if self.options.verbose else []
+                consumers += [announce] if self.options.verbose else []
                 if wanted:
                     tracked = Trackers(wanted, None, self.init_hp or {})
                     opened.callback(tracked.finish)
-                    self.consumers.append(tracked)
-            self._train()
+                    consumers.append(tracked)
+            for event in self._train():
+                for consumer in consumers:
+                    consumer(event)
         return self.population.agents, [self.fitness[agent.index].mean for agent in self.population.agents]
 
-    def _train(self) -> None:
+    def _train(self) -> Iterator[Event]:
         o = self.options
         start, checkpoints = monotonic(), 0
         while self.samples < self.budget and not self._is_late(start):
-            self._iterate()
+            yield self._iterate()
             last = self.samples >= self.budget or self._is_late(start)
             if self.iteration % o.evaluation_interval == 0:
-                self._examine()
+                yield from self._examine()
             if o.checkpoint_steps is not None and self.samples // o.checkpoint_steps > checkpoints:
                 checkpoints = self.samples // o.checkpoint_steps
                 self._save(o.checkpoint_path or o.elite_path)
             if o.mutation is not None and not last and self.iteration % (o.evo_steps or 1) == 0:
-                self._evolve()
-        self._examine()
+                yield from self._evolve()
+        yield from self._examine()
         if o.save_elite or (o.save_elite is None and o.elite_path is not None):
             self._save(o.elite_path)
         if o.checkpoint_path is not None or (o.checkpoint_steps is not None and o.elite_path is None):
@@ -445,12 +446,9 @@ class _Loop:
     def _is_late(self, start: float) -> bool:
         """Return whether time is up, by the first process's clock."""
         limit, processes = self.options.max_wall_seconds, self.agents[0].runtime.processes
-        if limit is None:
-            return False
-        late = monotonic() - start >= limit
-        return late if processes.size == 1 else processes.gather(bytes([late]))[0] == b"\1"
+        return limit is not None and processes.gather(bytes([monotonic() - start >= limit]))[0] == b"\1"
 
-    def _iterate(self) -> None:
+    def _iterate(self) -> IterationDone:
         population, start = self.population, perf_counter()
         for number, agent in enumerate(population.agents):
             if self.shared:
@@ -464,20 +462,22 @@ class _Loop:
         self.iteration += 1
         self.fitness = {}
         for agent in population.agents:
-            rows, values = rollout.trajectories[agent.index], metrics[agent.index]
-            self.samples += self.batch if self.gym is not None else sum(_turns(rows))
+            ends, values = _episode_ends(rollout.trajectories[agent.index]), metrics[agent.index]
+            self.samples += (
+                self.batch if self.gym is not None else sum(t.outcome.turns if t.outcome else 1 for t in ends)
+            )
             agent.scores.append(values.get("reward", float("nan")))
             if self.options.max_reward is not None:
-                earned = [t.episode_return for t in _episode_ends(rows)]
-                values["accuracy"] = sum(r >= self.options.max_reward for r in earned) / max(len(earned), 1)
+                perfect = sum(t.episode_return >= self.options.max_reward for t in ends)
+                values["accuracy"] = perfect / max(len(ends), 1)
             values["step_time"] = perf_counter() - start
             agent.metrics = dict(values)
         spent = min(self.samples / self.budget, 1.0)
         outcomes = {agent.index: agent.outcome for agent in population.agents}
-        self._show(IterationDone(self.generation, self.iteration, spent, metrics, outcomes))
+        return IterationDone(self.generation, self.iteration, spent, metrics, outcomes)
 
-    def _examine(self) -> None:
-        if self.fitness:
+    def _examine(self) -> Iterator[Event]:
+        if self.fitness:  # no agent has learned since
             return
         population, start = self.population, perf_counter()
         if population.learns_from_data:
@@ -492,10 +492,10 @@ class _Loop:
             self.fitness = population.evaluate("exam")
         tokens = {agent.index: dict(agent.tokens) for agent in population.agents}
         seconds = perf_counter() - start
-        self._show(ExamDone(self.generation, self.fitness, self.iteration, tokens, seconds))
+        yield ExamDone(self.generation, self.fitness, self.iteration, tokens, seconds)
 
-    def _evolve(self) -> None:
-        self._examine()
+    def _evolve(self) -> Iterator[Event]:
+        yield from self._examine()
         o, population = self.options, self.population
         if o.save_elite:
             self._save(o.elite_path)  # before anything mutates
@@ -503,7 +503,7 @@ class _Loop:
         assert o.mutation is not None
         seed = population.agents[0].config.seed if o.mutation.rand_seed is None else o.mutation.rand_seed
         now = {"generation": self.generation, "iteration": self.iteration}
-        self._show(evolve(population, self.fitness, o.selection_strategy, o.mutation, **now, seed=seed))
+        yield evolve(population, self.fitness, o.selection_strategy, o.mutation, **now, seed=seed)
         self.generation += 1
         self.fitness = {}
 
@@ -518,18 +518,10 @@ class _Loop:
         best = population.agent(ranking(quarantined(latest, sick))[0])
         save_llm_checkpoint(best, path or Path("saved_checkpoints") / best.algo, overwrite=True)
 
-    def _show(self, event: Event) -> None:
-        for consumer in self.consumers:
-            consumer(event)
-
 
 def _episode_ends(rows: Sequence[Trajectory]) -> list[Trajectory]:
     """Return one row of each episode: one may have several, each with the whole return."""
     return list({(t.group, t.episode, number if t.episode is None else 0): t for number, t in enumerate(rows)}.values())
-
-
-def _turns(rows: Sequence[Trajectory]) -> list[int]:
-    return [t.outcome.turns if t.outcome is not None else 1 for t in _episode_ends(rows)]
 
 
 # -- consumers of events ----------------------------------------------------------------------------------------------
