@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -137,13 +137,11 @@ class RunDirectory(RunLayout, Closing):
         """Start a run in a directory that is empty or does not exist yet.
 
         ``config`` is the resolved configuration (any JSON value), ``given`` the part of it that was set explicitly
-        (None: all of it). ``command`` defaults to the command line of this process, and is written without keys and
-        passwords. ``files`` gives the sha256 of the files that the run reads, by kind and path. ``date`` is the date
-        that its chat templates see, local time (None: now). With ``overwrite``, a run in the directory is deleted,
-        unless it is in use, or something is beside it that is not of a run. ``usual_rate`` is the learning rate that is
-        usual for the base, for the report.
-        Raises CheckpointError, having written nothing, if the directory is in use (with the owner's process id), holds
-        a run, or holds something else.
+        (None: all of it). ``command`` (None: that of this process) is written without keys and passwords. ``files`` has
+        the sha256 of the files that the run reads, by kind and path. ``date`` is what its chat templates see, local
+        time (None: now). ``overwrite`` deletes a run in the directory, unless it is in use or something else lies
+        beside it. ``usual_rate`` is the learning rate that is usual for the base, for the report.
+        Raises CheckpointError, having written nothing, if the directory is in use, or holds a run or something else.
         """
         root = Path(path)
         document = strict_json.loads(strict_json.dumps(config))
@@ -434,27 +432,24 @@ class DirectoryLock:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor: int | None = None
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | PLAIN_FILE, 0o666)
-        except OSError as error:
-            raise CheckpointError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
-        try:
-            locked = filelock.lock_descriptor(descriptor, blocking=False)
-        except OSError as error:
-            os.close(descriptor)
-            raise CheckpointError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
-        if not locked:
-            owner = _owner(descriptor)
-            os.close(descriptor)
-            raise CheckpointError(
-                f"{path.parent} is in use by {owner}. Wait until it ends, stop it, or choose another directory."
-            )
-        try:
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
-        except OSError as error:
-            os.close(descriptor)
-            raise WriteError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
+        with ExitStack() as opened:
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | PLAIN_FILE, 0o666)
+                opened.callback(os.close, descriptor)
+                locked = filelock.lock_descriptor(descriptor, blocking=False)
+            except OSError as error:
+                raise CheckpointError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
+            if not locked:
+                raise CheckpointError(
+                    f"{path.parent} is in use by {_owner(descriptor)}. Wait until it ends, stop it, or choose another "
+                    "directory."
+                )
+            try:
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
+            except OSError as error:
+                raise WriteError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
+            opened.pop_all()  # it stays open as long as the lock is held
         self._descriptor = descriptor
         _held.add(self)
 
