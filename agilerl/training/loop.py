@@ -252,30 +252,28 @@ class _Checkpoints:
     """When the population is saved, and by which process."""
 
     def __init__(self, session: Session, writer: RunWriter | None, saved: SavedCheckpoint | None) -> None:
-        t = session.config.training
-        self._population, self._writer = session.population, writer
-        # Only the writer's column sends agents to it; the other processes of an island hold the same ones.
-        self._sends = session.topology.island.rank == 0
-        self._steps, self._seconds, self._keep = t.checkpoint_steps, t.checkpoint_seconds, t.keep_checkpoints
-        self._last = perf_counter()
+        self._session, self._writer, self._time = session, writer, perf_counter()
         self._saved = None if saved is None else saved.progress.iteration
 
     def is_due(self, progress: Progress) -> bool:
         """Return whether to save now, within a generation."""
-        by_steps = self._steps is not None and progress.iteration % self._steps == 0
-        by_seconds = self._seconds is not None and perf_counter() - self._last >= self._seconds
+        t = self._session.config.training
+        by_steps = t.checkpoint_steps is not None and progress.iteration % t.checkpoint_steps == 0
+        by_seconds = t.checkpoint_seconds is not None and perf_counter() - self._time >= t.checkpoint_seconds
         if by_steps or by_seconds:
-            self._last = perf_counter()
+            self._time = perf_counter()
         return by_steps or by_seconds
 
     def save(self, progress: Progress) -> None:
         """Commit a checkpoint, or send the agents of this island to the process that does."""
         if progress.iteration == self._saved:
             return  # time ran out before another iteration, so there is nothing new to save
+        population = self._session.population
         if self._writer is not None:
-            self._writer.checkpoint(self._population, progress, keep=self._keep)
-        elif self._sends:
-            for _ in self._population.states():
+            self._writer.checkpoint(population, progress, keep=self._session.config.training.keep_checkpoints)
+        # Only the writer's column sends agents to it; the other processes of an island hold the same ones.
+        elif self._session.topology.island.rank == 0:
+            for _ in population.states():
                 pass
         self._saved = progress.iteration
 
