@@ -510,10 +510,7 @@ class Runtime:
         reasons = (
             (self.options.torch_compiler, "torch_compiler compiles layers whose weights come and go"),
             (self.options.use_vllm, "use_vllm compares vLLM with the whole base"),
-            (
-                self.invocation,
-                "activated adapters (alora_invocation_tokens) let each process compute prompts alone",
-            ),
+            (self.invocation, "activated adapters (alora_invocation_tokens) compute prompts in each process alone"),
         )
         if sharding != "none" and (why := next((text for present, text in reasons if present), None)):
             raise ConfigError(f"sharding={sharding!r} leaves each process a part of the base, but {why}; leave out one")
@@ -571,16 +568,10 @@ class Runtime:
         asked = [as_messages(one) for one in (prompts if several else [prompts])]
         ids = [render_prompt(tokenizer, messages, context_length - 1) for messages in asked]
         limits = [min(max_new_tokens or context_length, context_length - len(prompt)) for prompt in ids]
+        settings = [SamplingSettings(limit, temperature=temperature) for limit in limits]
         requests = [
-            GenerationRequest(
-                slot,
-                prompt,
-                1,
-                SamplingSettings(limit, temperature=temperature),
-                purpose="generate",
-                key=(seed, number),
-            )
-            for number, (prompt, limit) in enumerate(zip(ids, limits), self.first_number(len(ids)))
+            GenerationRequest(slot, prompt, 1, sampling, purpose="generate", key=(seed, number))
+            for number, (prompt, sampling) in enumerate(zip(ids, settings), self.first_number(len(ids)))
         ]
         completions = [completion for (completion,) in self.complete(requests)]
         texts: list[str] = decode_completions(tokenizer, [completion.token_ids for completion in completions])
@@ -617,8 +608,6 @@ class Runtime:
 
     def first_number(self, count: int) -> int:
         """Return the number of this process's first thing, if those of all processes are counted one after another."""
-        if self.processes.size == 1:
-            return 0
         counts = [int.from_bytes(part) for part in self.processes.gather(count.to_bytes(8))]
         return sum(counts[: self.processes.rank])
 
