@@ -100,7 +100,10 @@ class Evaluation:
             return math.nan
         pairs = [(a.score, b.score) for a, b in zip(self.adapter.greedy, self.base.greedy)]
         known = [pair for pair in pairs if all(map(math.isfinite, pair))]
-        return probability_better(*map(Fitness.from_scores, zip(*known))) if known else math.nan
+        if not known:
+            return math.nan
+        adapter, base = map(Fitness.from_scores, zip(*known))
+        return probability_better(adapter, base)
 
     @property
     def hacks(self) -> list[Symptom]:

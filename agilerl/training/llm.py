@@ -313,14 +313,14 @@ def _gym(kind: Any, env: Any, env_fn: Any) -> Any:
 
 
 def _from_data(
-    kind: type[DataGym],
+    kind: Any,
     pop: Sequence[LLMAlgorithm],
     env: DataGym | None,
     env_fn: Callable[[], DataGym] | None,
     init_hp: Mapping[str, Any] | None,
     options: LoopOptions,
 ) -> Finetuned:
-    gym = _gym(kind, env, env_fn)
+    gym: DataGym = _gym(kind, env, env_fn)
     agents = _checked(pop, gym.kind)
     return _Loop(agents, gym.task, gym.tokenizer, options, gym=gym, shared=env is not None, init_hp=init_hp).run()
 

@@ -370,7 +370,7 @@ def _completions(session: Session, progress: Progress, rollout: Rollout) -> list
     rows = []
     for index, trajectories in rollout.trajectories.items():
         for number, t in enumerate(trajectories[: session.config.training.log_completions]):
-            row = {
+            row: dict[str, Any] = {
                 "generation": progress.generation,
                 "step": progress.iteration,
                 "agent": index,

@@ -85,10 +85,12 @@ class LocalTrainer:
         adapter = None if load_weights_from is None else _adapter(load_weights_from)
         settings = {"training.device": device, "network.adapter": adapter}
         overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
-        is_file = not isinstance(manifest, Mapping)
-        config = load_manifest(Path(manifest), overrides) if is_file else config_of(manifest, overrides)
         trainer = cls.__new__(cls)
         trainer._rows = None
+        if isinstance(manifest, Mapping):
+            config = config_of(manifest, overrides)
+        else:
+            config = load_manifest(Path(manifest), overrides)
         trainer._begin(config, resume_from_checkpoint, accelerator)
         return trainer
 
