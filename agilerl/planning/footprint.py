@@ -11,7 +11,6 @@ from math import ceil
 
 from agilerl.planning.time import (
     ADAPTER_WIDTH,
-    Local,
     ModelShape,
     Split,
     Widths,
@@ -121,29 +120,28 @@ def cached_tokens(
 def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dict[str, float]:
     """Return the bytes of each part on the fullest device of a layout; of vLLM, what the rows in flight need."""
     split = split or Split()
-    local = Local.of(load, split)
-    rows = local.agents * load.rows * local.share
-    exam_rows = local.agents * load.exam_prompts * local.share
+    agents = split.agents(load)
+    rows = agents * load.rows * split.share
+    exam_rows = agents * load.exam_prompts * split.share
     trained, examined = (
-        rows_at_once(count, local.agents, load.max_rows) if count else 0
-        for count in (rows if load.samples else 0, exam_rows)
+        rows_at_once(count, agents, load.max_rows) if count else 0 for count in (rows if load.samples else 0, exam_rows)
     )
     in_flight = max(trained, examined, 1)
     longest = load.prompt + load.longest
-    tokens = tokens_in_flight(load, local)
+    tokens = tokens_in_flight(load, split)
     vllm = (shape.weight_bytes + in_flight * padded_length(longest) * shape.kv_bytes) / split.tensor_parallel
     held = Held(
         widths=shape,
         base=shape.weight_bytes - shape.linear_bytes * (1 - 1 / split.shards),
         adapter=adapter_parameters(shape, load.rank),
-        agents=local.agents,
+        agents=agents,
         slots=load.slots,
         decoded=None if split.vllm else in_flight,
         cached=cached_tokens(trained, load.group, examined, load.prompt, longest),
         longest=longest,
         tokens=tokens,
         spoken=ceil(tokens * load.rows * load.completion / load.tokens(load.rows)),
-        scored=scored_at_once(load, local),
+        scored=scored_at_once(load, split),
         checkpointing=load.checkpointing,
         vllm={"vllm_alone" if split.takes_turns else "vllm": vllm} if split.vllm else {},
     )
