@@ -92,7 +92,7 @@ class Resolved:
         # A range that the user gave is kept, even if it excludes the rate.
         rates = {name: min(max(rate, g.min), g.max) if (g := self.genes.get(name)) else rate for name in missing}
         values = self.hyperparameters.model_dump(exclude_unset=True) | rates
-        return replace(self, hyperparameters=validated(self.algorithm.Config, values, "algorithm"))
+        return replace(self, hyperparameters=validated(self.algorithm.Config, values, "algorithm")) if missing else self
 
     @property
     def without_effect(self) -> list[str]:
