@@ -16,7 +16,7 @@ from agilerl.algorithms.objective import record_batch
 from agilerl.algorithms.sharing import Lesson, Sharing, borrowable, check_borrows, check_temperature, load_teacher
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together
-from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, Within, checked, nearest, shown
+from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, Within, checked, shown
 from agilerl.data import Trajectory, collate
 from agilerl.envs.core import TRIED_ROWS, Lengths, Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
@@ -29,7 +29,6 @@ from agilerl.hpo.guard import Vitals, collapsed, quarantined, replaced_by_elite
 from agilerl.hpo.mutation import Member, Mutation, Mutations
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing, apply_plan, with_factors, with_mates
-from agilerl.hpo.strategies import OBJECTIVES
 from agilerl.padding import padded
 from agilerl.rewards.grader import TrainerState
 from agilerl.rollouts import SamplingSettings
@@ -117,12 +116,13 @@ class Population:
         eval_samples: Count = 1,
         max_error_rate: Share = 0.5,
         test_prompts: Count | None = None,
-        objectives: Sequence[str] = ("reward",),
+        objectives: Sequence[Literal["reward", "kl", "length"]] = ("reward",),
         sharing: Sharing = ALONE,
     ) -> None:
         if not agents:
             raise ConfigError("a population needs at least 1 agent, found 0")
-        check_objectives(objectives)
+        if "reward" not in objectives or len(set(objectives)) < len(objectives):
+            raise ConfigError(f"objectives: expected reward, and others once each, found {shown(list(objectives))}")
         if len({id(a.runtime) for a in agents}) > 1:
             raise ConfigError("all agents of a population share one runtime; build them on the same model object")
         for agent in agents:
@@ -649,7 +649,11 @@ class Population:
         for agent in self.agents:
             if id(agent) not in alive:
                 agent.clean_up()
-        self._settle(agents)
+        # Children move into the slots of removed agents, so that the population stays contiguous in the bank.
+        for agent in agents:
+            free = self.runtime.store.lowest_free_slot()
+            if free is not None and free < agent.slot:
+                agent.move_to(free)
         self.agents = agents
 
     def _mutate(self, plan: Callable[[Sequence[Member]], list[Mutation]]) -> list[Mutation]:
@@ -695,14 +699,6 @@ class Population:
         for agent in self.agents:
             yield agent.state()
 
-    def _settle(self, agents: Sequence[LLMAlgorithm]) -> None:
-        """Move children into the slots of removed agents, so that the population stays contiguous in the bank."""
-        store = self.runtime.store
-        for agent in agents:
-            free = store.lowest_free_slot()
-            if free is not None and free < agent.slot:
-                agent.move_to(free)
-
 
 def number_apart(agents: Sequence[LLMAlgorithm]) -> None:
     """Give agents the indices 0, 1, ... and say so, if two of them have the same."""
@@ -718,16 +714,6 @@ def number_apart(agents: Sequence[LLMAlgorithm]) -> None:
     )
     for index, agent in enumerate(agents):
         agent.index = index
-
-
-def check_objectives(objectives: Sequence[str]) -> None:
-    """Raise ConfigError unless these are different objectives of exams, the reward among them."""
-    unknown = [name for name in objectives if name not in OBJECTIVES]
-    if unknown or "reward" not in objectives or len(set(objectives)) < len(objectives):
-        raise ConfigError(
-            f"objectives: expected reward and, as wanted, kl and length, each once, found {shown(list(objectives))}"
-            + (f"; {nearest(unknown[0], OBJECTIVES)}" if unknown else "")
-        )
 
 
 def check_sharing(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask, sharing: Sharing) -> None:

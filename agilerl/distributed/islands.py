@@ -1,6 +1,6 @@
 """A population on several islands: each has one base and trains a share of the agents; selection is joint."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -24,11 +24,6 @@ def facts_of(agent: LLMAlgorithm) -> dict[str, Any]:
     """Return the facts of an agent as plain data."""
     values = {f.name: getattr(agent, f.name) for f in fields(AgentFacts) if f.name != "group_size"}
     return asdict(AgentFacts(**values, group_size=agent.config.group_size))  # type: ignore[attr-defined]
-
-
-def facts_from(values: Mapping[str, Any]) -> AgentFacts:
-    """Return the facts that :func:`facts_of` gave."""
-    return AgentFacts(**{**values, "genes": {name: Gene.from_state(gene) for name, gene in values["genes"].items()}})
 
 
 class IslandPopulation(Population):
@@ -62,7 +57,11 @@ class IslandPopulation(Population):
 
     def _learn_of_all(self) -> None:
         parts = self.exchange.all(([facts_of(agent) for agent in self.agents], self.runtime.store.max_rank))
-        self._known = [facts_from(facts) for part, _ in parts for facts in part]
+        self._known = [
+            AgentFacts(**{**facts, "genes": {name: Gene.from_state(gene) for name, gene in facts["genes"].items()}})
+            for part, _ in parts
+            for facts in part
+        ]
         # The bank's width affects the last bits of every agent, even of those with a smaller rank.
         widest = max(rank for _, rank in parts)
         if widest > self.runtime.store.max_rank:
