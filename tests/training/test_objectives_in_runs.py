@@ -126,9 +126,9 @@ def test_the_forward_passes_of_the_kl_are_counted() -> None:
 
 
 @pytest.mark.parametrize("objectives", [["kl"], ["reward", "kl", "kl"], ["reward", "length", "speed"], []])
-def test_a_population_refuses_other_objectives(objectives: list[str]) -> None:
+def test_a_population_refuses_other_objectives(objectives: Any) -> None:
     population = build(load_manifest(None, SMALL)).population
-    with pytest.raises(ConfigError, match="objectives: expected reward"):
+    with pytest.raises(ConfigError, match="objectives"):
         Population(population.agents, population.task, objectives=objectives)
 
 
