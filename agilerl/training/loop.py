@@ -2,7 +2,7 @@
 
 import math
 import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
@@ -20,7 +20,7 @@ from agilerl.hpo.guard import quarantined
 from agilerl.hpo.mutation import Change, Mutation, Mutations
 from agilerl.hpo.parameters import values_of
 from agilerl.hpo.selection import Best, SelectionStrategy, Standing
-from agilerl.population import Known, Population
+from agilerl.population import Population
 from agilerl.rollouts.engine import Rollout
 from agilerl.runs.checkpoints import agent_files
 from agilerl.runs.completions import CompletionRecord
@@ -178,7 +178,7 @@ def _run(
     config, population = session.config, session.population
     t = config.training
     total = max(progress.iteration + 1, planned_iterations(session))
-    founders = _genes(population.everyone) if progress.base is None else {}
+    founders = {} if progress.base is not None else {a.index: dict(a.hyperparameters) for a in population.everyone}
     yield RunStarted(root, total, -(-total // session.evo_steps), founders)
     if progress.base is None:
         if session.preflight is not None:
@@ -467,6 +467,10 @@ def evolve(
     start = perf_counter()
     change = population.evolve(fitness, selection, mutations, generation=generation, **settings)
     seconds, elite, agents = perf_counter() - start, change.plan.elite, population.everyone
+    spreads = [
+        float(np.std([agent.genes[name].to_unit(agent.hyperparameters[name]) for agent in agents]))
+        for name in agents[0].genes
+    ]
     return Evolved(
         generation=generation,
         iteration=iteration,
@@ -477,23 +481,10 @@ def evolve(
         inherited=change.inherited,
         changes=change.mutations,
         mutations={agent.index: agent.mut for agent in agents},
-        hyperparameters=_genes(agents),
-        diversity=_diversity(agents),
+        hyperparameters={agent.index: dict(agent.hyperparameters) for agent in agents},
+        diversity=float(np.mean(spreads)) if spreads else 0.0,
         seconds=seconds,
     )
-
-
-def _genes(agents: Iterable[Known]) -> dict[int, dict[str, Any]]:
-    return {agent.index: dict(agent.hyperparameters) for agent in agents}
-
-
-def _diversity(agents: Iterable[Known]) -> float:
-    """Return the diversity: mean over genes of the spread of unit positions, 0 if all are equal."""
-    members = list(agents)
-    spreads = [
-        float(np.std([a.genes[name].to_unit(a.hyperparameters[name]) for a in members])) for name in members[0].genes
-    ]
-    return float(np.mean(spreads)) if spreads else 0.0
 
 
 def _tested_elite(
