@@ -1,12 +1,10 @@
 """The memory of one process of a run: one estimate for ``agilerl plan``, the dry run and the check at the start.
 
-:func:`footprint` computes the parts from the counts in :class:`Held`. ``agilerl plan`` fills those from a layout
-(:func:`memory`), with rows of mean length; ``agilerl train`` from the loaded population
-(:mod:`agilerl.training.memory`), with every row as long as it may get.
+:func:`footprint` computes the parts from counts: of a layout for ``agilerl plan`` (:func:`memory`), with rows of mean
+length; of the loaded population for ``agilerl train`` (:mod:`agilerl.training.memory`), each row as long as it may get.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import ceil
 
 from agilerl.planning.time import (
@@ -43,59 +41,46 @@ _GPU_SHARE = 0.25
 """Share of a GPU's memory that the saved bytes of a training forward take."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """What one process holds: the counts that its memory follows from."""
+def footprint(
+    *,
+    widths: Widths,
+    base: float,
+    adapter: int,
+    agents: int,
+    slots: int,
+    decoded: int | None,
+    longest: float,
+    tokens: int,
+    spoken: int,
+    scored: int,
+    cached: float = 0,
+    kept: int = 0,
+    checkpointing: bool = False,
+    offload: bool = False,
+    chunk_rows: int | None = None,
+    vllm: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Return the bytes of each part that one process holds on the device; some of them take turns (:func:`peak`).
 
-    widths: Widths
-    base: float
-    """Bytes of the frozen base."""
-    adapter: int
-    """D: numbers of one adapter, at the largest rank that it may reach."""
-    agents: int
-    slots: int
-    """Adapter slots of one agent."""
-    decoded: int | None
-    """Rows that the torch engine decodes at once; None: the torch engine is not used."""
-    cached: float = 0
-    """Tokens whose keys and values the torch engine holds while it decodes (:func:`cached_tokens`)."""
-    longest: float
-    """Tokens of the longest row."""
-    kept: int = 0
-    """Episodes whose keys and values the torch engine keeps from turn to turn."""
-    tokens: int
-    """Tokens of a training forward."""
-    spoken: int
-    """Action tokens among them."""
-    scored: int
-    """Tokens of a forward without gradient, for log-probs of a reference or of the old policy."""
-    checkpointing: bool = False
-    offload: bool = False
-    """Whether activations are kept in the host's memory."""
-    chunk_rows: int | None = None
-    """``fused_logprobs_chunk_rows``."""
-    vllm: Mapping[str, float] = field(default_factory=dict)
-    """Bytes of vLLM in this process: ``vllm``, ``vllm_awake`` if it sleeps during training, or ``vllm_alone`` if the
-    base leaves the device as well while vLLM is awake."""
-
-
-def footprint(held: Held) -> dict[str, float]:
-    """Return the bytes of each part on the device, some of which take turns (:func:`peak`), without libraries."""
-    widths = held.widths
-    saved = saved_bytes(widths, checkpointing=held.checkpointing, offload=held.offload)
-    working = working_bytes(widths, restored=held.checkpointing or held.offload)
+    ``base`` are the bytes of the frozen base, ``adapter`` the numbers of one adapter (D), of which each agent has
+    ``slots``. The torch engine decodes ``decoded`` rows at once (None: another engine does) of at most ``longest``
+    tokens, and holds the keys and values of ``cached`` tokens (:func:`cached_tokens`) and of ``kept`` whole episodes. A
+    training forward has ``tokens``, of which ``spoken`` are actions, one without gradient has ``scored``. ``offload``
+    keeps activations in the host's memory; ``chunk_rows`` is ``fused_logprobs_chunk_rows``. ``vllm`` has vLLM's bytes:
+    as ``vllm``, as ``vllm_awake`` if it sleeps during training, as ``vllm_alone`` if the base leaves the device too.
+    """
+    saved = saved_bytes(widths, checkpointing=checkpointing, offload=offload)
+    working = working_bytes(widths, restored=checkpointing or offload)
     # The head is done with its tiles before the layers' backward begins, so only the larger of the two counts.
-    at_work = max(held.tokens * working, head_bytes(widths, held.spoken, held.chunk_rows))
-    training = held.tokens * saved + at_work
+    training = tokens * saved + max(tokens * working, head_bytes(widths, spoken, chunk_rows))
     # Without gradients a forward holds one layer's tensors at a time. But it runs over an agent's whole batch, not over
     # the rows of one optimizer step, so it can be the larger of the two.
-    scoring = held.scored * layer_bytes(widths) + head_bytes(widths, held.scored, held.chunk_rows)
-    parts = {"base": held.base, "adapters": bank_bytes(held.adapter, held.agents, held.slots)}
-    if held.decoded is not None:
-        drawn = held.decoded * widths.vocabulary * _DRAW_BYTES
-        kept = held.kept * held.longest * widths.kv_bytes
-        parts["decode_cache"] = held.cached * widths.kv_bytes + kept + drawn
-    return {**parts, **held.vllm, "training_activations": max(training, scoring)}
+    scoring = scored * layer_bytes(widths) + head_bytes(widths, scored, chunk_rows)
+    parts = {"base": base, "adapters": bank_bytes(adapter, agents, slots)}
+    if decoded is not None:
+        drawn = decoded * widths.vocabulary * _DRAW_BYTES
+        parts["decode_cache"] = cached * widths.kv_bytes + kept * longest * widths.kv_bytes + drawn
+    return {**parts, **(vllm or {}), "training_activations": max(training, scoring)}
 
 
 def bank_bytes(numbers: int, agents: int, slots: int) -> int:
@@ -130,7 +115,7 @@ def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dic
     longest = load.prompt + load.longest
     tokens = tokens_in_flight(load, split)
     vllm = (shape.weight_bytes + in_flight * padded_length(longest) * shape.kv_bytes) / split.tensor_parallel
-    held = Held(
+    parts = footprint(
         widths=shape,
         base=shape.weight_bytes - shape.linear_bytes * (1 - 1 / split.shards),
         adapter=adapter_parameters(shape, load.rank),
@@ -145,7 +130,7 @@ def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dic
         checkpointing=load.checkpointing,
         vllm={"vllm_alone" if split.takes_turns else "vllm": vllm} if split.vllm else {},
     )
-    return {name: float(size) for name, size in footprint(held).items()}
+    return {name: float(size) for name, size in parts.items()}
 
 
 def turns(parts: Mapping[str, float]) -> list[dict[str, float]]:

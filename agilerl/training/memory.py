@@ -14,7 +14,7 @@ from agilerl.config.vllm import VLLMConfig
 from agilerl.envs.core import Split
 from agilerl.errors import ConfigError
 from agilerl.models.slots import LinearShape
-from agilerl.planning.footprint import Held, cached_tokens, footprint, gib, is_too_much, peak
+from agilerl.planning.footprint import cached_tokens, footprint, gib, is_too_much, peak
 from agilerl.planning.time import Widths, rows_at_once, tokens_at_once
 from agilerl.population import Population
 from agilerl.runtime import Runtime
@@ -74,7 +74,7 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
     tokens = tokens_at_once(max(micro for micro, _ in passes), len(agents), runtime.max_tokens or runtime.pass_tokens)
     vllm = _vllm(runtime) if options.use_vllm else {}
     samples = not options.use_vllm or (options.vllm_config or VLLMConfig()).exams == "torch"
-    held = Held(
+    parts: dict[str, float] = footprint(
         widths=Widths.of(runtime.base),
         base=runtime.base.weight_bytes,
         adapter=adapter_numbers(config, runtime.store.layers),
@@ -92,7 +92,7 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
         chunk_rows=options.fused_logprobs_chunk_rows,
         vllm=vllm,
     )
-    parts = footprint(held) | {"rollouts": sum(rows) * (_ROW_BYTES + longest * _TOKEN_BYTES)}
+    parts["rollouts"] = sum(rows) * (_ROW_BYTES + longest * _TOKEN_BYTES)
     return parts | ({"prompts": float(runtime.prompts.most)} if runtime.invocation else {})
 
 
