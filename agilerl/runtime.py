@@ -383,7 +383,7 @@ class Runtime:
         masks = [p.batch.action_mask.cpu() for p in parts]
         # What foretells token t + 1 is the state at token t.
         places = [source[:, :-1][mask].to(device) for source, mask in zip(sources, masks)]
-        by_part = self._said(parts, hidden, places, masks, entropy=entropy)
+        by_part = self._action_logprobs(parts, hidden, places, masks, entropy=entropy)
         outputs: list[TokenOutputs] = []
         for i, (part, mask) in enumerate(zip(parts, masks)):
             spread = partial(_scatter, mask.to(device))
@@ -414,7 +414,7 @@ class Runtime:
         chosen = [logits.index_select(0, places.to(logits.device)) for logits in routers]
         return router_balance_loss(chosen, members.to(self.base.device), self.base.experts_per_token)
 
-    def _said(
+    def _action_logprobs(
         self,
         parts: Sequence[AgentRows],
         hidden: Tensor,

@@ -40,7 +40,7 @@ class IslandPopulation(Population):
     ) -> None:
         super().__init__(agents, task, **settings)
         self.exchange = exchange
-        self._all_sit_it = False
+        self._examines_all = False
         """Whether an exam of all agents is in progress."""
         self._learn_of_all()
         self.next_index = max(agent.index for agent in self.everyone) + 1
@@ -83,11 +83,11 @@ class IslandPopulation(Population):
 
     def evaluate(self, split: Panels = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
         """Examine every agent of the run on its island, or only ``agents`` on this one."""
-        self._all_sit_it = agents is None
+        self._examines_all = agents is None
         try:
             mine = super().evaluate(split, agents=agents)
         finally:
-            self._all_sit_it = False
+            self._examines_all = False
         if agents is not None:
             return mine
         merged = self.exchange.merged({index: fitness.state() for index, fitness in mine.items()})
@@ -105,7 +105,7 @@ class IslandPopulation(Population):
         return Fitness.from_state(self.exchange.first(lambda: examined(split).state()))
 
     def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, all_agents: bool) -> set[int]:
-        if not self._all_sit_it:
+        if not self._examines_all:
             return super()._check_exam(failures, examined, size, all_agents=all_agents)
         everything: list[Failure] = []
         before = 0

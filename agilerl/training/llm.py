@@ -1,6 +1,6 @@
 """The training loops that AgileRL documents: agents, environment, selection and mutation of your own in one call.
 
-Each is :class:`agilerl.population.Population` in a loop: all agents sample, learn and sit the exam together.
+Each is :class:`agilerl.population.Population` in a loop: all agents sample, learn and take the exam together.
 ``max_steps`` and ``checkpoint_steps`` count samples of all agents (prompts; rows, or pairs, of data; turns of
 episodes), ``evo_steps`` and ``evaluation_interval`` count iterations, in each of which every agent learns once. A run
 that can be killed and resumed, with a report, is ``agilerl train`` (:mod:`agilerl.training.loop`).
@@ -50,7 +50,7 @@ from agilerl.training.loop import evolve
 from agilerl.training.trackers import CSVFile, Trackers, check_trackers
 
 Finetuned = tuple[list[Any], list[float]]
-"""The population, and the fitness of each of its agents, NaN for one that sat no exam."""
+"""The population, and the fitness of each of its agents, NaN for one that took no exam."""
 
 EXAM = 128
 """Most questions (rows, episodes) of an exam, unless ``eval_loop`` says otherwise."""
