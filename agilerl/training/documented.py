@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from agilerl.algorithms import ALGORITHMS, LLMPPO, LLMREINFORCE, LLMAlgorithm
 from agilerl.algorithms.codec import save_llm_checkpoint
@@ -209,8 +207,8 @@ def aggregate_metrics_across_gpus(accelerator: Any, metric_tensor: Any = None) -
     if accelerator is not None and not hasattr(accelerator, "num_processes"):
         raise ConfigError(f"accelerator: expected an accelerate.Accelerator, found {described(accelerator)}")
     try:
-        values = torch.as_tensor(np.asarray(metric_tensor) if not isinstance(metric_tensor, Tensor) else metric_tensor)
-    except (TypeError, ValueError):
+        values = torch.as_tensor(metric_tensor)
+    except (TypeError, ValueError, RuntimeError):
         raise ConfigError(f"metric_tensor: expected numbers, found {described(metric_tensor)}") from None
     values = values.detach().float().reshape(-1)
     if accelerator is not None and accelerator.num_processes > 1:
