@@ -21,8 +21,7 @@ from agilerl.planning.time import (
 from agilerl.sizes import ADAPTER_COPIES, PASS_TOKENS, TILE_BYTES, padded_length
 
 SHARE = 0.8
-"""Share of a device's memory for what is counted here. The rest is for the system, libraries, fragmentation and
-short-lived copies."""
+"""Share of a device's memory for what is counted here; the rest is for the system, libraries and fragmentation."""
 _DRAW_BYTES = 28
 """For each token of the vocabulary and each decoded row: logits, and the sorted probabilities for sampling."""
 _TURNS = ("decode_cache", "training_activations", "vllm_awake", "vllm_alone")

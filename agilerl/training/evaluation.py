@@ -17,7 +17,7 @@ from agilerl.rollouts.engine import check_error_rate
 from agilerl.runs.diagnosis import Symptom
 from agilerl.runs.hacks import hacks
 from agilerl.templates import at_date
-from agilerl.training.probe import Answer, answers_of
+from agilerl.training.probe import Answer, answers_of, finite
 from agilerl.training.setup import Session
 
 
@@ -61,7 +61,7 @@ class Results:
 
     def answers(self, number: int) -> dict[str, Any]:
         """Return the answers to a question as plain data."""
-        return {"greedy": _plain(self.greedy[number]), "samples": [_plain(one) for one in self.samples[number]]}
+        return {"greedy": asdict(self.greedy[number]), "samples": [asdict(one) for one in self.samples[number]]}
 
     def document(self, full: float) -> dict[str, Any]:
         """Return the means as plain data."""
@@ -134,8 +134,8 @@ class Evaluation:
         both = {"adapter": self.adapter, "base": self.base}
         difference = None if self.difference is None else _shown(self.difference)
         if difference is not None:
-            difference["probability_better"] = _number(self.probability_better)
-        return {
+            difference["probability_better"] = self.probability_better
+        document: dict[str, Any] = {
             "task": self.task,
             "settings": self.settings,
             "questions": len(self.rows),
@@ -148,6 +148,7 @@ class Evaluation:
                 for number, row in enumerate(self.rows)
             ],
         }
+        return {name: finite(value) for name, value in document.items()}
 
 
 @checked
@@ -177,7 +178,7 @@ def before_and_after(population: Population, elite: LLMAlgorithm, count: int = 1
     """Return the first test questions with the greedy answers of the base and of an agent, as plain data."""
     rows = [place.row for place in population.places("test")[:count]]
     groups, _ = population.answers("test", [(None, None), (elite.selected_slot, elite)], first=count)
-    answers = [_plain(answers_of(group, 1)[0]) for group in groups]
+    answers = [finite(asdict(answers_of(group, 1)[0])) for group in groups]
     return [
         {**_question(row), "base": base, "elite": after}
         for row, base, after in zip(rows, answers[: len(rows)], answers[len(rows) :])
@@ -201,17 +202,13 @@ def _written(row: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
         "prompt": str(row["question"]),
         "completion": answer.text,
         "answer": _question(row)["answer"] or "",
-        "reward": _number(answer.score),
+        "reward": finite(answer.score),
         "finish_reason": answer.finish_reason,
     }
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _shown(fitness: Fitness) -> dict[str, Any]:
-    return {**fitness.to_dict(), "ci95": [_number(end) for end in fitness.interval]}
+    return {**fitness.to_dict(), "ci95": list(fitness.interval)}
 
 
 def _question(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,7 +216,3 @@ def _question(row: Mapping[str, Any]) -> dict[str, Any]:
         "question": str(row.get("question", f"seed {row.get('seed')}")),
         "answer": None if row.get("answer") is None else str(row["answer"]),
     }
-
-
-def _plain(answer: Answer) -> dict[str, Any]:
-    return {**asdict(answer), "score": _number(answer.score)}

@@ -82,8 +82,7 @@ class LoopOptions:
     save_elite: bool | None = None
     """Save the best agent before each selection, and at the end."""
     elite_path: Location | None = None
-    """Where; replaced each time. None: ``saved_checkpoints/ALGORITHM``. Alone, it is where the best agent is saved at
-    the end."""
+    """Where; replaced each time. None: ``saved_checkpoints/ALGORITHM``. Alone: save the best agent at the end."""
     checkpoint_steps: Count | None = None
     """Samples between checkpoints of the agent that is best so far."""
     checkpoint_path: Location | None = None
@@ -105,8 +104,7 @@ class LoopOptions:
     tensorboard: bool = False
     """Log to TensorBoard."""
     tensorboard_log_dir: Location | None = None
-    """Where; each run has a folder in it, by its time. None: ``tensorboard_logs``, or the run directory if there is
-    one."""
+    """Where; each run has a folder in it, by its time. None: ``tensorboard_logs``, or the run directory."""
     csv: bool = False
     """Log to a file with the columns step, name and value; ``agilerl train`` writes metrics.jsonl as well."""
     csv_log_dir: Location | None = None

@@ -123,18 +123,17 @@ class Probe:
         first = self.groups[0]
         sample = {**asdict(first.answers[0]), "graded": first.graded[0]} if first.answers else {}
         shown = {"start": self.start, "prompt": first.prompt, "expected": first.expected, "answer": sample}
-        return finite(numbers | shown)
+        document: dict[str, Any] = finite(numbers | shown)
+        return document
 
 
-def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Return nested values with None in place of numbers that are not finite."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return finite(value)
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return {name: plain(value) for name, value in values.items()}
+def finite(values: Any) -> Any:
+    """Return nested plain data with None in place of numbers that are not finite."""
+    if isinstance(values, dict):
+        return {name: finite(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
 @checked
