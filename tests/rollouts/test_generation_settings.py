@@ -199,7 +199,7 @@ def test_the_plan_and_the_result_say_it(tmp_path: Path) -> None:
     assert "Held-out test (2 samples" in said
 
 
-def test_runs_without_these_settings_keep_their_bytes() -> None:
+def test_run_json_has_these_settings() -> None:
     plain = resolve(load_manifest(None, ["algorithm.use_vllm=true", "algorithm.vllm_config={}"])).document()
     assert plain["algorithm"]["stop_sequences"] is None
     assert plain["algorithm"]["vllm_config"]["engine_kwargs"] == {}
