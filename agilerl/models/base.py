@@ -12,14 +12,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
 
 from agilerl.arguments import described, reason, shown
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.data.tree import token_tree
 from agilerl.errors import ConfigError, EngineError
 from agilerl.functional import linear_collision_entropy, linear_kl, linear_logprobs
-from agilerl.models.flat import FlatRows, Packed, Rows, flatten, pack
+from agilerl.models.flat import FlatRows, Packed, PromptLine, Rows, flatten, pack
 from agilerl.models.gguf import base_folder
 from agilerl.models.layers import (
     EXPERTS,
@@ -43,14 +42,7 @@ from agilerl.models.model_config import (
     model_config,
     overridden_dtype,
 )
-from agilerl.models.quantised import (
-    loading_arguments,
-    prepare,
-    quantisation_in,
-    quantisation_of,
-    stored_bytes,
-    stored_numbers,
-)
+from agilerl.models.quantised import loading_arguments, prepare, quantisation_in, stored_sizes
 from agilerl.models.slots import AdapterStore
 from agilerl.padding import with_padding
 from agilerl.templates import settings_of, with_chat_template
@@ -109,16 +101,14 @@ class BaseModel:
         config = self.model.config.get_text_config()
         self._softcap = getattr(config, "final_logit_softcapping", None)
         # Cohere multiplies its logits by logit_scale, Granite divides them by logits_scaling.
-        self._scale = float(getattr(config, "logit_scale", None) or 1) / float(
-            getattr(config, "logits_scaling", None) or 1
-        )
+        factor, divisor = (float(getattr(config, name, None) or 1) for name in ("logit_scale", "logits_scaling"))
+        self._scale = factor / divisor
         sliding, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
         if "local" in (getattr(config, "attention_layers", None) or []):  # of GPT-Neo
             sliding, kinds = config.window_size, ["sliding_attention"]
+        self.context_length = int(getattr(config, "max_position_embeddings", 1 << 20))
         if sliding and "sliding_attention" in (kinds or []):
             self.context_length = int(sliding)
-        else:
-            self.context_length = int(getattr(config, "max_position_embeddings", 1 << 20))
         self.window = int(sliding) if sliding and kinds is None else None
         """Tokens that one attends to in every layer, itself included; None: all. Other windows bound the context."""
         self.vocabulary_size = int(head.weight.shape[0])
@@ -156,17 +146,17 @@ class BaseModel:
     @property
     def parameters(self) -> int:
         """Number of parameters, all of them frozen."""
-        return stored_numbers(self.model)
+        return stored_sizes(self.model)[0]
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the frozen parameters, as they are stored."""
-        return stored_bytes(self.model)
+        return stored_sizes(self.model)[1]
 
     @property
     def quantisation(self) -> QuantizationConfig | None:
         """How the linear layers are quantised; None if they are not."""
-        return quantisation_of(self.model)
+        return quantisation_in(self.model.config)
 
     @property
     def decodes_exactly(self) -> bool:
@@ -213,7 +203,7 @@ class BaseModel:
         if options.activation_offload and not self.options.activation_offload and self.device.type != "cuda":
             warnings.warn(f"activation_offload=True has no effect on {self.device.type!r}: it needs CUDA", stacklevel=2)
         configure_layers(self.body, options, self.store)
-        configure_norms(self.body, own=options.torch_compiler is None and not options.use_liger_kernel)
+        configure_norms(self.body, enabled=options.torch_compiler is None and not options.use_liger_kernel)
         before, self.options = self.options, options
         self._use_own_experts()
         self.flattens = self._can_flatten()
@@ -270,13 +260,13 @@ class BaseModel:
     def flat(self, rows: FlatRows, **kwargs: Any) -> Tensor:
         """Return the last hidden states ``[N, H]`` of rows in one line; the route counts their tokens as rows.
 
-        A cache, ``past_key_values``, has a list ``found`` of the keys and values that it gave to each layer so far.
+        A :class:`PromptLine` may be their cache, ``past_key_values``.
         """
         asked, cache = [], kwargs.get("past_key_values")
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
             asked.append(1)
-            if cache is not None and not (key is cache.found[-1][0] and value is cache.found[-1][1]):
+            if cache is not None and not (key is cache.computed[-1][0] and value is cache.computed[-1][1]):
                 raise EngineError("a layer attends to other keys or values than those of its cache")
             return rows.attend(query, key, value, scale)
 
@@ -400,7 +390,7 @@ class BaseModel:
         rows = rows.to(self.device)
         try:
             flat = self.flat(rows)[rows.sources[0].to(self.device)]
-            self.flat(rows, past_key_values=_PassedOn())
+            self.flat(rows, past_key_values=PromptLine(self.num_layers))
         except Exception:  # models fail in many ways if they do not know our mask, or have a cache of their own kind
             return False
         usual, keep = self.hidden(ids.to(self.device)), torch.arange(12) < lengths[:, None]
@@ -420,18 +410,6 @@ class BaseModel:
                 f"{self.model.config._attn_implementation!r} lets packed rows attend to each other (relative "
                 f"difference {apart:.2g}); leave it out, or use attn_implementation='sdpa'"
             )
-
-
-class _PassedOn(DynamicCache):  # type: ignore[misc]
-    """Keeps nothing but what each layer has to attend to. Decoding looks up each layer's own keys and values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[Tensor, Tensor]] = []
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.found.append((key_states, value_states))
-        return self.found[-1]
 
 
 def _apart(states: Tensor, usual: Tensor, keep: Tensor) -> float:

@@ -52,8 +52,8 @@ def base_folder(file: Path, dtype: str | None = None) -> Path:
     from huggingface_hub import constants
 
     try:
-        found = file.stat()
-        digest = _digest(str(file.resolve()), found.st_size, found.st_mtime_ns)
+        status = file.stat()
+        digest = _digest(str(file.resolve()), status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise ConfigError(f"{shown(str(file))} cannot be read: {error.strerror or error}") from error
     target = Path(constants.HF_HOME) / "gguf" / f"{digest[:32]}-{dtype or 'tokenizer'}"
@@ -262,8 +262,8 @@ class _Reader:
         self._expect(count <= left, f"{count:,} more bytes at {self._at:,}", f"{left:,}, where the file ends")
         self._at += count
 
-    def _expect(self, holds: bool, expected: str, found: Any) -> None:
+    def _expect(self, holds: bool, expected: str, value: Any) -> None:
         if not holds:
             raise ConfigError(
-                f"{shown(self._name)} is not a sound GGUF file: expected {expected}, found {shown(found)}; get it again"
+                f"{shown(self._name)} is not a sound GGUF file: expected {expected}, found {shown(value)}; get it again"
             )
