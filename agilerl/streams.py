@@ -43,8 +43,8 @@ def uniform_rows(seed: int, purpose: str, keys: Sequence[tuple[int, ...]], count
             by_length.setdefault(len(key), []).append(row)
     for rows in by_length.values():
         words = np.array([(seed, zlib.crc32(purpose.encode()), *keys[row]) for row in rows], dtype=np.uint32)
-        for row, own in zip(rows, _philox_keys(words)):
-            start["state"]["key"] = own
+        for row, philox_key in zip(rows, _philox_keys(words)):
+            start["state"]["key"] = philox_key
             generator.bit_generator.state = start
             generator.random(out=table[row])
     return table
@@ -64,8 +64,8 @@ def _philox_keys(entropy: np.ndarray) -> np.ndarray:
     multiplier = 0x43B0D7E5
 
     def folded(words: np.ndarray) -> np.ndarray:
-        found: np.ndarray = words ^ words >> np.uint32(16)
-        return found
+        result: np.ndarray = words ^ words >> np.uint32(16)
+        return result
 
     def hashed(words: np.ndarray, step: int = 0x931E8875) -> np.ndarray:
         nonlocal multiplier

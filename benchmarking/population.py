@@ -43,7 +43,7 @@ from agilerl.hpo.mutation import Mutations  # noqa: E402
 from agilerl.models.base import from_model, load_base, load_tokenizer  # noqa: E402
 from agilerl.population import Population  # noqa: E402
 from agilerl.runtime import Runtime  # noqa: E402
-from agilerl.sizes import MAX_ROWS, padded_length  # noqa: E402
+from agilerl.sizes import ADAPTER_COPIES, MAX_ROWS, padded_length  # noqa: E402
 from benchmarking.peer_arm import MARK, prompt_ids, reward_of, written_tokenizer  # noqa: E402
 from benchmarking.rollout import interval  # noqa: E402
 from benchmarking.roofline import (  # noqa: E402
@@ -173,7 +173,8 @@ def held(name: str, agents: int, load: Mapping[str, int]) -> dict[str, Any]:
     tokens = rows * padded_length(load["prompt_tokens"] + load["tokens"])
     bench = Bench(name, agents, load, max_rows=rows, max_tokens=tokens)
     bench.step(bench.together)
-    banks = agents * bench.runtime.store.bytes_per_slot
+    store = bench.runtime.store
+    banks = agents * ADAPTER_COPIES * store.size * store.theta.element_size()
     return {"agents": agents, "peak": peak_bytes("cpu") - before, "banks": banks}
 
 

@@ -68,9 +68,9 @@ def borrowed_advantages(
     """
     if norm not in get_args(AdvantageNorm):
         raise ValueError(f"norm must be one of {', '.join(get_args(AdvantageNorm))}, found {norm!r}")
-    for name, found, labels in (("", rewards, groups), ("own_", own_rewards, own_groups)):
-        if found.dim() != 1 or found.shape != labels.shape:
-            shapes = f"{list(found.shape)} and {list(labels.shape)}"
+    for name, given, labels in (("", rewards, groups), ("own_", own_rewards, own_groups)):
+        if given.dim() != 1 or given.shape != labels.shape:
+            shapes = f"{list(given.shape)} and {list(labels.shape)}"
             raise ValueError(f"expected {name}rewards [B] and {name}groups [B], found {shapes}")
     centred, std, count, values = _group_statistics(own_rewards, own_groups)
     _, pooled, _, _ = _group_statistics(torch.cat([own_rewards, rewards]), torch.cat([own_groups, groups]))
@@ -83,8 +83,8 @@ def borrowed_advantages(
     mean = (values - centred)[row]
     advantages = fill_masked(rewards.detach().double(), graded) - mean
     if norm == "mean_std":
-        own = std[row]
-        advantages = advantages / (torch.where(own < ZERO_STD, pooled[len(own_rewards) :], own) + adv_eps)
+        spread = std[row]
+        advantages = advantages / (torch.where(spread < ZERO_STD, pooled[len(own_rewards) :], spread) + adv_eps)
     elif norm == "batch_std":
         advantages = advantages / (_std(values, torch.isfinite(own_rewards)) + adv_eps)
     elif norm == "mean":

@@ -93,11 +93,11 @@ def linear_kl(
     temperature = torch.ones(hidden.shape[0], dtype=dtype, device=hidden.device)
     rows = max(chunk_rows or TILE_BYTES // (8 * weight.shape[0]), CPU_ROWS)
     head = _Head(weight, bias, softcap, float(scale), rows, entropy=False, jacobian=False)
-    found = torch.empty_like(temperature)
+    kl = torch.empty_like(temperature)
     for part in _tiles(hidden.shape[0], rows):
         (p, _), (q, _) = (_tile(states, temperature, part, head) for states in (hidden, reference))
-        found[part] = (p.exp() * (_finite(p) - _finite(q))).sum(-1).clamp(min=0)
-    return found
+        kl[part] = (p.exp() * (_finite(p) - _finite(q))).sum(-1).clamp(min=0)
+    return kl
 
 
 @torch.no_grad()
@@ -120,10 +120,10 @@ def linear_collision_entropy(
     temperature = temperature.to(hidden.device, _wide(weight.dtype) if wide else weight.dtype)
     rows = max(chunk_rows or TILE_BYTES // (4 * weight.shape[0]), CPU_ROWS)
     head = _Head(weight, bias, softcap, float(scale), rows, entropy=False, jacobian=False)
-    found = torch.empty_like(temperature)
+    entropies = torch.empty_like(temperature)
     for part in _tiles(len(hidden), rows):
-        found[part] = -torch.logsumexp(2 * _tile(hidden, temperature, part, head)[0], dim=-1)
-    return found
+        entropies[part] = -torch.logsumexp(2 * _tile(hidden, temperature, part, head)[0], dim=-1)
+    return entropies
 
 
 class _Head(NamedTuple):

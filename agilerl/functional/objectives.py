@@ -62,10 +62,6 @@ def pool_log_ratio(
         units = turn_ids
     else:
         raise ValueError(f"level must be 'token', 'turn' or 'trajectory', found {level!r}")
-    return _pool_units(log_ratios, mask, units, reduction)
-
-
-def _pool_units(log_ratios: Tensor, mask: Tensor, units: Tensor, reduction: str) -> Tensor:
     number = int(units.max()) + 1 if units.numel() else 1
     member = mask.unsqueeze(-1) & (units.unsqueeze(-1) == torch.arange(max(number, 1), device=units.device))
     pooled = ordered_sum(fill_masked(fill_masked(log_ratios, mask).unsqueeze(-1), member), 1)
@@ -86,10 +82,8 @@ def mismatch_weights(
     unknown mode or a cap that is not positive. Source: Yao et al., "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training" (2025).
     """
-    if mode not in ("off", "token_truncate", "token_mask", "seq_truncate", "seq_mask"):
-        raise ValueError(
-            f"mode must be 'off', 'token_truncate', 'token_mask', 'seq_truncate' or 'seq_mask', found {mode!r}"
-        )
+    if mode not in get_args(MismatchMode):
+        raise ValueError(f"mode must be one of {', '.join(get_args(MismatchMode))}, found {mode!r}")
     if cap <= 0:
         raise ValueError(f"cap must be greater than 0, found {cap}")
     if mode == "off":
@@ -368,7 +362,8 @@ def aggregate(loss: Tensor, mask: Tensor, mode: LossNorm, denominator: float | T
     different windows. A denominator of 0 (a window without valid tokens) gives 0.
     """
     rows = aggregate_rows(loss, mask, mode)
-    limit = _as_tensor_like(denominator, rows)
+    # A number becomes a tensor of the same type: both divide with the same arithmetic.
+    limit = denominator.detach().to(rows) if isinstance(denominator, Tensor) else rows.new_tensor(denominator)
     return (rows / limit.masked_fill(limit == 0, 1.0)).sum()
 
 
@@ -393,11 +388,6 @@ def normaliser(mask: Tensor, mode: LossNorm, *, max_length: int | None = None) -
     if max_length is None or max_length < 1:
         raise ValueError(f"fixed-length aggregation needs max_length of at least 1 token, found {max_length}")
     return float(mask.shape[0] * max_length)
-
-
-def _as_tensor_like(value: float | Tensor, like: Tensor) -> Tensor:
-    """Give a number or tensor the dtype and device of ``like``, so that both divide with the same arithmetic."""
-    return value.detach().to(like) if isinstance(value, Tensor) else like.new_tensor(value)
 
 
 def _check_mode(mode: str) -> None:

@@ -333,23 +333,9 @@ def _smoothed(z: Tensor, label_smoothing: float) -> Tensor:
     return -(1 - label_smoothing) * F.logsigmoid(z) - label_smoothing * F.logsigmoid(-z)
 
 
-PREFERENCE_LOSSES: Mapping[str, PreferenceLoss] = {
-    "sigmoid": sigmoid,
-    "cdpo": cdpo,
-    "robust": robust,
-    "hinge": hinge,
-    "ipo": ipo,
-    "apo_zero": apo_zero,
-    "apo_down": apo_down,
-    "sppo_hard": sppo_hard,
-    "nca_pair": nca_pair,
-    "exo_pair": exo_pair,
-    "bco_pair": bco_pair,
-    "aot": aot,
-    "aot_pair": aot_pair,
-    "discopop": discopop,
-    "simpo": simpo,
-    "cpo": cpo,
-    "orpo": orpo,
-}
+_PAIRED = (
+    *(sigmoid, cdpo, robust, hinge, ipo, apo_zero, apo_down, sppo_hard, nca_pair, exo_pair, bco_pair),
+    *(aot, aot_pair, discopop, simpo, cpo, orpo),
+)
+PREFERENCE_LOSSES: Mapping[str, PreferenceLoss] = {loss.__name__: loss for loss in _PAIRED}
 """Every loss by name: ``f(scores, beta, options) -> [P]``."""

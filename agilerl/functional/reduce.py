@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 Reduction = Literal["mean", "sum", "min", "max", "std"]
+_FIELDS = {"mean": "mean", "sum": "total", "min": "minimum", "max": "maximum", "std": "std"}
+"""The field of :class:`Statistic` with the result of each reduction."""
 
 
 @dataclass
@@ -93,7 +95,7 @@ class MetricReducer:
     def result(self) -> dict[str, float]:
         """Return one number per name, sorted; names without a value are absent."""
         seen = sorted(name for name, statistic in self.statistics.items() if statistic.count)
-        return {name: _result(self.statistics[name], self.reductions[name]) for name in seen}
+        return {name: getattr(self.statistics[name], _FIELDS[self.reductions[name]]) for name in seen}
 
     def state(self) -> dict[str, list[float | str]]:
         """Return plain numbers that ``from_state`` reads again, for a transfer between processes."""
@@ -118,17 +120,6 @@ class MetricReducer:
         if known != reduction:
             raise ValueError(f"metric {name!r} is already reduced by {known!r}, found {reduction!r}; use another name")
         self.statistics.setdefault(name, Statistic())
-
-
-def _result(statistic: Statistic, reduction: Reduction) -> float:
-    values = {
-        "mean": statistic.mean,
-        "sum": statistic.total,
-        "min": statistic.minimum,
-        "max": statistic.maximum,
-        "std": statistic.std,
-    }
-    return values[reduction]
 
 
 def _worst(choose: Callable[[float, float], float], a: float, b: float) -> float:

@@ -3,14 +3,14 @@
 import copy
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from agilerl.arguments import shown
 from agilerl.bounds import check_file, check_links, full_matches, memory_bytes
@@ -40,7 +40,9 @@ def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[
     named = config.target_modules != "all-linear"
     config = _maybe_include_all_linear_layers(config, model)
     _without_patterns(config, [name for name, _ in model.named_modules()])
-    tower = _body_path(model)
+    body = model.get_decoder()
+    # In a multimodal model the prefix of the names in the text tower; empty if that is the whole model.
+    tower = next((f"{name}." for name, module in model.named_modules() if module is body and name), "")
     shapes = []
     for name, module in model.named_modules():
         if not name or not check_target_module_exists(config, name):
@@ -61,9 +63,20 @@ def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[
                 f"lora_config targets {name!r}, a {type(module).__name__}; only linear layers can carry an adapter"
             )
         shapes.append(LinearShape(name, int(module.in_features), int(module.out_features)))
-    if not shapes:
-        raise ConfigError(_nothing(model, lora_config, scope))
-    return shapes
+    if shapes:
+        return shapes
+    targets, hint = lora_config.target_modules, ""
+    # Parameters that hold several matrices: the experts of a mixture.
+    fused = [name for name, parameter in model.named_parameters() if parameter.dim() == 3]
+    fused = [name for name in fused if isinstance(targets, list | set) and name.rpartition(".")[2] in targets]
+    if fused:
+        hint = (
+            f": {fused[0]} holds the experts of a mixture as one parameter, which cannot have an adapter; expected "
+            "linear layers, for instance those of the attention (all-linear)"
+        )
+    elif scope is not None:
+        hint = f" within lora_target_scope={scope!r}; expected a part of a module's path, for instance 'language_model'"
+    raise ConfigError(f"lora_config.target_modules={targets!r} matches no layer of the model{hint}")
 
 
 def _does_more(module: Any) -> bool:
@@ -102,34 +115,6 @@ _WHY_NOT = {
 }
 
 
-def _body_path(model: Any) -> str:
-    """Return the prefix of the names of the text tower's modules."""
-    body = model.get_decoder()
-    path = next((name for name, module in model.named_modules() if module is body), "")
-    return f"{path}." if path else ""
-
-
-def _nothing(model: Any, lora_config: Any, scope: str | None) -> str:
-    """Return the message for targets that match nothing, with a suggestion."""
-    within = "" if scope is None else f" within lora_target_scope={scope!r}"
-    text = f"lora_config.target_modules={lora_config.target_modules!r} matches no layer of the model{within}"
-    targets = lora_config.target_modules
-    fused = [name for name in _fused(model) if isinstance(targets, list | set) and name.rpartition(".")[2] in targets]
-    if fused:
-        return (
-            f"{text}: {fused[0]} holds the experts of a mixture as one parameter, which cannot have an adapter; "
-            "expected linear layers, for instance those of the attention (all-linear)"
-        )
-    if scope is not None:
-        return f"{text}; expected a part of a module's path, for instance 'language_model'"
-    return text
-
-
-def _fused(model: nn.Module) -> Iterator[str]:
-    """Yield the names of parameters that hold several matrices."""
-    return (name for name, parameter in model.named_parameters() if parameter.dim() == 3)
-
-
 # -- on disk: adapters are written as plain PEFT folders, and read from such folders ----------------------------------
 
 
@@ -151,43 +136,30 @@ LARGEST_RANK = 1 << 20
 LEAST_ALPHA, MOST_ALPHA = 1e-30, 1e30
 """The scale of a slot is an fp32 number."""
 
-_PLAIN_STARTS = (True, False, "gaussian", "orthogonal", "eva")
+_HARMLESS = {
+    *("r", "lora_alpha", "use_rslora", "lora_dropout", "fan_in_fan_out", "alora_invocation_tokens"),
+    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("task_type", "peft_type", "peft_version", "auto_mapping", "inference_mode", "runtime_config"),
+    *("base_model_name_or_path", "revision", "ensure_weight_tying", "megatron_core", "qalora_group_size"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # settings of init_lora_weights
+}
+"""Options of a LoraConfig with which an adapter still is scale * B A, or which do nothing alone; all others, those of a
+newer PEFT too, have to be unset."""
+_STARTS = (True, False, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that only initialise the factors; all others also change the weights of the base."""
-
-_VARIANTS: dict[str, str] = {
-    "use_dora": "DoRA rescales the columns of the layer's whole weight (magnitude vectors)",
-    "bias": "biases belong to the base, which is frozen and shared",
-    "modules_to_save": "it trains copies of whole modules of the base, which is frozen and shared",
-    "trainable_token_indices": "it trains rows of the embeddings, which are frozen and shared",
-    "rank_pattern": "all layers of an adapter have one rank, r",
-    "alpha_pattern": "all layers of an adapter have one scale, lora_alpha / r",
-    "target_parameters": "adapters are attached to linear layers, not to single parameters",
-    "layer_replication": "it changes the layers of the base, which is shared",
-    "lora_bias": "the delta is B A alone, without a bias",
-    "use_qalora": "QA-LoRA pools the input of A",
-    "use_bdlora": "BD-LoRA makes one factor block-diagonal",
-    "arrow_config": "Arrow routes tokens among adapters",
-    "kasa_config": "KaSA changes the weights of the base",
-    "monteclora_config": "it samples the factors",
-    "velora_config": "VeLoRA has a backward pass different from that of B A",
-    "megatron_config": "Megatron layers are not supported",
-}
-"""Options of a LoraConfig whose function, or gradient, is not that of scale * B A, with the reason."""
-
-_OF_TRAINING: dict[str, str] = {
-    "init_lora_weights": "adapters start from the agent's seed with B zero, and A Kaiming-uniform (true) or 'gaussian'",
-}
-"""Options that only matter during training: an adapter that was trained with them is plain LoRA."""
 
 
 def check_lora_config(config: Any) -> None:
     """Raise ConfigError, naming the option, for LoRA variants that the stacked layer does not compute."""
     if getattr(config, "peft_type", None) is None or str(config.peft_type).split(".")[-1] != "LORA":
         raise ConfigError(f"lora_config must be a peft.LoraConfig, found {type(config).__name__}")
-    for name, reason in {**_VARIANTS, **_OF_TRAINING}.items():
-        if not _is_plain(name, getattr(config, name, None)):
-            found = shown(getattr(config, name))
-            raise ConfigError(f"lora_config.{name}={found} is not supported: {reason}; leave it at PEFT's default")
+    for name in _options():
+        value = getattr(config, name, None)
+        if not _is_plain(name, value) or (name == "init_lora_weights" and value not in (True, "gaussian")):
+            raise ConfigError(
+                f"lora_config.{name}={shown(value)} is not supported: adapters are scale * B A alone, and start with B "
+                "zero and A Kaiming-uniform or 'gaussian', from the agent's seed; leave it at PEFT's default"
+            )
     rate = config.lora_dropout
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate < 1:
         raise ConfigError(f"lora_config.lora_dropout must be a number from 0 to below 1, found {shown(rate)}")
@@ -195,12 +167,18 @@ def check_lora_config(config: Any) -> None:
         raise ConfigError(f"lora_config.{wrong}")
 
 
-def _is_plain(name: str, value: Any) -> bool:
-    """Return whether an option has the value that plain LoRA has."""
-    if name == "init_lora_weights":
-        return value is True or value == "gaussian"
-    # PEFT writes an unset option as None, False, an empty list or an empty mapping.
-    return value == "none" if name == "bias" else not value
+def _options() -> list[str]:
+    """Return the names of the options that the installed PEFT knows."""
+    return [field.name for field in dataclasses.fields(imported_peft().LoraConfig)]
+
+
+def _is_plain(name: str, value: Any, *, known: bool = True) -> bool:
+    """Return whether an option leaves an adapter what plain LoRA is; ``known``: to the installed PEFT."""
+    if name in ("bias", "init_lora_weights"):
+        return value == "none" if name == "bias" else value in _STARTS
+    # PEFT writes an unset option as None, False, an empty list or an empty mapping. A number or a text that it does not
+    # know may be the default of a newer version.
+    return name in _HARMLESS or not value or not (known or value is True or isinstance(value, dict | list))
 
 
 def _wrong_shape(config: Any) -> str:
@@ -249,16 +227,21 @@ def read_config(folder: Path) -> Any:
     Raises CheckpointError if it is missing or damaged, and for anything that PEFT would not compute as scale * B A:
     another method, a variant of LoRA, or a rank or scale that is not a number.
     """
-    made = imported_peft().LoraConfig
+    known = _options()
     check_links(folder, error=CheckpointError)
     try:
         check_file(folder / CONFIG_FILE, _CONFIG_BYTES, error=CheckpointError)
         fields = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        known = {f.name for f in dataclasses.fields(made)}
-        given = {name: value for name, value in fields.items() if name in known}
-        unknown = {name: value for name, value in fields.items() if name not in known}
-        _check_written(folder, given, unknown)
-        config = made(**given)
+        if (kind := fields.get("peft_type", "LORA")) != "LORA":
+            raise CheckpointError(f"the adapter at {str(folder)!r} has peft_type {shown(kind)}; expected LORA")
+        # Options that only matter during training (dropout, how the factors were initialised) are ignored.
+        for name, value in fields.items():
+            if not _is_plain(name, value, known=name in known):
+                raise CheckpointError(
+                    f"the adapter at {str(folder)!r} has {name}={shown(value)}, which is not supported: adapters are "
+                    "scale * B A alone; merge it into the base with PEFT's merge_and_unload(), or train plain LoRA"
+                )
+        config = imported_peft().LoraConfig(**{name: value for name, value in fields.items() if name in known})
     except FileNotFoundError as error:
         raise CheckpointError(f"no PEFT adapter at {str(folder)!r}: {CONFIG_FILE} is missing") from error
     except (OSError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -266,35 +249,6 @@ def read_config(folder: Path) -> Any:
     if wrong := _wrong_shape(config):
         raise CheckpointError(f"the adapter at {str(folder)!r} cannot be read: {CONFIG_FILE}: {wrong}")
     return config
-
-
-def _check_written(folder: Path, given: Mapping[str, Any], unknown: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless ``adapter_config.json`` describes plain LoRA.
-
-    Options that only matter during training (dropout, how the factors were initialised) are ignored.
-    """
-    kind = given.get("peft_type", "LORA")
-    if kind != "LORA":
-        raise CheckpointError(f"the adapter at {str(folder)!r} has peft_type {shown(kind)}; expected LORA")
-    reasons = {
-        name: reason
-        for name, reason in _VARIANTS.items()
-        if not _is_plain(name, given.get(name, "none" if name == "bias" else None))
-    }
-    if given.get("init_lora_weights", True) not in _PLAIN_STARTS:
-        reasons["init_lora_weights"] = "it starts by changing the weights of the base"
-    # Options of a newer PEFT: an unknown option that is switched on may change the function; unset ones cannot.
-    reasons |= {
-        name: "this version of PEFT does not know it"
-        for name, v in unknown.items()
-        if v is True or (v and isinstance(v, dict | list))
-    }
-    for name, reason in reasons.items():
-        value = {**unknown, **given}[name]
-        raise CheckpointError(
-            f"the adapter at {str(folder)!r} has {name}={shown(value)}, which is not supported: {reason}; merge it "
-            "into the base with PEFT's merge_and_unload(), or train a plain LoRA adapter"
-        )
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -331,8 +285,7 @@ def read_adapter(
     config = read_config(folder)
     tensors, factors = read_tensors(folder / WEIGHTS_FILE), []
     for layer in layers:
-        pair = [tensors.pop(f"base_model.model.{layer.name}.lora_{x}.weight", None) for x in "AB"]
-        a, b = pair
+        a, b = (tensors.pop(f"base_model.model.{layer.name}.lora_{x}.weight", None) for x in "AB")
         shapes = [(config.r, layer.in_features), (layer.out_features, config.r)]
         if a is None or b is None or [a.shape, b.shape] != shapes:
             found = "nothing" if a is None or b is None else f"{tuple(a.shape)} and {tuple(b.shape)}"

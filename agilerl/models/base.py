@@ -12,14 +12,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import DynamicCache
 
 from agilerl.arguments import described, reason, shown
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.data.tree import token_tree
 from agilerl.errors import ConfigError, EngineError
 from agilerl.functional import linear_collision_entropy, linear_kl, linear_logprobs
-from agilerl.models.flat import FlatRows, Packed, Rows, flatten, pack
+from agilerl.models.flat import FlatRows, Packed, PromptLine, Rows, flatten, pack
 from agilerl.models.gguf import base_folder
 from agilerl.models.layers import (
     EXPERTS,
@@ -33,26 +32,17 @@ from agilerl.models.layers import (
     register_experts,
     round_products,
 )
-from agilerl.models.loading import check_complete, loading
+from agilerl.models.loading import load_whole, loading
 from agilerl.models.lora import RoundedLinear
 from agilerl.models.model_config import (
-    auto_class,
     check_attention,
     check_config,
     check_model_folder,
-    check_size,
     check_tokenizer_parts,
     model_config,
     overridden_dtype,
 )
-from agilerl.models.quantised import (
-    loading_arguments,
-    prepare,
-    quantisation_in,
-    quantisation_of,
-    stored_bytes,
-    stored_numbers,
-)
+from agilerl.models.quantised import loading_arguments, prepare, quantisation_in, stored_sizes
 from agilerl.models.slots import AdapterStore
 from agilerl.padding import with_padding
 from agilerl.templates import settings_of, with_chat_template
@@ -110,21 +100,24 @@ class BaseModel:
         self._wide = self.quantisation is None and all(p.dtype in exact for p in self.model.parameters())
         config = self.model.config.get_text_config()
         self._softcap = getattr(config, "final_logit_softcapping", None)
-        self._scale = _logit_scale(config)
+        # Cohere multiplies its logits by logit_scale, Granite divides them by logits_scaling.
+        factor, divisor = (float(getattr(config, name, None) or 1) for name in ("logit_scale", "logits_scaling"))
+        self._scale = factor / divisor
         sliding, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
         if "local" in (getattr(config, "attention_layers", None) or []):  # of GPT-Neo
             sliding, kinds = config.window_size, ["sliding_attention"]
+        self.context_length = int(getattr(config, "max_position_embeddings", 1 << 20))
         if sliding and "sliding_attention" in (kinds or []):
             self.context_length = int(sliding)
-        else:
-            self.context_length = int(getattr(config, "max_position_embeddings", 1 << 20))
         self.window = int(sliding) if sliding and kinds is None else None
         """Tokens that one attends to in every layer, itself included; None: all. Other windows bound the context."""
         self.vocabulary_size = int(head.weight.shape[0])
         self.num_layers = int(config.num_hidden_layers)
         self._routers: list[Tensor] | None = None
-        self.experts_per_token: int | None = self._balanced_experts(config)
-        """Experts that a token chooses, of a mixture whose load-balancing loss is known; else None."""
+        recorded = getattr(self.body, "_can_record_outputs", None) or {}
+        balanced = "router_logits" in recorded and getattr(config, "router_aux_loss_coef", None) is not None
+        self.experts_per_token: int | None = getattr(config, "num_experts_per_tok", None) if balanced else None
+        """Experts that a token chooses, of a mixture for which transformers has a load-balancing loss; else None."""
         self.eos_token_ids  # noqa: B018  (raises if it is not a token id)
         self.hidden_size = int(head.weight.shape[1])
         self.fingerprint = None if self.quantisation is not None else fingerprint(self.model)
@@ -153,17 +146,17 @@ class BaseModel:
     @property
     def parameters(self) -> int:
         """Number of parameters, all of them frozen."""
-        return stored_numbers(self.model)
+        return stored_sizes(self.model)[0]
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the frozen parameters, as they are stored."""
-        return stored_bytes(self.model)
+        return stored_sizes(self.model)[1]
 
     @property
     def quantisation(self) -> QuantizationConfig | None:
         """How the linear layers are quantised; None if they are not."""
-        return quantisation_of(self.model)
+        return quantisation_in(self.model.config)
 
     @property
     def decodes_exactly(self) -> bool:
@@ -173,7 +166,12 @@ class BaseModel:
         layers are quantised, or compiled for training: a log-prob then differs by about a hundredth of a nat, which is
         more than GSPO's bounds.
         """
-        return self._wide and self.options.torch_compiler is None and _multiplies_in_fp32()
+        if not self._wide or self.options.torch_compiler is not None:
+            return False
+        try:
+            return torch.get_float32_matmul_precision() == "highest"
+        except RuntimeError:  # it was set through both of torch's interfaces, and at least once not to the default
+            return False
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -182,15 +180,15 @@ class BaseModel:
         Models that were tuned to a chat format often have its end token in the tokenizer alone.
         """
         generation = getattr(self.model, "generation_config", None)
-        eos = generation.eos_token_id if generation is not None and generation.eos_token_id is not None else None
+        eos = getattr(generation, "eos_token_id", None)
         eos = self.model.config.get_text_config().eos_token_id if eos is None else eos
-        found = () if eos is None else tuple(eos) if isinstance(eos, Sequence) and not isinstance(eos, str) else (eos,)
-        if not all(isinstance(token, int) and not isinstance(token, bool) for token in found):
+        ids = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+        if not all(type(token) is int for token in ids):
             raise ConfigError(
                 f"the model {self.name!r}: expected integers as eos_token_id, found {eos!r}; write the id of the token "
                 "into its config.json and generation_config.json"
             )
-        return found if self.tokenizer_end is None or self.tokenizer_end in found else (*found, self.tokenizer_end)
+        return ids if self.tokenizer_end is None or self.tokenizer_end in ids else (*ids, self.tokenizer_end)
 
     def configure(self, options: SharedOptions) -> None:
         """Apply options to all later computations.
@@ -205,7 +203,7 @@ class BaseModel:
         if options.activation_offload and not self.options.activation_offload and self.device.type != "cuda":
             warnings.warn(f"activation_offload=True has no effect on {self.device.type!r}: it needs CUDA", stacklevel=2)
         configure_layers(self.body, options, self.store)
-        configure_norms(self.body, own=options.torch_compiler is None and not options.use_liger_kernel)
+        configure_norms(self.body, enabled=options.torch_compiler is None and not options.use_liger_kernel)
         before, self.options = self.options, options
         self._use_own_experts()
         self.flattens = self._can_flatten()
@@ -225,26 +223,24 @@ class BaseModel:
         """
         if self._routers is not None:
             kwargs["output_router_logits"] = True
-        decoding = kwargs.get("past_key_values") is not None
         if self.store is not None:
             self.store.batch_rows = ids.shape[0]
-        if decoding:
+        if kwargs.get("past_key_values") is not None:
             with decoding_attention(self.model.config.get_text_config()):
                 return cast(Tensor, self.body(input_ids=ids, use_cache=True, **kwargs)[0])
         offload = self.options.activation_offload and self.device.type == "cuda" and torch.is_grad_enabled()
         with offloaded(self.model, pin=True) if offload else nullcontext():
-            found = self.body(input_ids=ids, use_cache=False, **kwargs)
+            output = self.body(input_ids=ids, use_cache=False, **kwargs)
         if self._routers is not None:
-            self._routers += found.router_logits
-        return cast(Tensor, found[0])
+            self._routers += output.router_logits
+        return cast(Tensor, output[0])
 
     @contextmanager
     def recorded_routers(self) -> Iterator[list[Tensor]]:
         """Yield a list that gets each router's logits ``[N, E]``, a row for each of :meth:`hidden`'s N states."""
-        found: list[Tensor] = []
-        self._routers = found
+        self._routers = logits = list[Tensor]()
         try:
-            yield found
+            yield logits
         finally:
             self._routers = None
 
@@ -264,13 +260,13 @@ class BaseModel:
     def flat(self, rows: FlatRows, **kwargs: Any) -> Tensor:
         """Return the last hidden states ``[N, H]`` of rows in one line; the route counts their tokens as rows.
 
-        A cache, ``past_key_values``, has a list ``found`` of the keys and values that it gave to each layer so far.
+        A :class:`PromptLine` may be their cache, ``past_key_values``.
         """
         asked, cache = [], kwargs.get("past_key_values")
 
         def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
             asked.append(1)
-            if cache is not None and not (key is cache.found[-1][0] and value is cache.found[-1][1]):
+            if cache is not None and not (key is cache.computed[-1][0] and value is cache.computed[-1][1]):
                 raise EngineError("a layer attends to other keys or values than those of its cache")
             return rows.attend(query, key, value, scale)
 
@@ -314,14 +310,6 @@ class BaseModel:
             "wide": self.options.cast_logprobs_to_fp32,
         }
 
-    def _balanced_experts(self, config: Any) -> int | None:
-        """Return the experts that a token chooses; None if transformers has no load-balancing loss for the model."""
-        recorded = getattr(self.body, "_can_record_outputs", None) or {}
-        chosen = getattr(config, "num_experts_per_tok", None)
-        if "router_logits" not in recorded or getattr(config, "router_aux_loss_coef", None) is None:
-            return None
-        return None if chosen is None else int(chosen)
-
     def check_routers(self, coefficient: float) -> None:
         """Raise ConfigError unless the load-balancing loss can be had, or its coefficient is 0."""
         if not coefficient:
@@ -342,20 +330,21 @@ class BaseModel:
         ids = torch.arange(1, 9, device=self.device)[None] % self.vocabulary_size
         try:
             with torch.no_grad():
-                own, full = self.logits(self.hidden(ids)[0]), self.model(input_ids=ids).logits[0].float()
+                split, full = self.logits(self.hidden(ids)[0]), self.model(input_ids=ids).logits[0].float()
         except (TypeError, AttributeError, ValueError, IndexError) as error:
-            found = f"{type(self.model).__name__} is not made of a body and a head as supported ones are: {error}"
-            raise EngineError(found) from error
+            raise EngineError(
+                f"{type(self.model).__name__} is not made of a body and a head as supported ones are: {error}"
+            ) from error
         if not bool(torch.isfinite(full).all()):
             bad = next((n for n, p in self.model.named_parameters() if not bool(torch.isfinite(p).all())), None)
             raise EngineError(
                 f"the model {self.name!r} computes logits that are not finite: "
                 + (f"its weights {bad} contain NaN or infinity; use an undamaged copy" if bad else _OVERFLOW)
             )
-        if not torch.allclose(own, full, atol=1e-3, rtol=1e-3):
+        if not torch.allclose(split, full, atol=1e-3, rtol=1e-3):
             raise EngineError(
                 f"{type(self.model).__name__} computes its logits in a way that is not supported "
-                f"(largest difference {float((own - full).abs().max()):.3g}); it cannot be trained correctly"
+                f"(largest difference {float((split - full).abs().max()):.3g}); it cannot be trained correctly"
             )
 
     @torch.no_grad()
@@ -400,12 +389,12 @@ class BaseModel:
         rows = flatten([Rows(ids, lengths, token_tree(ids, lengths))], self.activation_dtype, exact=True)
         rows = rows.to(self.device)
         try:
-            found = self.flat(rows)[rows.sources[0].to(self.device)]
-            self.flat(rows, past_key_values=_PassedOn())
+            flat = self.flat(rows)[rows.sources[0].to(self.device)]
+            self.flat(rows, past_key_values=PromptLine(self.num_layers))
         except Exception:  # models fail in many ways if they do not know our mask, or have a cache of their own kind
             return False
         usual, keep = self.hidden(ids.to(self.device)), torch.arange(12) < lengths[:, None]
-        return _apart(found, usual, keep.to(self.device)) < _SAME[self.dtype]
+        return _apart(flat, usual, keep.to(self.device)) < _SAME[self.dtype]
 
     @torch.no_grad()
     def _check_packing(self) -> None:
@@ -423,39 +412,15 @@ class BaseModel:
             )
 
 
-class _PassedOn(DynamicCache):  # type: ignore[misc]
-    """Keeps nothing but what each layer has to attend to. Decoding looks up each layer's own keys and values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[tuple[Tensor, Tensor]] = []
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.found.append((key_states, value_states))
-        return self.found[-1]
-
-
-def _apart(found: Tensor, usual: Tensor, keep: Tensor) -> float:
+def _apart(states: Tensor, usual: Tensor, keep: Tensor) -> float:
     """Return the largest difference relative to the largest value."""
-    return float((found - usual)[keep].abs().max() / usual[keep].abs().max().clamp(min=1e-6))
-
-
-def _multiplies_in_fp32() -> bool:
-    try:
-        return torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # it was set through both of torch's interfaces, and at least once not to the default
-        return False
+    return float((states - usual)[keep].abs().max() / usual[keep].abs().max().clamp(min=1e-6))
 
 
 _SAME = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.02}
 """Largest relative difference between two ways to compute the same hidden states."""
 _ELSEWHERE = "a .gguf file, a name on the Hugging Face hub that is reachable, or 'embedded'"
 _OVERFLOW = "its numbers overflow in this data type; use a wider one (training.dtype, or dtype=)"
-
-
-def _logit_scale(config: Any) -> float:
-    """Cohere multiplies its logits by ``logit_scale``, Granite divides them by ``logits_scaling``."""
-    return float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
 
 
 def load_base(
@@ -468,52 +433,42 @@ def load_base(
     read from safetensors only, and no code of the model's repository is run.
     """
     check_device(device)
-    if torch.device(device).type == "cuda" and torch.device(device).index is not None:
+    where = torch.device(device)
+    if where.type == "cuda" and where.index is not None:
         # FSDP2 and Triton's kernels work on the current device, whichever one the weights are on.
-        torch.cuda.set_device(device)
-    device = str(device)
-    path = resolve_model(name)
+        torch.cuda.set_device(where)
+    path, file = resolve_model(name), Path(name).expanduser()
     options = options or SharedOptions()
     overrides = dict(options.config_overrides or {})
     dtype = overridden_dtype(dtype, overrides)
     attention = options.attn_implementation or overrides.pop("attn_implementation", None)
     check_attention("attn_implementation", attention)
     # On a CPU "auto" means fp32: many CPUs have no bf16, and learning has not been compared over seeds.
-    chosen = ("float32" if torch.device(device).type == "cpu" else "auto") if dtype == "auto" else dtype
+    chosen = ("float32" if where.type == "cpu" else "auto") if dtype == "auto" else dtype
     expected = f"a local folder with config.json and *.safetensors, {_ELSEWHERE}"
     with loading("the model", name, expected, of_hub=is_of_hub(name)):
         config = model_config(path, overrides)
         quantisation_in(config)  # transformers would ask for the method's package first
-        own = str(config.dtype or "float32").removeprefix("torch.")
-        quantised = loading_arguments(options.quantization_config, device, own if chosen == "auto" else chosen)
-        if Path(name).expanduser().is_file():
-            path = str(base_folder(Path(name).expanduser(), own if chosen == "auto" else chosen))
-        on_host = torch.device(device).type == "cpu" and not quantised and chosen != "auto"
-        check_size(config, name, getattr(torch, chosen).itemsize if on_host else 0.125)
-        model, found = auto_class(config).from_pretrained(
-            path,
-            config=config,
-            dtype=chosen,
-            use_safetensors=True,
-            trust_remote_code=False,
-            ignore_mismatched_sizes=True,  # reported below, by name
-            output_loading_info=True,
-            **quantised,
-        )
-        model = model if quantised else model.to(device)
-        if model.dtype == torch.bfloat16 and torch.device(device).type == "cpu" and not quantised:
-            round_products(model)
-    check_complete(name, found)
+        stored = str(config.dtype or "float32").removeprefix("torch.") if chosen == "auto" else chosen
+        quantised = loading_arguments(options.quantization_config, str(device), stored)
+        if file.is_file():
+            path = str(base_folder(file, stored))
+        on_host = where.type == "cpu" and not quantised
+        width = getattr(torch, chosen).itemsize if on_host else 0.125
+        model = load_whole(path, name, config, width, dtype=chosen, **quantised)
+        if not quantised:
+            model = model.to(device)
+            if model.dtype == torch.bfloat16 and where.type == "cpu":
+                round_products(model)
     base = from_model(model, name)
-    base.source, base.original = path, name if Path(name).expanduser().is_file() else path
+    base.source, base.original = path, name if file.is_file() else path
     choose_attention(model, attention, base.device)
     base.check_head()
     return base
 
 
 _SAMPLE = 64
-"""Numbers of each tensor that a fingerprint reads: enough for a base that was trained further, and cheap for a large
-one."""
+"""Numbers of each tensor that a fingerprint reads: enough to notice further training, and cheap for a large base."""
 
 
 def fingerprint(model: nn.Module) -> str:
@@ -632,19 +587,17 @@ def load_tokenizer(
 def check_device(device: Any, name: str = "device") -> None:
     """Raise ConfigError for anything but a torch device, and for a GPU that this machine or torch build lacks."""
     try:
-        found = torch.device(device)
+        wanted = torch.device(device)
     except (RuntimeError, TypeError, ValueError):
         raise ConfigError(f"expected {name} as cpu, cuda or cuda:1, found {shown(device)}") from None
-    if found.type == "cpu":
-        return
-    if found.type != "cuda":
+    if wanted.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (wanted.index or 0) >= count:
+            raise ConfigError(
+                f"{name}={shown(device)} needs a CUDA build of torch and that GPU, found {count} GPUs; use cpu"
+            )
+    elif wanted.type != "cpu":
         try:
-            torch.zeros(1, device=found).item()
+            torch.zeros(1, device=wanted).item()
         except Exception as error:  # the type depends on the backend of that device
             raise ConfigError(f"{name}={shown(device)} cannot be used: {reason(error)}; use cpu or cuda") from None
-        return
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if (found.index or 0) >= count:
-        raise ConfigError(
-            f"{name}={shown(device)} needs a CUDA build of torch and that GPU, found {count} GPUs; use cpu"
-        )

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import proxy
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from agilerl.data.tree import TokenTree
 from agilerl.sizes import CPU_ROWS, SEQUENCE_MULTIPLE
@@ -72,13 +74,13 @@ class FlatRows:
         queries = query.squeeze(2).index_select(0, self.queries)
         keys, values = (part.squeeze(2).index_select(0, self.keys) for part in (key, value))
         asked, there = ([b.sequences * b.queries for b in self.blocks], [b.sequences * b.keys for b in self.blocks])
-        found = []
+        answers = []
         # Split, not slices: its gradient is one copy, while each slice's would be added to zeros of the whole size.
         split = (torch.split(x, sizes) for x, sizes in ((queries, asked), (keys, there), (values, there)))
         for block, *parts in zip(self.blocks, *split):
             q, k, v = (part.view(block.sequences, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
-            found.append(_attention(q, k, v, block.mask, scale).transpose(1, 2).flatten(0, 1))
-        return torch.cat(found).index_select(0, self.answers).unsqueeze(1)
+            answers.append(_attention(q, k, v, block.mask, scale).transpose(1, 2).flatten(0, 1))
+        return torch.cat(answers).index_select(0, self.answers).unsqueeze(1)
 
     def to(self, device: torch.device) -> "FlatRows":
         """Return what the base needs on another device."""
@@ -103,10 +105,10 @@ def fold_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | Non
     """
     n, heads, queries, width = q.shape
     sharers = heads // k.shape[1]
-    found = torch.nn.functional.scaled_dot_product_attention(
+    answers = torch.nn.functional.scaled_dot_product_attention(
         q.reshape(n, k.shape[1], sharers * queries, width), k, v, attn_mask=mask.repeat(1, 1, sharers, 1), scale=scale
     )
-    return found.reshape(n, heads, queries, v.shape[3])
+    return answers.reshape(n, heads, queries, v.shape[3])
 
 
 def flatten(batches: Sequence[Rows], dtype: torch.dtype, *, exact: bool) -> FlatRows:
@@ -120,29 +122,29 @@ def flatten(batches: Sequence[Rows], dtype: torch.dtype, *, exact: bool) -> Flat
     begin = origins_before = 0
     ids, positions, parts, sources, origins, readers = [], [], [], [], [], []
     sequences = [_sequences(batch) for batch in batches]
-    after = sum(-(-int(own.lengths.sum()) // CPU_ROWS) * CPU_ROWS for own in sequences)
-    for number, (batch, own) in enumerate(zip(batches, sequences)):
-        firsts = begin + own.lengths.cumsum(0) - own.lengths
-        count, width = int(own.lengths.sum()), batch.ids.shape[1]
+    after = sum(-(-int(spans.lengths.sum()) // CPU_ROWS) * CPU_ROWS for spans in sequences)
+    for number, (batch, spans) in enumerate(zip(batches, sequences)):
+        firsts = begin + spans.lengths.cumsum(0) - spans.lengths
+        count, width = int(spans.lengths.sum()), batch.ids.shape[1]
         line = torch.arange(begin, begin + count)
-        sequence = torch.repeat_interleave(torch.arange(len(own.rows)), own.lengths)
-        origin = own.rows[sequence] * width + line - (firsts - own.starts)[sequence]
+        sequence = torch.repeat_interleave(torch.arange(len(spans.rows)), spans.lengths)
+        origin = spans.rows[sequence] * width + line - (firsts - spans.starts)[sequence]
         # The padding of a batch repeats its first token in everything, so it stays inside the batch.
         line, origin = (torch.cat([x, x[:1].expand(-count % CPU_ROWS)]) for x in (line, origin))
-        token = torch.minimum(torch.arange(width), own.ends[:, None] - 1)
-        places = (firsts - own.starts)[:, None] + token
+        token = torch.minimum(torch.arange(width), spans.ends[:, None] - 1)
+        places = (firsts - spans.starts)[:, None] + token
         if batch.known is not None and batch.at is not None:
-            known, at = batch.known[own.rows], batch.at[own.rows]
+            known, at = batch.known[spans.rows], batch.at[spans.rows]
             before = token[:, : at.shape[1]] < known[:, None]
             places[:, : at.shape[1]] = torch.where(before, after + at, places[:, : at.shape[1]])
         if batch.tree is not None:
             common = len(batch.tree.rows)
             for part, parent in enumerate(batch.tree.parents.tolist()):
                 if parent >= 0:
-                    places[part, : own.starts[part]] = places[parent, : own.starts[part]]
-            before = (batch.tree.of >= 0)[:, None] & (token[common:] < own.starts[common:, None])
+                    places[part, : spans.starts[part]] = places[parent, : spans.starts[part]]
+            before = (batch.tree.of >= 0)[:, None] & (token[common:] < spans.starts[common:, None])
             places[common:] = torch.where(before, places[batch.tree.of], places[common:])
-        sequences[number] = own._replace(places=places)
+        sequences[number] = spans._replace(places=places)
         ids.append(batch.ids.flatten()[origin])
         positions.append(origin % width)
         sources.append(places[-len(batch.ids) :])
@@ -188,9 +190,9 @@ class _Sequences(NamedTuple):
 def _sequences(batch: Rows) -> _Sequences:
     known = torch.zeros(len(batch.ids), dtype=torch.int64) if batch.known is None else batch.known
     tree = batch.tree or TokenTree(_NONE, _NONE, _NONE, _NONE, torch.full((len(batch.ids),), -1))
-    own = torch.where(tree.of < 0, known, tree.own)
-    starts = torch.cat([tree.starts, own])
-    kinds = (starts > 0) * torch.cat([torch.ones_like(tree.starts), torch.full_like(own, 2)])
+    firsts = torch.where(tree.of < 0, known, tree.own)
+    starts = torch.cat([tree.starts, firsts])
+    kinds = (starts > 0) * torch.cat([torch.ones_like(tree.starts), torch.full_like(firsts, 2)])
     rows = torch.cat([tree.rows, torch.arange(len(batch.ids))])
     return _Sequences(rows, starts, torch.cat([tree.ends, batch.lengths]), kinds)
 
@@ -211,19 +213,19 @@ def _blocks(
     sizes, size_of = padded.unique(dim=1, return_inverse=True)  # type: ignore[no-untyped-call]
     # Sequences of equal padded lengths share a call: one for each sequence would cost more than the padding does.
     for size, (prefix, width) in enumerate(sizes.T.tolist()):
-        own = torch.nonzero(size_of == size)[:, 0]
-        token = torch.arange(width).expand(len(own), width)
-        query = places[own].gather(1, starts[own, None] + torch.minimum(token, lengths[own, None] - 1))
-        real = token < lengths[own, None]
+        members = torch.nonzero(size_of == size)[:, 0]
+        token = torch.arange(width).expand(len(members), width)
+        query = places[members].gather(1, starts[members, None] + torch.minimum(token, lengths[members, None] - 1))
+        real = token < lengths[members, None]
         answers[query[real]] = start + torch.nonzero(real.flatten())[:, 0]
         start += query.numel()
         key, mask = query, None
         if prefix:
-            earlier = places[own].gather(1, torch.minimum(torch.arange(prefix), starts[own, None] - 1))
-            key, mask = torch.cat([earlier, query], dim=1), _mask(starts[own], prefix, width, dtype)
+            earlier = places[members].gather(1, torch.minimum(torch.arange(prefix), starts[members, None] - 1))
+            key, mask = torch.cat([earlier, query], dim=1), _mask(starts[members], prefix, width, dtype)
         queries.append(query.flatten())
         keys.append(key.flatten())
-        blocks.append(_Block(len(own), width, prefix + width, mask))
+        blocks.append(_Block(len(members), width, prefix + width, mask))
     return torch.cat(queries), torch.cat(keys), answers, tuple(blocks)
 
 
@@ -275,20 +277,20 @@ def pack(ids: Tensor, lengths: Tensor, parts: Sequence[int], *, whole: bool) -> 
         # Agents never share a packed row: the route maps whole rows to adapters, not tokens.
         members = range(start, start + count)
         start += count
-        found = [list(members)] if whole else _bins(members, sizes, longest)
-        rows += found
-        per_part.append(len(found))
+        bins = [list(members)] if whole else _bins(members, sizes, longest)
+        rows += bins
+        per_part.append(len(bins))
     width = max((sum(sizes[row] for row in members) for members in rows), default=0)
     packed, positions = ids.new_zeros((len(rows), width)), ids.new_zeros((len(rows), width))
     source, origins = ids.new_zeros(ids.shape), torch.zeros((len(rows), width), dtype=torch.int64)
-    for place, group in enumerate(rows):
+    for line, group in enumerate(rows):
         at = 0
         for row in group:
             end = at + sizes[row]
-            packed[place, at:end] = ids[row, : sizes[row]]
-            positions[place, at:end] = torch.arange(sizes[row], device=ids.device)
-            source[row, : sizes[row]] = torch.arange(at, end, device=ids.device) + place * width
-            origins[place, at:end] = torch.arange(sizes[row]) + row * longest
+            packed[line, at:end] = ids[row, : sizes[row]]
+            positions[line, at:end] = torch.arange(sizes[row], device=ids.device)
+            source[row, : sizes[row]] = torch.arange(at, end, device=ids.device) + line * width
+            origins[line, at:end] = torch.arange(sizes[row]) + row * longest
             at = end
     return Packed(packed, positions, tuple(per_part), source, origins.flatten())
 
@@ -310,3 +312,75 @@ def _bins(rows: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list
             groups.append([row])
             room.append(capacity - sizes[row])
     return groups
+
+
+# -- the keys and values of a line ------------------------------------------------------------------------------------
+
+
+Kept = list[tuple[Tensor, Tensor]]
+"""Keys and values ``[tokens, heads, 1, head_dim]`` of each attention layer."""
+_FREED = (torch.empty(0), torch.empty(0))
+
+
+def side_by_side(parts: Sequence[Kept]) -> Kept:
+    """Return the keys and values of the tokens of several parts, one part after the other."""
+    return [(torch.cat(keys), torch.cat(values)) for keys, values in (zip(*layer) for layer in zip(*parts))]
+
+
+class _Layer(CacheLayerMixin):  # type: ignore[misc]
+    """One attention layer of a cache; the cache does the work for all layers."""
+
+    def __init__(self, owner: Any, number: int) -> None:
+        super().__init__()
+        self._owner, self._number = proxy(owner), number  # a cycle would hold the cache until garbage is collected
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.is_initialized = True
+        return self._owner.put(self._number, key_states, value_states)  # type: ignore[no-any-return]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return max(self._owner.visible, query_length), 0
+
+    def get_seq_length(self) -> int:
+        return int(self._owner.visible)
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class LayerCaches(Cache):  # type: ignore[misc]
+    """The caches of all attention layers, which hand their keys and values to ``put``."""
+
+    visible = 0
+    """The number of earlier tokens that the model is told, from which it sizes its masks."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(layers=[_Layer(self, number) for number in range(num_layers)])
+
+
+class PromptLine(LayerCaches):
+    """Takes the keys and values of a prefill, whose rows may be single tokens; known ones are not computed again."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self.known: Kept | None = None
+        """Keys and values of tokens that the prefill does not compute; they follow its own in the line."""
+        self.computed: Kept = []
+        """Keys and values ``[rows, heads, n, head_dim]`` of each layer."""
+
+    def put(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Take what a layer has computed, ``[rows, heads, n, head_dim]``; returns it with what is known."""
+        if self.known is not None:
+            keys, values = (torch.cat(pair) for pair in zip((keys, values), self.known[layer]))
+            self.known[layer] = _FREED  # many episodes fill the memory: no layer is held twice longer than needed
+        self.computed.append((keys, values))
+        return self.computed[-1]
+
+    def take(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Return a layer's keys and values ``[P, heads, L, head_dim]`` of the tokens at ``places [P, L]``, once."""
+        keys, values = (part.transpose(1, 2).flatten(0, 1)[places].transpose(1, 2) for part in self.computed[layer])
+        self.computed[layer] = _FREED
+        return keys.contiguous(), values.contiguous()

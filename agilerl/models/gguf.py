@@ -17,8 +17,8 @@ from typing import Any
 from agilerl.arguments import shown
 from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import ConfigError, WriteError
-from agilerl.models.loading import check_complete, loading
-from agilerl.models.model_config import auto_class, check_config, check_size
+from agilerl.models.loading import load_whole, loading
+from agilerl.models.model_config import check_config
 
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
@@ -52,8 +52,8 @@ def base_folder(file: Path, dtype: str | None = None) -> Path:
     from huggingface_hub import constants
 
     try:
-        found = file.stat()
-        digest = _digest(str(file.resolve()), found.st_size, found.st_mtime_ns)
+        status = file.stat()
+        digest = _digest(str(file.resolve()), status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise ConfigError(f"{shown(str(file))} cannot be read: {error.strerror or error}") from error
     target = Path(constants.HF_HOME) / "gguf" / f"{digest[:32]}-{dtype or 'tokenizer'}"
@@ -152,20 +152,10 @@ def _write_weights(name: str, folder: Path, file: str, dtype: Any) -> None:
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    check_size(config, name, dtype.itemsize)
-    blocks = getattr(transformers, "GgufConfig", None)
-    model, found = auto_class(config).from_pretrained(
-        folder,
-        config=config,
-        dtype=dtype,
-        gguf_file=file,
-        use_safetensors=True,
-        trust_remote_code=False,
-        ignore_mismatched_sizes=True,  # reported below, by name
-        output_loading_info=True,
-        **({} if blocks is None else {"quantization_config": blocks(dequantize=True)}),  # else they may stay packed
-    )
-    check_complete(name, found)
+    options: dict[str, Any] = {"dtype": dtype, "gguf_file": file}
+    if (blocks := getattr(transformers, "GgufConfig", None)) is not None:  # its default may leave the weights packed
+        options["quantization_config"] = blocks(dequantize=True)
+    model = load_whole(folder, name, config, dtype.itemsize, **options)
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):  # the weights are whole now, and would not be saved otherwise
         del model.config.quantization_config
@@ -272,8 +262,8 @@ class _Reader:
         self._expect(count <= left, f"{count:,} more bytes at {self._at:,}", f"{left:,}, where the file ends")
         self._at += count
 
-    def _expect(self, holds: bool, expected: str, found: Any) -> None:
+    def _expect(self, holds: bool, expected: str, value: Any) -> None:
         if not holds:
             raise ConfigError(
-                f"{shown(self._name)} is not a sound GGUF file: expected {expected}, found {shown(found)}; get it again"
+                f"{shown(self._name)} is not a sound GGUF file: expected {expected}, found {shown(value)}; get it again"
             )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from agilerl.arguments import reason
 from agilerl.config.base_model import AttentionKind, SharedOptions
 from agilerl.errors import ConfigError, how_to_install
 from agilerl.models.lora import RoundedLinear, StackedLoRALinear
@@ -30,8 +31,7 @@ def choose_attention(model: Any, kind: AttentionKind | None, device: torch.devic
     try:
         model.set_attn_implementation(kind)
     except (ImportError, ValueError, RuntimeError) as error:
-        first = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-        raise ConfigError(f"attn_implementation={kind!r} is not available here: {first}; use 'sdpa'") from error
+        raise ConfigError(f"attn_implementation={kind!r} is not available here: {reason(error)}; use 'sdpa'") from error
 
 
 @contextmanager
@@ -89,10 +89,10 @@ def attend_decoding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sca
     """
     rows, heads, _, width = query.shape
     shared = key.shape[1]
-    found = torch.nn.functional.scaled_dot_product_attention(
+    answers = torch.nn.functional.scaled_dot_product_attention(
         query.reshape(rows, shared, heads // shared, width), key, value, attn_mask=mask, scale=scale
     )
-    return found.reshape(rows, 1, heads, value.shape[3])
+    return answers.reshape(rows, 1, heads, value.shape[3])
 
 
 def attend_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
@@ -160,11 +160,7 @@ def round_products(model: nn.Module) -> None:
     for module in linear:
         module.__class__ = RoundedLinear
     for table in tables:
-        table.register_forward_hook(_in_fp32)
-
-
-def _in_fp32(table: nn.Module, given: Any, vectors: Tensor) -> Tensor:
-    return vectors.float()
+        table.register_forward_hook(lambda table, ids, vectors: vectors.float())
 
 
 # -- the layers in training: compiled, recomputed in the backward pass, or with offloaded activations -----------------
@@ -174,15 +170,15 @@ class _LayerForward:
     """The forward of one decoder layer under the current options. Decoding always uses the layer's original forward."""
 
     def __init__(self, layer: nn.Module) -> None:
-        self.own: Callable[..., Any] = layer.forward
+        self.original: Callable[..., Any] = layer.forward
         self.compiled: Callable[..., Any] | None = None
         self.store: AdapterStore | None = None
         self.recompute = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if kwargs.get("past_key_values") is not None:
-            return self.own(*args, **kwargs)
-        forward = self.compiled or self.own
+            return self.original(*args, **kwargs)
+        forward = self.compiled or self.original
         if not (self.recompute and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         store = self.store
@@ -198,8 +194,10 @@ class _LayerForward:
 
 def configure_layers(body: nn.Module, options: SharedOptions, store: AdapterStore | None) -> None:
     """Apply the options to the decoder layers of a body; raises ConfigError if it has no known decoder layers."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     wanted = options.gradient_checkpointing or options.torch_compiler is not None
-    layers = _decoder_layers(body)
+    layers = [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
     if wanted and not layers:
         names = "gradient_checkpointing" if options.gradient_checkpointing else "torch_compiler"
         raise ConfigError(f"{names} needs a model with decoder layers, found {type(body).__name__} without any")
@@ -213,7 +211,13 @@ def configure_layers(body: nn.Module, options: SharedOptions, store: AdapterStor
             continue
         forward = changed if isinstance(changed, _LayerForward) else _LayerForward(layer)
         forward.store, forward.recompute = store, options.gradient_checkpointing
-        forward.compiled = _compiled(layer, forward, options.torch_compiler)
+        forward.compiled = None
+        if options.torch_compiler is not None:
+            for module in layer.modules():
+                if isinstance(module, StackedLoRALinear):
+                    module.leave_graph()
+            # The layers share their code, so one graph serves them all; lengths vary, so it is compiled for any length.
+            forward.compiled = torch.compile(forward.original, mode=options.torch_compiler, dynamic=True)
         layer.forward = forward
 
 
@@ -221,11 +225,11 @@ class _NormForward:
     """The forward of an RMSNorm whose backward pass reads its input half as often as autograd's."""
 
     def __init__(self, norm: nn.Module, epsilon: float) -> None:
-        self.own, self.norm, self.epsilon = norm.forward, norm, epsilon
+        self.original, self.norm, self.epsilon = norm.forward, norm, epsilon
 
     def __call__(self, x: Tensor) -> Tensor:
         if not (torch.is_grad_enabled() and x.requires_grad):
-            return cast(Tensor, self.own(x))
+            return cast(Tensor, self.original(x))
         return cast(Tensor, _RMSNorm.apply(x, self.norm.weight, self.epsilon))  # type: ignore[no-untyped-call]
 
 
@@ -243,20 +247,20 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         x, inverse = ctx.saved_tensors
-        wide, own = x.to(inverse.dtype), (grad * ctx.weight).to(inverse.dtype)
-        # With n = x inverse, the gradient is inverse (own - n mean(own n)).
-        along = (own * wide).mean(-1, keepdim=True).mul_(inverse.pow(3))
-        return own.mul_(inverse).sub_(wide * along).to(x.dtype), None, None
+        wide, weighted = x.to(inverse.dtype), (grad * ctx.weight).to(inverse.dtype)
+        # With n = x inverse, the gradient is inverse (weighted - n mean(weighted n)).
+        along = (weighted * wide).mean(-1, keepdim=True).mul_(inverse.pow(3))
+        return weighted.mul_(inverse).sub_(wide * along).to(x.dtype), None, None
 
 
 @torch.no_grad()
-def configure_norms(body: nn.Module, *, own: bool) -> None:
-    """Let RMSNorms use our backward pass if ``own`` is set and their forward is Llama's, to the bit."""
+def configure_norms(body: nn.Module, *, enabled: bool) -> None:
+    """Let RMSNorms use our backward pass if ``enabled`` and their forward is Llama's, to the bit."""
     for norm in body.modules():
         changed = norm.__dict__.get("forward")
-        if isinstance(changed, _NormForward) and not own:
+        if isinstance(changed, _NormForward) and not enabled:
             del norm.forward
-        if changed is not None or not own or not type(norm).__name__.endswith("RMSNorm"):
+        if changed is not None or not enabled or not type(norm).__name__.endswith("RMSNorm"):
             continue
         epsilon = next((getattr(norm, n) for n in ("variance_epsilon", "eps", "epsilon") if hasattr(norm, n)), None)
         weight = getattr(norm, "weight", None)
@@ -289,7 +293,7 @@ def _experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> T
     long = torch.is_grad_enabled() and max(ups.shape[1:]) >= LONG_SUM
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=len(ups)).tolist()
-    found = []
+    outputs = []
     for number, places in enumerate(torch.split(order, counts)):
         if not len(places):
             continue
@@ -297,9 +301,9 @@ def _experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> T
         x = nn.functional.pad(hidden[places // chosen.shape[1]], (0, 0, 0, rows - len(places)))
         up = _of_expert(experts, x, name, number)
         up = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)
-        found.append(_of_expert(experts, up, "down_proj", number)[: len(places)])
-    said = torch.cat(found)[order.argsort()] * weights.flatten()[:, None]
-    return said.view(*chosen.shape, -1).sum(1).to(hidden.dtype)
+        outputs.append(_of_expert(experts, up, "down_proj", number)[: len(places)])
+    weighted = torch.cat(outputs)[order.argsort()] * weights.flatten()[:, None]
+    return weighted.view(*chosen.shape, -1).sum(1).to(hidden.dtype)
 
 
 def _of_expert(experts: Any, x: Tensor, name: str, number: int) -> Tensor:
@@ -308,34 +312,16 @@ def _of_expert(experts: Any, x: Tensor, name: str, number: int) -> Tensor:
     return nn.functional.linear(x, weight.T if experts.is_transposed else weight, bias)
 
 
-def _compiled(layer: nn.Module, forward: _LayerForward, mode: str | None) -> Callable[..., Any] | None:
-    """Return the compiled forward of a layer. Its adapters stay outside the graph: they write into the bank."""
-    if mode is None:
-        return None
-    for module in layer.modules():
-        if isinstance(module, StackedLoRALinear):
-            module.leave_graph()
-    # The layers share their code, so one graph serves them all; lengths vary, so it is compiled for any length.
-    return torch.compile(forward.own, mode=mode, dynamic=True)
-
-
 @cache
 def _check_compiler(mode: str, device: torch.device) -> None:
     """Raise ConfigError if torch.compile does not work: it needs a C++ compiler, and on a GPU also Triton."""
     try:
         torch.compile(torch.sin, mode=mode)(torch.zeros(2, device=device))
     except Exception as error:  # the compiler and its backends raise errors of many types
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         raise ConfigError(
-            f"torch_compiler={mode!r} does not work on this machine: {lines[0] if lines else type(error).__name__}; it "
-            "needs a C++ compiler (g++), and on a GPU also Triton; install it, or leave torch_compiler out"
+            f"torch_compiler={mode!r} does not work on this machine: {reason(error)}; it needs a C++ compiler (g++), "
+            "and on a GPU also Triton; install it, or leave torch_compiler out"
         ) from error
-
-
-def _decoder_layers(body: nn.Module) -> list[nn.Module]:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
 @contextmanager

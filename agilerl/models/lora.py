@@ -92,11 +92,11 @@ def _with_adapters(layer: StackedLoRALinear, x: Tensor) -> Tensor:
         for run in runs:
             _add_delta(lines, out, run, layer._index)
     else:
-        tape, place = torch.empty(0, device=x.device, requires_grad=True), (store, layer._index, runs)
+        tape, site = torch.empty(0, device=x.device, requires_grad=True), (store, layer._index, runs)
         if (dense := layer.dense()) is not None:
-            out = _WithLinear.apply(lines, tape, dense, place)  # type: ignore[no-untyped-call]
+            out = _WithLinear.apply(lines, tape, dense, site)  # type: ignore[no-untyped-call]
         else:
-            out = _LowRank.apply(lines, layer.base_layer(lines), tape, place)  # type: ignore[no-untyped-call]
+            out = _LowRank.apply(lines, layer.base_layer(lines), tape, site)  # type: ignore[no-untyped-call]
     return cast(Tensor, out.view(*x.shape[:-1], out.shape[-1]))
 
 
@@ -174,13 +174,13 @@ def _runs(store: AdapterStore, layer: int, x: Tensor, route: Route) -> list[_Run
     rates = (0.0,) * len(route.slots) if dropout is None else dropout.rates
     parts = zip(route.slots, _counts(x, store, layer, route), rates)
     for (count, rate), members in groupby(parts, key=lambda part: part[1:]):
-        own = tuple(slot for slot, *_ in members)
-        a, b = (_pick(bank, own) for bank in store.factors[layer])
-        scaled = a * _pick(store.scaling, own)[:, None, None]
-        entries = slice(start, start + count * len(own))
-        keys = dropout.keys[entries].view(len(own), -1) if dropout is not None and rate else None
-        runs.append(_Run(own, entries, scaled, b, rate, keys))
-        start += count * len(own)
+        slots = tuple(slot for slot, *_ in members)
+        a, b = (bank[_index(slots)] for bank in store.factors[layer])
+        scaled = a * store.scaling[_index(slots)][:, None, None]
+        entries = slice(start, start + count * len(slots))
+        keys = dropout.keys[entries].view(len(slots), -1) if dropout is not None and rate else None
+        runs.append(_Run(slots, entries, scaled, b, rate, keys))
+        start += count * len(slots)
     route.known[key] = runs
     return runs
 
@@ -199,14 +199,14 @@ def _counts(x: Tensor, store: AdapterStore, layer: int, route: Route) -> tuple[i
     return tuple(rows * tokens for rows in route.rows)
 
 
-_Place = tuple[AdapterStore, int, Sequence[_Run]]
+_Site = tuple[AdapterStore, int, Sequence[_Run]]
 """(store, layer, runs)."""
 
 
 def _inputs(x: Tensor, run: _Run, kept: Tensor | None) -> Tensor:
     """Return a run's entries of x, ``[slots, entries of each, in]``, without what is left out."""
-    own = _by_slot(x, run).to(run.a.dtype)
-    return own if kept is None else own * kept
+    entries = _by_slot(x, run).to(run.a.dtype)
+    return entries if kept is None else entries * kept
 
 
 def _add_delta(x: Tensor, out: Tensor, run: _Run, layer: int) -> Tensor:
@@ -220,16 +220,16 @@ def _add_delta(x: Tensor, out: Tensor, run: _Run, layer: int) -> Tensor:
     return low
 
 
-def _add_gradients(grad: Tensor, x: Tensor, lows: Sequence[Tensor], place: _Place, grad_x: Tensor | None) -> None:
+def _add_gradients(grad: Tensor, x: Tensor, lows: Sequence[Tensor], site: _Site, grad_x: Tensor | None) -> None:
     """Add the gradients of A and B to the bank, and that of x to ``grad_x``."""
-    store, layer, runs = place
+    store, layer, runs = site
     grad_a, grad_b = store.factor_grads[layer]
     for run, low in zip(runs, lows):
         wide = _by_slot(grad, run).to(run.b.dtype)
         grad_low = torch.bmm(wide, run.b)
         kept = run.kept(layer)  # once more: cheaper than to keep it from the forward pass
-        own = torch.bmm(grad_low.transpose(1, 2), _inputs(x, run, kept))
-        _add_to(grad_a, run.slots, own.mul_(_pick(store.scaling, run.slots)[:, None, None]))
+        change = torch.bmm(grad_low.transpose(1, 2), _inputs(x, run, kept))
+        _add_to(grad_a, run.slots, change.mul_(store.scaling[_index(run.slots)][:, None, None]))
         _add_to(grad_b, run.slots, torch.bmm(wide.transpose(1, 2), low))
         if grad_x is None:
             continue
@@ -251,11 +251,11 @@ class _LowRank(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, out: Tensor, tape: Tensor, place: _Place) -> Tensor:
-        lows = [_add_delta(x, out, run, place[1]) for run in place[2]]
+    def forward(ctx: Any, x: Tensor, out: Tensor, tape: Tensor, site: _Site) -> Tensor:
+        lows = [_add_delta(x, out, run, site[1]) for run in site[2]]
         ctx.mark_dirty(out)
         ctx.save_for_backward(x, *lows)  # x in its own type: other layers save the same tensor
-        ctx.place = place
+        ctx.site = site
         return out
 
     @staticmethod
@@ -264,7 +264,7 @@ class _LowRank(torch.autograd.Function):
         grad = grad.contiguous()
         # Entries of the base model alone have none.
         grad_x = torch.zeros_like(x, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
-        _add_gradients(grad, x, lows, ctx.place, grad_x)
+        _add_gradients(grad, x, lows, ctx.site, grad_x)
         return grad_x, grad, None, None
 
 
@@ -272,11 +272,11 @@ class _WithLinear(torch.autograd.Function):
     """The same together with the frozen linear layer: one gradient of x, to which each run adds."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tape: Tensor, dense: tuple[Tensor, Tensor | None], place: _Place) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tape: Tensor, dense: tuple[Tensor, Tensor | None], site: _Site) -> Tensor:
         out = product(x, *dense)
-        lows = [_add_delta(x, out, run, place[1]) for run in place[2]]
+        lows = [_add_delta(x, out, run, site[1]) for run in site[2]]
         ctx.save_for_backward(x, *lows)
-        ctx.weight, ctx.place = dense[0], place
+        ctx.weight, ctx.site = dense[0], site
         return out
 
     @staticmethod
@@ -284,7 +284,7 @@ class _WithLinear(torch.autograd.Function):
         x, *lows = ctx.saved_tensors
         grad = grad.contiguous()
         grad_x = _times(grad, ctx.weight) if ctx.needs_input_grad[0] else None
-        _add_gradients(grad, x, lows, ctx.place, grad_x)
+        _add_gradients(grad, x, lows, ctx.site, grad_x)
         return grad_x, None, None, None
 
 
@@ -292,8 +292,8 @@ def _times(rows: Tensor, weight: Tensor) -> Tensor:
     """Return ``rows @ weight`` in the type of rows; on a CPU a row's bits do not depend on the number of rows."""
     wanted, rows = rows.dtype, rows.to(weight.dtype)
     missing = LONG_SUM_ROWS - len(rows) if rows.device.type == "cpu" and len(weight) >= LONG_SUM else 0
-    found = rows @ weight if missing <= 0 else (nn.functional.pad(rows, (0, 0, 0, missing)) @ weight)[: len(rows)]
-    return found.to(wanted)
+    result = rows @ weight if missing <= 0 else (nn.functional.pad(rows, (0, 0, 0, missing)) @ weight)[: len(rows)]
+    return result.to(wanted)
 
 
 def _by_slot(values: Tensor, run: _Run) -> Tensor:
@@ -301,18 +301,18 @@ def _by_slot(values: Tensor, run: _Run) -> Tensor:
     return values[run.entries].view(len(run.slots), -1, values.shape[-1])
 
 
-def _pick(bank: Tensor, slots: tuple[int, ...]) -> Tensor:
-    """Return the entries of some slots, without a copy if the slots are contiguous."""
-    if slots == tuple(range(slots[0], slots[0] + len(slots))):
-        return bank[slots[0] : slots[0] + len(slots)]
-    return bank[list(slots)]
+def _index(slots: tuple[int, ...]) -> slice | list[int]:
+    """Return the index of some slots in a bank: a slice, which copies nothing, if they are contiguous."""
+    span = range(slots[0], slots[0] + len(slots))
+    return slice(span.start, span.stop) if slots == tuple(span) else list(slots)
 
 
 def _add_to(bank: Tensor, slots: tuple[int, ...], values: Tensor) -> None:
-    if slots == tuple(range(slots[0], slots[0] + len(slots))):
-        bank[slots[0] : slots[0] + len(slots)] += values
+    index = _index(slots)
+    if isinstance(index, slice):
+        bank[index] += values
     else:
-        for slot, value in zip(slots, values):
+        for slot, value in zip(index, values):  # one by one: a slot may be there twice
             bank[slot] += value
 
 
@@ -353,14 +353,14 @@ class _ValueHead(torch.autograd.Function):
         head = store.heads[slot]
         hidden = hidden.to(head.dtype)
         ctx.save_for_backward(hidden)
-        ctx.place = (store, slot)
+        ctx.site = (store, slot)
         # A sum over the row, not a matrix product: its bits do not depend on how many rows there are.
         return (hidden * head[:-1]).sum(-1) + head[-1]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (hidden,) = ctx.saved_tensors
-        store, slot = ctx.place
+        store, slot = ctx.site
         store.head_grads[slot, :-1] += (grad[..., None] * hidden).flatten(0, -2).sum(0)
         store.head_grads[slot, -1] += grad.sum()
         return grad[..., None] * store.heads[slot, :-1], None, None

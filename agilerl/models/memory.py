@@ -35,15 +35,10 @@ def attempt(call: Callable[[], Result]) -> Result | None:
     try:
         return call()
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+        if not known and not any(sign in str(error) for sign in _SIGNS):
             raise
     # The cache is emptied outside the handler: inside it, the error's frames still hold the tensors of the call.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     return None
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError):
-        return True
-    return any(sign in str(error) for sign in _SIGNS)

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
@@ -44,10 +44,10 @@ def check_model_folder(folder: Path) -> None:
         except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):  # loading reports it
             continue
         for name in sorted(named):
-            place = PurePosixPath(name)
-            if place.is_absolute() or ".." in place.parts or "\\" in name or place.suffix != ".safetensors":
+            weights = PurePosixPath(name)
+            if weights.is_absolute() or ".." in weights.parts or "\\" in name or weights.suffix != ".safetensors":
                 raise ConfigError(f"{path} names {shown(name)}; expected *.safetensors in the folder of the model")
-            check_links(folder, place.parts[:1])
+            check_links(folder, weights.parts[:1])
             check_file(folder / name)
 
 
@@ -59,22 +59,12 @@ def check_config(path: str, **known: Any) -> None:
     from transformers import PretrainedConfig
 
     try:
-        config = PretrainedConfig.get_config_dict(path, **known)[0]
-        numbers = list(_numbers("config.json", "", config))
+        values = PretrainedConfig.get_config_dict(path, **known)[0]
+        _check_values(f"the model {path!r}: ", "config.json", "", values)
+    except ConfigError:
+        raise
     except Exception:  # loading the file will report it
         return
-    _check_values(f"the model {path!r}: ", "config.json", config, numbers)
-
-
-def _check_values(of: str, where: str, values: Any, numbers: Sequence[tuple[str, str, int]]) -> None:
-    _check_names(of, where, values)
-    for where, key, number in numbers:
-        if (_COUNTED.search(key) and number > _COUNT) or (_SIZED.search(key) and number > _SIZE):
-            raise ConfigError(
-                f"{of}{where}={number} is more than any model has; use the config.json that belongs to these weights"
-            )
-        if key in _POSITIVE and number < 1:
-            raise ConfigError(f"{of}expected 1 or more for {where}, found {number}")
 
 
 def check_attention(where: str, value: Any) -> None:
@@ -90,30 +80,35 @@ def check_attention(where: str, value: Any) -> None:
             )
 
 
-def _check_names(of: str, where: str, value: Any) -> None:
-    """Check the values that transformers looks up by name, and the length of lists."""
-    if isinstance(value, list) and len(value) > _COUNT:
-        raise ConfigError(f"{of}{where} is a list of {len(value):,} entries, expected at most {_COUNT:,}")
-    if not isinstance(value, dict):
-        return
-    for key, inner in value.items():
-        if key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
-            check_attention(f"{of}{where}: {key}", inner)
-        elif key in ("dtype", "torch_dtype") and isinstance(inner, str) and inner.removeprefix("torch.") not in _DTYPES:
-            raise ConfigError(f"{of}expected {where}: {key} as one of {', '.join(_DTYPES)}, found {shown(inner)}")
-        elif key == "transformers_weights" and inner is not None and not _is_weights(inner):
+def _check_values(of: str, where: str, key: str, value: Any) -> None:
+    """Check numbers, the lengths of lists, and values that transformers looks up by name, at any depth."""
+    if key in ("attn_implementation", "_attn_implementation", "_attn_implementation_internal"):
+        check_attention(f"{of}{where}", value)
+    elif key in ("dtype", "torch_dtype") and isinstance(value, str):
+        if value.removeprefix("torch.") not in _DTYPES:
+            raise ConfigError(f"{of}expected {where} as one of {', '.join(_DTYPES)}, found {shown(value)}")
+    elif key == "transformers_weights" and value is not None:
+        # A plain name is that of a file which check_model_folder has looked at.
+        if not isinstance(value, str) or {"/", "\\"} & set(value) or not value.endswith((".safetensors", _INDEX)):
             raise ConfigError(
-                f"{of}expected {where}: {key} as *.safetensors, or an index of them, in the folder of the model, found "
-                f"{shown(inner)}"
+                f"{of}expected {where} as *.safetensors, or an index of them, in the folder of the model, found "
+                f"{shown(value)}"
             )
-        else:
-            _check_names(of, f"{where}: {key}", inner)
-
-
-def _is_weights(name: Any) -> bool:
-    """Return whether a name is that of a file which :func:`check_model_folder` has looked at."""
-    plain = isinstance(name, str) and "/" not in name and "\\" not in name
-    return plain and name.endswith((".safetensors", _INDEX))
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            _check_values(of, f"{where}: {name}", str(name), inner)
+    elif isinstance(value, list):
+        if len(value) > _COUNT:
+            raise ConfigError(f"{of}{where} is a list of {len(value):,} entries, expected at most {_COUNT:,}")
+        for inner in value:
+            _check_values(of, where, key, inner)
+    elif isinstance(value, int) and not isinstance(value, bool):
+        if (_COUNTED.search(key) and value > _COUNT) or (_SIZED.search(key) and value > _SIZE):
+            raise ConfigError(
+                f"{of}{where}={value} is more than any model has; use the config.json that belongs to these weights"
+            )
+        if key in _POSITIVE and value < 1:
+            raise ConfigError(f"{of}expected 1 or more for {where}, found {value}")
 
 
 _INDEX = "safetensors.index.json"
@@ -126,18 +121,6 @@ _COUNTED, _COUNT = re.compile(r"layers?$|layers?_|n_layer|blocks?$|depths?$|stag
 _POSITIVE = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "vocab_size")
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2")
 _SIZED, _SIZE = re.compile(r"size|dim|vocab|hidden|width|channels|rank|embd|inner|positions|state|d_"), 50_000_000
-
-
-def _numbers(where: str, key: str, value: Any) -> Iterator[tuple[str, str, int]]:
-    """Yield the integers of a configuration, each with its path and its last key."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        yield where, key, value
-    elif isinstance(value, dict):
-        for name, inner in value.items():
-            yield from _numbers(f"{where}: {name}", str(name), inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _numbers(where, key, inner)
 
 
 def check_size(config: Any, name: str, width: float, kind: Any = None) -> None:
@@ -186,8 +169,7 @@ def model_config(path: str, overrides: Mapping[str, Any]) -> Any:
     from transformers import AutoConfig
 
     check_config(path)
-    where, given = "config_overrides", dict(overrides)
-    _check_values("", where, given, list(_numbers(where, "", given)))
+    _check_values("", "config_overrides", "", dict(overrides))
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     text = config.get_text_config()
     for name, value in overrides.items():
@@ -227,8 +209,8 @@ def check_tokenizer_parts(tokenizer: Any, name: str) -> None:
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     for part in _PARTS if backend is not None else ():
-        found = getattr(backend, part, None)
-        growth, values = 1.0, None if found is None else json.loads(found.__getstate__())
+        rules = getattr(backend, part, None)
+        growth, values = 1.0, None if rules is None else json.loads(rules.__getstate__())
         for step in _steps(values):
             pattern = step.get("pattern")
             expression = pattern.get("Regex") if isinstance(pattern, dict) else None
@@ -238,7 +220,7 @@ def check_tokenizer_parts(tokenizer: Any, name: str) -> None:
                     "repeats, which can take for ever; use the tokenizer from its original source"
                 )
             growth *= _growth(step, pattern)
-        if growth > _GROWTH or (part == "normalizer" and _is_blown_up(found, values)):
+        if growth > _GROWTH or (part == "normalizer" and _is_blown_up(rules, values)):
             raise ConfigError(
                 f"the tokenizer of {name!r}: its {part} can make a text more than {_GROWTH} times as long; use the "
                 "tokenizer from its original source"
@@ -273,28 +255,28 @@ def _is_blown_up(normalizer: Any, values: Any) -> bool:
 
 def _repeats_repeats(pattern: str) -> bool:
     """Return whether a group with an unbounded repeat inside is itself repeated without bound, or refers back."""
-    inside, closed, place = [False], False, 0
-    while place < len(pattern):
-        character = pattern[place]
+    inside, closed, index = [False], False, 0
+    while index < len(pattern):
+        character = pattern[index]
         if character == "\\":
-            if pattern[place + 1 : place + 2] in tuple("123456789kg"):
+            if pattern[index + 1 : index + 2] in tuple("123456789kg"):
                 return True
-            place, closed = place + 1, False
+            index, closed = index + 1, False
         elif character == "[":
-            place, closed = _end_of_class(pattern, place), False
+            index, closed = _end_of_class(pattern, index), False
         elif character == "(":
             inside.append(False)
             closed = False
         elif character == ")" and len(inside) > 1:
             closed = inside.pop()
             inside[-1] = inside[-1] or closed
-        elif character in "*+" or (character == "{" and _is_unbounded(pattern[place:])):
+        elif character in "*+" or (character == "{" and _is_unbounded(pattern[index:])):
             if closed:
                 return True
             inside[-1] = True
         elif character not in "?{":
             closed = False
-        place += 1
+        index += 1
     return False
 
 
@@ -306,13 +288,13 @@ def _is_unbounded(rest: str) -> bool:
     return bool(comma) and (not high.strip() or (high.strip().isdecimal() and int(high) > 10))
 
 
-def _end_of_class(pattern: str, place: int) -> int:
+def _end_of_class(pattern: str, index: int) -> int:
     """Return the index of the bracket that ends a character class, nested classes skipped."""
     level = 0
-    for here in range(place, len(pattern)):
-        if here > place and pattern[here - 1] == "\\" and pattern[here - 2] != "\\":
+    for here in range(index, len(pattern)):
+        if here > index and pattern[here - 1] == "\\" and pattern[here - 2] != "\\":
             continue
         level += (pattern[here] == "[") - (pattern[here] == "]")
         if level == 0:
             return here
-    return place
+    return index

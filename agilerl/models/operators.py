@@ -167,7 +167,7 @@ def merged_moments(
     """
     second = []
     for number, (a, b) in enumerate(layers):
-        means = [(own[number][0].mean(), own[number][1].mean()) for own in moments]
+        means = [(part[number][0].mean(), part[number][1].mean()) for part in moments]
         of_a, of_b = (float(torch.stack([mean[side] for mean in means]).mean()) for side in (0, 1))
         second.append((torch.full_like(a, of_a), torch.full_like(b, of_b)))
     return {"exp_avg": [(torch.zeros_like(a), torch.zeros_like(b)) for a, b in layers], "exp_avg_sq": second}

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.deferred import deferred
@@ -16,23 +16,15 @@ from agilerl.errors import ConfigError, how_to_install
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
-def quantisation_of(model: Any) -> QuantizationConfig | None:
-    """Return how a loaded model is quantised; None if it is not.
-
-    Raises ConfigError for a method other than bitsandbytes.
-    """
-    return quantisation_in(model.config)
-
-
 def quantisation_in(config: Any) -> QuantizationConfig | None:
     """Return how the weights that a model's configuration belongs to are quantised; None if they are not.
 
     Raises ConfigError for a method other than bitsandbytes.
     """
-    found = getattr(config, "quantization_config", None)
-    if found is None:
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
         return None
-    settings = found if isinstance(found, dict) else found.to_dict()
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method != "bitsandbytes":
         raise ConfigError(
@@ -50,16 +42,17 @@ def check_loaded(model: Any, options: SharedOptions | None) -> None:
         raise ConfigError(
             "model_config only applies to a model that is loaded by name (model_name), found an already loaded model"
         )
-    wanted, found = options.quantization_config, quantisation_of(model)
-    if wanted is not None and (found is None or _kind(wanted) != _kind(found)):
+    wanted, given = _kind(options.quantization_config), _kind(quantisation_in(model.config))
+    if options.quantization_config is not None and wanted != given:
         raise ConfigError(
-            f"quantization_config asks for {_kind(wanted)}, but the given model has "
-            f"{'weights that are not quantised' if found is None else _kind(found)}; load it with "
+            f"quantization_config asks for {wanted}, but the given model has {given}; load it with "
             "from_pretrained(..., quantization_config=...), or give model_name instead"
         )
 
 
-def _kind(config: QuantizationConfig) -> str:
+def _kind(config: QuantizationConfig | None) -> str:
+    if config is None:
+        return "weights that are not quantised"
     return config.bnb_4bit_quant_type if config.load_in_4bit else "int8"
 
 
@@ -70,7 +63,7 @@ def loading_arguments(config: QuantizationConfig | None, device: str, dtype: str
     """
     if config is None:
         return {}
-    _check_installed()
+    _bitsandbytes()
     from transformers import BitsAndBytesConfig
 
     settings = config.model_dump()
@@ -90,18 +83,13 @@ def imported_peft() -> Any:
 
 
 def _bitsandbytes() -> Any:
-    import bitsandbytes
-
-    return bitsandbytes
-
-
-def _check_installed() -> None:
     try:
-        import bitsandbytes  # noqa: F401
+        import bitsandbytes
     except ImportError as error:
         raise ConfigError(
             f"a base in 4 or 8 bits needs bitsandbytes, which is not installed: {how_to_install('quantization')}"
         ) from error
+    return bitsandbytes
 
 
 def prepare(model: nn.Module) -> None:
@@ -111,7 +99,7 @@ def prepare(model: nn.Module) -> None:
     without gradients. With the new layout it computes in bf16 and records nothing for autograd: every gradient below
     such a layer would silently be lost, and the rearrangement cannot be undone.
     """
-    config = quantisation_of(model)
+    config = quantisation_in(model.config)
     if config is None:
         return
     if config.load_in_8bit and config.llm_int8_threshold > 0:
@@ -120,11 +108,9 @@ def prepare(model: nn.Module) -> None:
             "so the rows of other agents change an agent's results; with 0 ('int8') they do not",
             stacklevel=2,
         )
-    _check_installed()
-    from bitsandbytes import nn as layers
-
+    four_bits = _bitsandbytes().nn.Linear4bit
     for module in model.modules():
-        if isinstance(module, layers.Linear4bit):
+        if isinstance(module, four_bits):
             if getattr(cast(Any, module.weight).quant_state, "packing_format_for_cpu", False):
                 raise ConfigError(
                     "the given 4-bit model has already been used: bitsandbytes has rearranged its weights into a "
@@ -133,29 +119,24 @@ def prepare(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def stored_numbers(model: nn.Module) -> int:
-    """Return how many numbers the parameters of a model represent: two per byte of a 4-bit weight."""
-    return sum(_of_parameter(p)[0] for p in model.parameters())
+def stored_sizes(model: nn.Module) -> tuple[int, int]:
+    """Return how many numbers the parameters of a model represent, two per byte of a 4-bit weight, and their bytes.
 
-
-def stored_bytes(model: nn.Module) -> int:
-    """Return the bytes of the parameters of a model, the scales of quantised ones included."""
-    return sum(_of_parameter(p)[1] for p in model.parameters())
-
-
-def _of_parameter(parameter: Tensor) -> tuple[int, int]:
-    count = getattr(parameter, "ds_numel", parameter.numel())  # this process may hold only a part under DeepSpeed
-    size = count * parameter.element_size()
-    state = getattr(parameter, "quant_state", None)
-    if state is not None:
-        scales = [state.absmax, state.code, *_nested(state)]
-        return int(torch.Size(state.shape).numel()), size + sum(s.numel() * s.element_size() for s in scales)
-    scales_8bit = getattr(parameter, "SCB", None)
-    return count, size + (0 if scales_8bit is None else scales_8bit.numel() * scales_8bit.element_size())
-
-
-def _nested(state: Any) -> list[Tensor]:
-    return [state.state2.absmax, state.state2.code] if getattr(state, "nested", False) else []
+    The scales of quantised parameters count as bytes.
+    """
+    numbers = size = 0
+    for parameter in model.parameters():
+        count = getattr(parameter, "ds_numel", parameter.numel())  # this process may hold only a part under DeepSpeed
+        size += count * parameter.element_size()
+        scales = []
+        if (of_8_bits := getattr(parameter, "SCB", None)) is not None:
+            scales = [of_8_bits]
+        if (state := getattr(parameter, "quant_state", None)) is not None:  # of 4 bits
+            count = torch.Size(state.shape).numel()
+            nested = [state.state2.absmax, state.state2.code] if getattr(state, "nested", False) else []
+            scales = [state.absmax, state.code, *nested]
+        numbers, size = numbers + count, size + sum(scale.nbytes for scale in scales)
+    return numbers, size
 
 
 @torch.no_grad()
@@ -165,14 +146,11 @@ def dequantise_(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
     An adapter that was trained on the quantised base can be merged into this one. Adapters must not be attached.
     """
     prepare(model)
-    from bitsandbytes import functional
-    from bitsandbytes import nn as layers
-
-    modules: list[tuple[str, Any]] = list(model.named_modules())
+    library, modules = _bitsandbytes(), list[tuple[str, Any]](model.named_modules())
     for name, module in modules:
-        if isinstance(module, layers.Linear4bit):
-            weight = functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
-        elif isinstance(module, layers.Linear8bitLt):
+        if isinstance(module, library.nn.Linear4bit):
+            weight = library.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+        elif isinstance(module, library.nn.Linear8bitLt):
             codes = module.weight.data if module.state.CB is None else module.state.CB
             scales = module.weight.SCB if module.state.SCB is None else module.state.SCB
             weight = codes.to(torch.float32) * (scales.to(torch.float32)[:, None] / 127.0)

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,7 @@ from agilerl.config.distributed import Sharding, sharding_by_stage, sharding_by_
 from agilerl.errors import AgileRLError, ConfigError, EngineError, how_to_install
 from agilerl.models.base import BaseModel
 from agilerl.models.slots import AdapterStore, Route
-from agilerl.processes import Processes
-
-if TYPE_CHECKING:
-    from agilerl.processes import Processes
-
+from agilerl.processes import ALONE, Processes
 
 _SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "peer")
 """Words in torch's errors if another process is lost; those errors have no type of their own."""
@@ -83,9 +79,7 @@ class Lockstep:
         """Announce a pass, or with None that none is left; returns what any process is about to do, None: nothing."""
         passes = torch.tensor([float(train is False), float(train is True)])
         self.processes.add_(passes)
-        if not passes.any():
-            return None
-        return bool(passes[1])
+        return bool(passes[1]) if passes.any() else None
 
     def _check_whole(self) -> None:
         if self._inside:
@@ -146,14 +140,12 @@ def sharding_of(accelerator: Any) -> Sharding:
     return "none" if fsdp is None else sharding_by_version(fsdp.fsdp_version)
 
 
-def processes_of(accelerator: Any) -> "Processes":
+def processes_of(accelerator: Any) -> Processes:
     """Return the processes of an ``accelerate.Accelerator``, in a group that carries tensors of CPUs as well.
 
     Raises ConfigError if accelerate does not know of the other processes of the group, or has dropped a plugin.
     """
     import torch.distributed as dist
-
-    from agilerl.processes import ALONE, Processes
 
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != accelerator.num_processes:
@@ -180,8 +172,7 @@ def check_accelerator(accelerator: Any, device: str, dtype: str) -> None:
 
     ``dtype`` is named as torch does, for instance ``bfloat16``.
     """
-    kinds = [getattr(accelerator, name, None) for name in ("num_processes", "device", "state")]
-    if any(kind is None for kind in kinds):
+    if any(getattr(accelerator, name, None) is None for name in ("num_processes", "device", "state")):
         raise ConfigError(f"accelerator must be an accelerate.Accelerator, found {described(accelerator)}")
     if str(accelerator.device).partition(":")[0] != device.partition(":")[0]:
         raise ConfigError(
@@ -229,10 +220,6 @@ def check_whole(model: Any) -> None:
 # -- sharding: by torch's FSDP2 or DeepSpeed's ZeRO-3 -----------------------------------------------------------------
 
 
-_DUMMY_TOKENS = 8
-"""Length of a dummy pass, which a process only runs so that the others can run theirs."""
-
-
 def shard_base(base: BaseModel, store: AdapterStore, processes: Processes, sharding: Sharding) -> Lockstep | None:
     """Let each process hold a part of the base's layers; a layer is gathered when it is needed.
 
@@ -240,9 +227,6 @@ def shard_base(base: BaseModel, store: AdapterStore, processes: Processes, shard
     forward passes; None with ``none`` and in a group of one process: nothing is sharded. Raises ConfigError for a base
     that cannot be sharded, and if DeepSpeed is missing.
     """
-    if sharding not in get_args(Sharding):
-        known = ", ".join(get_args(Sharding))
-        raise ConfigError(f"expected one of {known} for the sharding of the base, found {sharding!r}")
     if sharding == "none" or processes.size == 1:
         return None
     quantised = next((name for name, p in base.model.named_parameters() if not p.is_floating_point()), None)
@@ -272,7 +256,7 @@ class _InStep(nn.Module):
 
 def _dummy_pass(base: BaseModel, store: AdapterStore, train: bool) -> None:
     """Run a dummy pass of :class:`Lockstep`; the gradient that it touches is restored."""
-    ids = torch.zeros((1, _DUMMY_TOKENS), dtype=torch.int64, device=base.device)
+    ids = torch.zeros((1, 8), dtype=torch.int64, device=base.device)
     if not train:
         with torch.no_grad(), store.routed(None):
             base.hidden(ids)

@@ -144,16 +144,11 @@ class AdapterStore:
         """Number of slots that belong to an agent."""
         return self.capacity - len(self._free)
 
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of one slot: parameters, gradients and two Adam moments."""
-        return ADAPTER_COPIES * self.size * self.theta.element_size()
-
     def reserve(self, slots: int) -> None:
         """Make room for this many slots at once: growing later, slot by slot, would copy all banks every time."""
         if slots > self.capacity:
-            needed, there = 4 * self.theta.element_size() * slots * self.size, memory_bytes()
-            if there is not None and self.theta.device.type == "cpu" and needed > there:
+            needed, most = ADAPTER_COPIES * self.theta.element_size() * slots * self.size, memory_bytes()
+            if most is not None and self.theta.device.type == "cpu" and needed > most:
                 raise ConfigError(
                     f"{slots:,} adapters take {needed / 2**30:,.0f} GiB with their gradients and moments, more than "
                     "the memory of this machine; ask for fewer agents, or a lower rank"
@@ -202,7 +197,7 @@ class AdapterStore:
 
     def widen(self, rank: int) -> None:
         """Rebuild the banks for a larger rank; existing adapters are padded with zeros."""
-        states = [{**self.read(slot), "grad": self._read_bank(self.grad, slot)} for slot in range(self.capacity)]
+        states = [{**self.read(slot), "grad": self.adapter(slot, "grad")} for slot in range(self.capacity)]
         heads = [self.read_head(slot) for slot in range(self.capacity)]
         scaling, steps = self.scaling, self.steps
         self.max_rank = rank
@@ -258,22 +253,37 @@ class AdapterStore:
             with torch.no_grad():
                 self._views(self.theta, i)[0][slot, :rank] = a.to(self.dtype)
 
-    def adapter(self, slot: int) -> list[tuple[Tensor, Tensor]]:
-        """Return copies of one slot's factors, per layer: A ``[r, in]`` and B ``[out, r]``, without padding."""
-        return self._read_bank(self.theta, slot)
+    def adapter(self, slot: int, bank: str = "theta") -> list[tuple[Tensor, Tensor]]:
+        """Return copies of one slot's factors, per layer: A ``[r, in]`` and B ``[out, r]``, without padding.
 
-    def load_adapter(self, slot: int, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Overwrite one slot's factors; shapes as returned by :meth:`adapter`."""
-        self._write_bank(self.theta, slot, factors)
+        ``bank`` may also be that of their gradients (``grad``) or Adam moments (``exp_avg``, ``exp_avg_sq``).
+        """
+        rank, numbers = self.ranks[slot], getattr(self, bank)
+        views = (self._views(numbers, i) for i in range(len(self.layers)))
+        return [(a[slot, :rank].detach().clone(), b[slot, :, :rank].detach().clone()) for a, b in views]
+
+    def load_adapter(self, slot: int, factors: Sequence[tuple[Tensor, Tensor]], bank: str = "theta") -> None:
+        """Overwrite what :meth:`adapter` returns."""
+        rank, numbers = self.ranks[slot], getattr(self, bank)
+        with torch.no_grad():
+            numbers[slot, : self.head_offset].zero_()
+            for i, (a, b) in enumerate(factors):
+                if a.shape[0] != rank:
+                    raise EngineError(
+                        f"adapter of rank {a.shape[0]} does not fit slot {slot}, whose rank is {rank}; "
+                        "declare the rank with set_rank first"
+                    )
+                into_a, into_b = self._views(numbers, i)
+                into_a[slot, :rank], into_b[slot, :, :rank] = a, b
 
     def read(self, slot: int) -> dict[str, list[tuple[Tensor, Tensor]]]:
         """Return copies of a slot's parameters and Adam moments, unpadded."""
-        return {name: self._read_bank(getattr(self, name), slot) for name in ("theta", "exp_avg", "exp_avg_sq")}
+        return {name: self.adapter(slot, name) for name in ("theta", "exp_avg", "exp_avg_sq")}
 
     def write(self, slot: int, state: dict[str, list[tuple[Tensor, Tensor]]]) -> None:
         """Overwrite a slot's parameters and Adam moments with what :meth:`read` returned."""
         for name, factors in state.items():
-            self._write_bank(getattr(self, name), slot, factors)
+            self.load_adapter(slot, factors, name)
 
     def read_head(self, slot: int) -> Tensor:
         """Return a copy of a slot's value head and its Adam moments, ``[3, H + 1]``."""
@@ -284,24 +294,6 @@ class AdapterStore:
         """Overwrite a slot's value head and its moments with what :meth:`read_head` returned."""
         for bank, values in zip((self.theta, self.exp_avg, self.exp_avg_sq), state):
             self._head_view(bank)[slot] = values
-
-    def _read_bank(self, bank: Tensor, slot: int) -> list[tuple[Tensor, Tensor]]:
-        rank = self.ranks[slot]
-        views = (self._views(bank, i) for i in range(len(self.layers)))
-        return [(a[slot, :rank].detach().clone(), b[slot, :, :rank].detach().clone()) for a, b in views]
-
-    def _write_bank(self, bank: Tensor, slot: int, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
-        rank = self.ranks[slot]
-        with torch.no_grad():
-            bank[slot, : self.head_offset].zero_()
-            for i, (a, b) in enumerate(factors):
-                if a.shape[0] != rank:
-                    raise EngineError(
-                        f"adapter of rank {a.shape[0]} does not fit slot {slot}, whose rank is {rank}; "
-                        "declare the rank with set_rank first"
-                    )
-                into_a, into_b = self._views(bank, i)
-                into_a[slot, :rank], into_b[slot, :, :rank] = a, b
 
     # -- forward --------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,8 @@ from torch.nn.utils.rnn import pad_sequence
 from agilerl.data.tree import TokenTree
 from agilerl.errors import EnvError
 from agilerl.models.base import BaseModel
-from agilerl.models.flat import Rows, flatten
+from agilerl.models.flat import Kept, PromptLine, Rows, flatten, side_by_side
 from agilerl.models.slots import AdapterStore
-from agilerl.rollouts.kv_cache import Kept, PromptLine
 
 
 def invocations(ids: Tensor, prompts: Tensor, tokens: Sequence[int]) -> Tensor:
@@ -82,25 +81,25 @@ class PromptCache:
         paths = [_paths(batch) for batch in batches]
         missing = {
             path[-1].key: (text[: path[-1].end], path)
-            for batch, own in zip(batches, paths)
-            for text, path in zip(batch.ids, own)
+            for batch, of_batch in zip(batches, paths)
+            for text, path in zip(batch.ids, of_batch)
             if any(segment.key not in self._known for segment in path)
         }
         if missing:
             self._compute(list(missing.values()))
-        segments = {segment.key: segment for own in paths for path in own for segment in path}
+        segments = {segment.key: segment for of_batch in paths for path in of_batch for segment in path}
         firsts, total = dict[bytes, int](), 0
         for key, segment in segments.items():
             self._known.move_to_end(key)
             firsts[key], total = total, total + segment.end - segment.start
-        line, known = PromptLine(self.base.num_layers), [self._known[key] for key in segments]
-        line.known = [(torch.cat(keys), torch.cat(values)) for keys, values in (zip(*layer) for layer in zip(*known))]
+        line = PromptLine(self.base.num_layers)
+        line.known = side_by_side([self._known[key] for key in segments])
         places = [
             pad_sequence(
-                [torch.cat([torch.arange(s.end - s.start) + firsts[s.key] for s in path]) for path in own],
+                [torch.cat([torch.arange(s.end - s.start) + firsts[s.key] for s in path]) for path in of_batch],
                 batch_first=True,
             )
-            for own in paths
+            for of_batch in paths
         ]
         while self._bytes > self.most and self._known:
             self._bytes -= _bytes(self._known.popitem(last=False)[1])
@@ -127,22 +126,22 @@ class PromptCache:
         for places, (_, path) in zip(flat.sources[0], rows):
             for key, start, end in path:
                 if key not in self._known:
-                    own = slice(int(places[start]), int(places[start]) + end - start)
-                    self._known[key] = [(keys[own].clone(), values[own].clone()) for keys, values in line.found]
+                    part = slice(int(places[start]), int(places[start]) + end - start)
+                    self._known[key] = [(keys[part].clone(), values[part].clone()) for keys, values in line.computed]
                     self._bytes += _bytes(self._known[key])
 
 
 def _paths(batch: Beginnings) -> list[list[_Segment]]:
     """Return the segments of each beginning: its common parts that end within it, and the rest."""
-    found, ends = [], batch.tree.ends.tolist()
+    paths, ends = [], batch.tree.ends.tolist()
     for text, count, parts in zip(batch.ids.numpy(), batch.counts.clamp(min=1).tolist(), batch.tree.paths):
         path, start, key = list[_Segment](), 0, b""
         for end in (*(ends[part] for part in parts if ends[part] < count), count):
             key = blake2b(key + text[start:end].tobytes(), digest_size=16).digest()
             path.append(_Segment(key, start, end))
             start = end
-        found.append(path)
-    return found
+        paths.append(path)
+    return paths
 
 
 def _bytes(kept: Kept) -> int:

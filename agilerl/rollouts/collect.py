@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
@@ -13,14 +13,14 @@ from agilerl.data import Completion, EpisodeOutcome, Trajectory
 from agilerl.envs.core import Row, Task, grade_completions, waiting_graders
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.prompts import decode_completions
-from agilerl.errors import RewardError
+from agilerl.errors import RewardError, RewardTimeoutError
 from agilerl.functional import MetricReducer
 from agilerl.models.sharding import Lockstep, agreed
 from agilerl.processes import Processes
 from agilerl.rewards.combine import weighted
-from agilerl.rewards.grader import AllGradesFailedError, Grade, GradedRow, Grades
+from agilerl.rewards.grader import AllGradesFailedError, Grade, GradedRow
 from agilerl.rewards.waiting import EarlyGrading
-from agilerl.rollouts.engine import Ask, CollectReport, Failure, GenerationRequest, RolloutEngine, failure_of
+from agilerl.rollouts.engine import Ask, CollectReport, Failure, GenerationRequest, RolloutEngine
 from agilerl.rollouts.episodes import collect_episodes
 
 Collected = tuple[list[list[Trajectory]], CollectReport]
@@ -42,15 +42,15 @@ def collect(
     if processes.size == 1:
         return _collected(engine, task, tokenizer, asks)
     # Every process knows the row of a question; the row of an episode is known once it has been played.
-    own, rows = processes.share(len(asks)), [None if task.multi_turn else ask.place.row for ask in asks]
+    share, rows = processes.share(len(asks)), [None if task.multi_turn else ask.place.row for ask in asks]
 
     def sample() -> bytes:
-        groups, report = _collected(engine, task, tokenizer, asks[own.start : own.stop])
+        groups, report = _collected(engine, task, tokenizer, [asks[number] for number in share])
         return json.dumps(
             {
-                "groups": [[_encoded(t, row) for t in group] for group, row in zip(groups, rows[own.start : own.stop])],
+                "groups": [[_encoded(t, rows[number]) for t in group] for number, group in zip(share, groups)],
                 "seconds": [report.rollout, report.reward],
-                "failures": [[own.start + f.request, f.kind, f.message] for f in report.failures],
+                "failures": [[share[f.request], f.kind, f.message] for f in report.failures],
             }
         ).encode()
 
@@ -60,8 +60,8 @@ def collect(
         max(part["seconds"][1] for part in parts),
         [Failure(*failure) for part in parts for failure in part["failures"]],
     )
-    found = [group for part in parts for group in part["groups"]]
-    return [[_decoded(t, row) for t in group] for group, row in zip(found, rows, strict=True)], report
+    groups = [group for part in parts for group in part["groups"]]
+    return [[_decoded(t, row) for t in group] for group, row in zip(groups, rows, strict=True)], report
 
 
 def generate_beside(
@@ -70,14 +70,14 @@ def generate_beside(
     """Return the completions of this process's own requests while the other processes generate theirs."""
     if processes.size == 1:
         return engine.generate(requests)
-    found: list[list[list[Completion]]] = []
+    groups: list[list[Completion]] = []
 
     def sample() -> bytes:
-        found.append(engine.generate(requests))
+        groups.extend(engine.generate(requests))
         return b""
 
     agreed(processes, sample, lockstep)
-    return found[0]
+    return groups
 
 
 def _collected(engine: RolloutEngine, task: Task | EpisodeTask, tokenizer: Any, asks: Sequence[Ask]) -> Collected:
@@ -88,10 +88,8 @@ def _collected(engine: RolloutEngine, task: Task | EpisodeTask, tokenizer: Any, 
 
 def _encoded(trajectory: Trajectory, row: Row | None) -> dict[str, Any]:
     """Return a trajectory as plain data, without its ``row`` if every process knows that already."""
-    values = {f.name: getattr(trajectory, f.name) for f in fields(trajectory)}
-    if trajectory.outcome is not None:
-        values["outcome"] = asdict(trajectory.outcome)
-    return {**values, "scores": dict(trajectory.scores), "row": dict(trajectory.row) if row is None else {}}
+    # Mappings of other kinds are not plain data.
+    return asdict(replace(trajectory, scores=dict(trajectory.scores), row=dict(trajectory.row) if row is None else {}))
 
 
 def _decoded(values: dict[str, Any], row: Row | None) -> Trajectory:
@@ -135,8 +133,22 @@ def collect_answers(
         if completion.finish_reason == "oom":
             report.failures.append(Failure(number, "oom", "memory does not hold a single completion"))
         elif verdict.reward is None and verdict.error is not None:
-            report.failures.append(failure_of(number, verdict.error))
-        result[number].append(_trajectory(asks[number], completion, texts[n], verdict))
+            late = isinstance(verdict.error, RewardTimeoutError)
+            report.failures.append(Failure(number, "timeout" if late else "reward_error", str(verdict.error)))
+        trajectory = Trajectory(
+            prompt_ids=list(asks[number].place.prompt_ids),
+            token_ids=completion.token_ids,
+            action_mask=[True] * len(completion.token_ids),
+            logprobs=completion.logprobs,
+            rewards=[float("nan") if verdict.reward is None else float(verdict.reward)],
+            group=asks[number].group,
+            finish_reason=completion.finish_reason,
+            text=texts[n],
+            row=asks[number].place.row,
+            scores=verdict.scores,
+            failed=verdict.failed,
+        )
+        result[number].append(trajectory)
     report.reward = perf_counter() - start
     return result, report
 
@@ -162,26 +174,25 @@ class _Early:
         self.grading, self.task, self.tokenizer, self.asks = grading, task, tokenizer, asks
         self.firsts = [0, *accumulate(ask.samples for ask in asks)]
         self._rows: dict[int, Row] = {}
-        """What was handed over, by place in the batch."""
+        """What was handed over, by number in the batch."""
 
     def __call__(self, request: int, sample: int, completion: Completion) -> None:
         if completion.finish_reason == "oom":
             return
-        place = self.firsts[request] + sample
-        self._rows[place] = _graded_row(self.asks[request], completion)
+        number = self.firsts[request] + sample
+        row = self._rows[number] = _graded_row(self.asks[request], completion)
         (text,) = decode_completions(self.tokenizer, [completion.token_ids])
-        row = self._rows[place]
-        self.grading.add(place, self.task.graded_text(text, row), row)
+        self.grading.add(number, self.task.graded_text(text, row), row)
 
-    def row(self, place: int, completion: Completion) -> Row | None:
+    def row(self, number: int, completion: Completion) -> Row | None:
         """Return the row that was handed over with this completion: graders recognise it by object identity."""
-        row = self._rows.get(place)
+        row = self._rows.get(number)
         return row if row is not None and row[_IDS] == completion.token_ids else None
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What the graders said about one completion."""
+    """The grades of one completion."""
 
     reward: Grade = None
     scores: Mapping[str, Grade] = field(default_factory=dict)
@@ -192,51 +203,28 @@ class _Verdict:
 
 def _verdicts(task: Task, asks: Sequence[Ask], rows: Sequence[Row], texts: Sequence[str]) -> list[_Verdict]:
     """Grade completions; if a grader fails on a whole batch, its error stands for each of them."""
+    numbers = range(len(asks))
     try:
         grades = grade_completions(task, rows, texts, exam=_is_exam(asks))
     except AllGradesFailedError as error:
-        return [_Verdict(error=error.reasons.get(place, error)) for place in range(len(asks))]
+        return [_Verdict(error=error.reasons.get(n, error)) for n in numbers]
     except RewardError as error:
         slots = {ask.slot for ask in asks}
         if len(slots) < 2:
             return [_Verdict(error=error) for _ in asks]
         # The grader broke its protocol on the whole batch. Grade agent by agent, so that the texts of one agent do not
         # cost the other agents their grades.
-        found: dict[int, _Verdict] = {}
+        verdicts: dict[int, _Verdict] = {}
         for slot in slots:
-            own = [place for place, ask in enumerate(asks) if ask.slot == slot]
-            parts = [asks[k] for k in own], [rows[k] for k in own], [texts[k] for k in own]
-            found |= dict(zip(own, _verdicts(task, *parts)))
-        return [found[place] for place in range(len(asks))]
-    rewards = _rewards(asks, grades)
-    return [
-        _Verdict(reward, grades.scores_at(place), grades.failed_at(place), grades.reasons.get(place))
-        for place, reward in enumerate(rewards)
-    ]
-
-
-def _rewards(asks: Sequence[Ask], grades: Grades) -> list[Grade]:
-    """Return the reward of each completion, by the weights of the agent that it is for."""
-    # An agent's asks share one mapping, so one weighted sum over the batch for each mapping is enough.
+            of_agent = [n for n in numbers if asks[n].slot == slot]
+            parts = [asks[n] for n in of_agent], [rows[n] for n in of_agent], [texts[n] for n in of_agent]
+            verdicts |= dict(zip(of_agent, _verdicts(task, *parts)))
+        return [verdicts[n] for n in numbers]
+    # An agent's asks share one mapping of weights, so one sum over the batch for each mapping is enough.
     distinct = {id(ask.weights): ask.weights for ask in asks if ask.weights is not None}
     sums = {key: weighted(grades, weights) for key, weights in distinct.items()}
-    return [sums.get(id(ask.weights), grades.rewards)[place] for place, ask in enumerate(asks)]
-
-
-def _trajectory(ask: Ask, completion: Completion, text: str, verdict: _Verdict) -> Trajectory:
-    return Trajectory(
-        prompt_ids=list(ask.place.prompt_ids),
-        token_ids=completion.token_ids,
-        action_mask=[True] * len(completion.token_ids),
-        logprobs=completion.logprobs,
-        rewards=[float("nan") if verdict.reward is None else float(verdict.reward)],
-        group=ask.group,
-        finish_reason=completion.finish_reason,
-        text=text,
-        row=ask.place.row,
-        scores=verdict.scores,
-        failed=verdict.failed,
-    )
+    rewards = [sums.get(id(ask.weights), grades.rewards)[n] for n, ask in enumerate(asks)]
+    return [_Verdict(rewards[n], grades.scores_at(n), grades.failed_at(n), grades.reasons.get(n)) for n in numbers]
 
 
 def grader_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -244,14 +232,13 @@ def grader_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
     ``rewards/<grader>/mean`` and ``/std`` are over the completions that it applied to, and missing if there are none.
     """
-    said = MetricReducer()
+    metrics = MetricReducer()
     failures = {name: 0.0 for t in trajectories for name in t.scores}
     for name in failures:
         scores = torch.tensor([s for t in trajectories if (s := t.scores.get(name)) is not None], dtype=torch.float64)
-        if len(scores):
-            said.add(f"rewards/{name}/mean", scores)
-            said.add(f"rewards/{name}/std", scores, reduction="std")
+        metrics.add(f"rewards/{name}/mean", scores)
+        metrics.add(f"rewards/{name}/std", scores, reduction="std")
     for trajectory in trajectories:
         for name in trajectory.failed:
             failures[name] += 1
-    return said.result() | {f"reward_errors/{name}": count for name, count in failures.items()}
+    return metrics.result() | {f"reward_errors/{name}": count for name, count in failures.items()}

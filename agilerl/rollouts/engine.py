@@ -1,17 +1,17 @@
-"""What is asked for (``Ask`` by a population, ``GenerationRequest`` by an engine), and what comes of it."""
+"""Requests (``Ask`` of a population, ``GenerationRequest`` to an engine), the engine protocol, and their results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, get_args
+from typing import Annotated, Any, Literal, Protocol, get_args
 
 import torch
 
-from agilerl.arguments import check_fields, described, reason, shown
+from agilerl.arguments import Count, NotNegative, Positive, Whole, Within, check_fields, described, reason, shown
 from agilerl.custom_code import contained
 from agilerl.data import Completion, Trajectory
 from agilerl.data.batch import FinishReason
 from agilerl.envs.core import Place, Split
-from agilerl.errors import AgileRLError, ConfigError, EngineError, EnvError, RewardError, RewardTimeoutError
+from agilerl.errors import AgileRLError, ConfigError, EngineError, EnvError, RewardError
 from agilerl.functional import zero_variance_groups
 from agilerl.rewards.grader import TrainerState
 
@@ -20,42 +20,31 @@ from agilerl.rewards.grader import TrainerState
 class SamplingSettings:
     """How tokens are drawn. The defaults sample from the model's own distribution."""
 
-    max_new_tokens: int
+    max_new_tokens: Count
     """Most tokens generated for one completion."""
-    temperature: float = 1.0
+    temperature: NotNegative = 1.0
     """Logits are divided by it; 0 takes the most likely token."""
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    min_new_tokens: int = 0
+    top_p: Annotated[float, Within(above=0, most=1)] = 1.0
+    top_k: Whole = 0
+    """Only the most likely tokens, so many; 0: all."""
+    min_p: Annotated[float, Within(least=0, below=1)] = 0.0
+    repetition_penalty: Positive = 1.0
+    min_new_tokens: Whole = 0
     """The end token cannot be drawn before this many tokens."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        limits = {
-            "max_new_tokens": (self.max_new_tokens >= 1, "at least 1"),
-            "temperature": (self.temperature >= 0, "0 (greedy) or more"),
-            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
-            "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
-            "repetition_penalty": (self.repetition_penalty > 0, "above 0"),
-            "min_new_tokens": (0 <= self.min_new_tokens <= self.max_new_tokens, "between 0 and max_new_tokens"),
-        }
-        for name, (holds, expected) in limits.items():
-            if not holds:
-                raise ConfigError(f"{name} must be {expected}, found {getattr(self, name)}")
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ConfigError(
+                f"SamplingSettings: expected at most max_new_tokens={self.max_new_tokens} for min_new_tokens, found "
+                f"{self.min_new_tokens}"
+            )
 
     @property
     def full_support(self) -> bool:
         """True when every token keeps its probability, so that recorded log-probs are the policy's own."""
-        return (
-            self.top_p == 1.0
-            and self.top_k == 0
-            and self.min_p == 0.0
-            and self.repetition_penalty == 1.0
-            and self.min_new_tokens == 0
-        )
+        cut = (self.top_p, self.top_k, self.min_p, self.repetition_penalty, self.min_new_tokens)
+        return cut == (1.0, 0, 0.0, 1.0, 0)
 
 
 @dataclass(frozen=True)
@@ -131,14 +120,14 @@ class GenerationRequest:
 
 
 OnCompletion = Callable[[int, int, Completion], None]
-"""Takes the place of a request, the number of a sample, and its completion."""
+"""Takes the number of a request, the number of a sample, and its completion."""
 
 
 def of_part(on_completion: OnCompletion | None, places: Sequence[int]) -> OnCompletion | None:
     """Return a callback for a part of the requests; ``places`` are their positions among all requests."""
     if on_completion is None:
         return None
-    return lambda place, sample, completion: on_completion(places[place], sample, completion)
+    return lambda request, sample, completion: on_completion(places[request], sample, completion)
 
 
 class RolloutEngine(Protocol):
@@ -174,8 +163,8 @@ class CustomEngine:
         name = type(self.engine).__name__
         if not isinstance(groups, list | tuple) or len(groups) != len(requests):
             raise EngineError(f"{name}.generate: expected a list of {len(requests)} groups, found {described(groups)}")
-        for place, (request, group) in enumerate(zip(requests, groups)):
-            where = f"{name}.generate: the group of request {place}"
+        for number, (request, group) in enumerate(zip(requests, groups)):
+            where = f"{name}.generate: the group of request {number}"
             if not isinstance(group, list | tuple) or len(group) != request.samples:
                 raise EngineError(f"{where}: expected {request.samples} completions, found {described(group)}")
             for completion in group:
@@ -204,31 +193,31 @@ def custom_engine(given: Any, runtime: Any) -> CustomEngine:
 
     Raises ConfigError for anything without a method ``generate`` and a boolean ``exact``, and if the function fails.
     """
-    made = given
+    engine = given
     if callable(given) and not hasattr(given, "generate"):
         try:
             with contained():
-                made = given(runtime)
+                engine = given(runtime)
         except AgileRLError:
             raise
         except Exception as error:
             raise ConfigError(
                 f"Runtime(engine=...): {described(given)} could not make an engine: {reason(error)}"
             ) from error
-    if not callable(getattr(made, "generate", None)) or not isinstance(getattr(made, "exact", None), bool):
+    if not callable(getattr(engine, "generate", None)) or not isinstance(getattr(engine, "exact", None), bool):
         raise ConfigError(
             "Runtime(engine=...): expected an object with generate(requests, on_completion=None) and exact (True or "
-            f"False), or a function of the runtime that returns one, found {described(made)}"
+            f"False), or a function of the runtime that returns one, found {described(engine)}"
         )
-    return CustomEngine(made, runtime.base.vocabulary_size)
+    return CustomEngine(engine, runtime.base.vocabulary_size)
 
 
 # -- failures: one agent's trouble is its own, and trouble of all agents ends the run ---------------------------------
 
 
 Outcome = Literal["ok", "nonfinite", "oom", "reward_error", "timeout"]
-"""What came of one iteration of one agent. ``nonfinite``: a loss, a gradient or the log-probs of a sample were not, and
-an optimizer step was skipped. ``oom``: memory does not even hold one of its rows. ``reward_error``: every grade failed;
+"""How an iteration of one agent ended. ``nonfinite``: a loss, a gradient or the log-probs of a sample were not, and an
+optimizer step was skipped. ``oom``: memory does not even hold one of its rows. ``reward_error``: every grade failed;
 ``timeout``: every grade timed out. After the last three the agent did not learn in this iteration."""
 
 
@@ -240,27 +229,6 @@ class Failure:
     """Place of what was asked for; one request has several samples."""
     kind: Literal["oom", "reward_error", "timeout"]
     message: str
-
-
-def failure_of(request: int, error: RewardError) -> Failure:
-    """Return the failure of a grader on one sample."""
-    return Failure(request, "timeout" if isinstance(error, RewardTimeoutError) else "reward_error", str(error))
-
-
-def sampling_outcome(samples: int, failures: Sequence[Failure], *, broken: bool) -> Outcome:
-    """Return what came of the samples of one agent, before it learns from them.
-
-    One sample without memory decides, then one whose log-probs are not finite (``broken``). Failed grades decide only
-    if no sample has a grade.
-    """
-    kinds = [failure.kind for failure in failures]
-    if "oom" in kinds:
-        return "oom"
-    if broken:
-        return "nonfinite"
-    if not kinds or len(kinds) < samples:
-        return "ok"
-    return "timeout" if set(kinds) == {"timeout"} else "reward_error"
 
 
 def check_error_rate(samples: int, failures: Sequence[Failure], most: float, *, episodes: bool) -> None:
@@ -288,11 +256,11 @@ def lost_places(failed: Sequence[Mapping[int, str]], size: int, *, episodes: boo
     counted = [places for places in failed if len(places) <= size / 2]
     lost = {place for places in counted for place in places}
     if len(lost) > size / 2 or not counted:
-        places = {place: error for own in (counted or failed) for place, error in own.items()}
-        first = places[min(places)]
+        errors = {place: error for places in (counted or failed) for place, error in places.items()}
+        first = errors[min(errors)]
         if not episodes:
-            raise RewardError(f"grading failed on {len(places)} of {size} answers of the exam; the first time: {first}")
-        raise EnvError(f"the environment failed in {len(places)} of {size} exam episodes; the first: {first}")
+            raise RewardError(f"grading failed on {len(errors)} of {size} answers of the exam; the first time: {first}")
+        raise EnvError(f"the environment failed in {len(errors)} of {size} exam episodes; the first: {first}")
     return lost
 
 
@@ -335,9 +303,19 @@ class Rollout:
         return [t for t in self.trajectories[index] if t.group not in dropped]
 
     def outcome(self, index: int) -> Outcome:
-        """Return what came of sampling an agent's batch."""
-        broken = any(t.finish_reason == "error" for t in self.trajectories[index])
-        return sampling_outcome(self.samples.get(index, 0), self.failures.get(index, ()), broken=broken)
+        """Return the outcome of sampling an agent's batch, before it learns from it.
+
+        One sample without memory decides, then one whose log-probs are not finite. Failed grades decide only if no
+        sample has a grade.
+        """
+        kinds = [failure.kind for failure in self.failures.get(index, ())]
+        if "oom" in kinds:
+            return "oom"
+        if any(t.finish_reason == "error" for t in self.trajectories[index]):
+            return "nonfinite"
+        if not kinds or len(kinds) < self.samples.get(index, 0):
+            return "ok"
+        return "timeout" if set(kinds) == {"timeout"} else "reward_error"
 
     def note(self, report: CollectReport, owners: Sequence[int], asks: Sequence[Ask]) -> None:
         """Add the times and failures of a collection; ``asks[k]`` belongs to the agent ``owners[k]``."""
@@ -350,7 +328,7 @@ class Rollout:
             self.failures.setdefault(owners[failure.request], []).append(failure)
 
     def note_place(self, owner: int, place: Place) -> None:
-        """Add what was found at a training position of an agent."""
+        """Count the rows that a training position of an agent skipped, and note its level."""
         self.skipped[owner] = self.skipped.get(owner, 0) + place.skipped
         levels = self.levels.setdefault(owner, [])
         if place.level is not None:
@@ -358,7 +336,7 @@ class Rollout:
 
     def check(self, max_error_rate: float, *, episodes: bool) -> None:
         """Raise RewardError, or EnvError for episodes, if more than this share of all samples failed."""
-        failures = [failure for own in self.failures.values() for failure in own]
+        failures = [failure for of_agent in self.failures.values() for failure in of_agent]
         check_error_rate(sum(self.samples.values()), failures, max_error_rate, episodes=episodes)
 
 

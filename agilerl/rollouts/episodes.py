@@ -5,7 +5,7 @@ Slow environments step while other episodes of the same turn are still being dec
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
 from time import perf_counter
@@ -32,7 +32,7 @@ class _Playing:
     sample: int
     episode: Episode
     conversation: Conversation | None = None
-    lost: bool = field(default=False)
+    lost: bool = False
     """Its environment timed out or was abandoned and is not used again."""
     failure: Failure | None = None
     """Why it has no grade."""
@@ -62,7 +62,12 @@ def collect_episodes(
         for number, ask in enumerate(asks)
         for sample in range(ask.samples)
     ]
-    _let_engine_keep(playing)
+    # Caches stay from turn to turn for agents with few enough episodes to hold them in memory. Other agents must not
+    # matter: kept caches change the last bits of later log-probs.
+    of_slot = Counter(p.ask.slot for p in playing)
+    for p in playing:
+        if of_slot[p.ask.slot] <= UNIT_ROWS:
+            p.conversation = Conversation()
     with _Stepping(task) as stepping:
         for p in playing:
             stepping.step(p, partial(p.episode.begin, p.ask.place.row["seed"]))
@@ -110,10 +115,10 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     judged = [o.success for o in played if o.success is not None]
     metrics = {"env/errors": float(len(outcomes) - len(played))}
     if played:
-        metrics["env/turns_mean"] = sum(o.turns for o in played) / len(played)
-        metrics["env/truncated_rate"] = sum(o.truncated is not None for o in played) / len(played)
+        metrics["env/turns_mean"] = fmean(o.turns for o in played)
+        metrics["env/truncated_rate"] = fmean(o.truncated is not None for o in played)
     if judged:
-        metrics["env/success_rate"] = sum(judged) / len(judged)
+        metrics["env/success_rate"] = fmean(judged)
     return metrics
 
 
@@ -140,19 +145,19 @@ class _Stepping(Stepping):
                 p.fail("timeout" if isinstance(error, TimeoutError) else "reward_error", message)
 
 
-def _act(stepping: _Stepping, tokenizer: Any, said: Sequence[tuple[_Playing, Completion]]) -> None:
+def _act(stepping: _Stepping, tokenizer: Any, completions: Sequence[tuple[_Playing, Completion]]) -> None:
     """Let the environments answer completions."""
-    whole = [(p, completion) for p, completion in said if completion.finish_reason != "oom"]
+    whole = [(p, completion) for p, completion in completions if completion.finish_reason != "oom"]
     texts = decode_completions(tokenizer, [completion.token_ids for _, completion in whole])
     for (p, completion), text in zip(whole, texts):
         stepping.step(p, partial(p.episode.act, completion, text))
 
 
 def _act_early(
-    stepping: _Stepping, tokenizer: Any, live: Sequence[_Playing], place: int, sample: int, completion: Completion
+    stepping: _Stepping, tokenizer: Any, live: Sequence[_Playing], request: int, sample: int, completion: Completion
 ) -> None:
     """Let the environment of one episode answer, as an engine reports its completion."""
-    _act(stepping, tokenizer, [(live[place], completion)])
+    _act(stepping, tokenizer, [(live[request], completion)])
 
 
 def _request(p: _Playing, turn: int) -> GenerationRequest:
@@ -160,17 +165,6 @@ def _request(p: _Playing, turn: int) -> GenerationRequest:
     # Turn t of sample s has its own random stream, so its draws do not depend on the rest of the batch.
     kept = {"conversation": p.conversation, "first_prompt": p.episode.first_prompt}
     return p.ask.generation(p.episode.prompt_ids, 1, turn, p.sample, **kept)
-
-
-def _let_engine_keep(playing: Sequence[_Playing]) -> None:
-    """Let the engine keep the caches of episodes from turn to turn, for agents with few enough to hold them in memory.
-
-    The choice does not depend on other agents, because kept caches change the last bits of later log-probs.
-    """
-    of_slot = Counter(p.ask.slot for p in playing)
-    for p in playing:
-        if of_slot[p.ask.slot] <= UNIT_ROWS:
-            p.conversation = Conversation()
 
 
 def _check_pure(playing: Sequence[_Playing]) -> None:

@@ -1,114 +1,21 @@
 """Keys and values while decoding: a prompt's once for all its completions, or each row's in one piece."""
 
 from itertools import groupby
-from typing import Any, Protocol
-from weakref import proxy
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 from agilerl.errors import EngineError
+from agilerl.models.flat import Kept, LayerCaches, PromptLine
 from agilerl.models.layers import asking, attend_decoding, attend_part
 from agilerl.sizes import padded_length
 
-Kept = list[tuple[Tensor, Tensor]]
-"""Keys and values ``[tokens, heads, 1, head_dim]`` of each attention layer."""
-_FREED = (torch.empty(0), torch.empty(0))
 _FIRST_ROOM = 32
 """Tokens that a row has room for at first; a full row gets twice as many."""
 
 
-class _Layer(CacheLayerMixin):  # type: ignore[misc]
-    """One attention layer of a cache; the cache does the work for all layers."""
-
-    def __init__(self, owner: Any, number: int) -> None:
-        super().__init__()
-        self._owner, self._number = proxy(owner), number  # a cycle would hold the cache until garbage is collected
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.is_initialized = True
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.is_initialized = True
-        return self._owner.put(self._number, key_states, value_states)  # type: ignore[no-any-return]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return max(self._owner.visible, query_length), 0
-
-    def get_seq_length(self) -> int:
-        return int(self._owner.visible)
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class _Layers(Cache):  # type: ignore[misc]
-    visible = 0
-    """The number of earlier tokens that the model is told, from which it sizes its masks."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(layers=[_Layer(self, number) for number in range(num_layers)])
-
-
-class PromptLine(_Layers):
-    """Takes the keys and values of a prefill, whose rows may be single tokens; known ones are not computed again."""
-
-    def __init__(self, num_layers: int) -> None:
-        super().__init__(num_layers)
-        self.known: Kept | None = None
-        """Keys and values of tokens that the prefill does not compute; they follow its own in the line."""
-        self.found: Kept = []
-        """Keys and values ``[rows, heads, n, head_dim]`` of each layer."""
-
-    def put(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Take what a layer has computed, ``[rows, heads, n, head_dim]``; returns it with what is known."""
-        if self.known is not None:
-            keys, values = (torch.cat(pair) for pair in zip((keys, values), self.known[layer]))
-            self.known[layer] = (
-                _FREED  # many episodes fill the memory: no layer's are held twice for longer than needed
-            )
-        self.found.append((keys, values))
-        return self.found[-1]
-
-    def take(self, layer: int, places: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values ``[P, heads, L, head_dim]`` of the tokens at ``places [P, L]``, once."""
-        keys, values = (part.transpose(1, 2).flatten(0, 1)[places].transpose(1, 2) for part in self.found[layer])
-        self.found[layer] = _FREED
-        return keys.contiguous(), values.contiguous()
-
-
-class DecodingCache(Protocol):
-    """The cache of a decode batch of several blocks: rows that were admitted together, and are side by side."""
-
-    visible: int
-
-    def admit(
-        self, block: int, line: PromptLine, places: Tensor, lengths: Tensor, prompt_of: Tensor, tokens: int
-    ) -> None:
-        """Add a block, which becomes the one with this number.
-
-        Args:
-            block: at most the number of blocks that there are.
-            line: what the prefill computed.
-            places: ``[P, L]`` where the line has each prompt's tokens; after a prompt's end, any of them.
-            lengths: ``[P]`` tokens of each prompt, on the CPU.
-            prompt_of: ``[R]`` the prompt of each row, ascending, on the CPU.
-            tokens: the most tokens that a row generates.
-        """
-
-    def select(self, block: int, rows: Tensor) -> None:
-        """Keep some rows of a block, ascending; if there are none, the block goes."""
-
-    def of_row(self, block: int, row: int, tokens: int) -> Kept:
-        """Return a copy of a row's keys and values: its prompt's, and those of so many tokens that it said."""
-
-    def step(self, positions: Tensor) -> Tensor:
-        """Make room for a token of every row, at ``positions [R]``, padding rows included; returns attention's mask."""
-
-
-class GroupedCache(_Layers):
+class GroupedCache(LayerCaches):
     """For bases whose attention we compute: a prompt's keys and values are stored once for all rows that continue it.
 
     Attention to the prompts (one call for the rows of all of them) and to the tokens that a row generated are computed
@@ -123,7 +30,16 @@ class GroupedCache(_Layers):
     def admit(
         self, block: int, line: PromptLine, places: Tensor, lengths: Tensor, prompt_of: Tensor, tokens: int
     ) -> None:
-        """Add a block; see :class:`DecodingCache`."""
+        """Add a block: rows that are admitted together, and are side by side; it becomes the one with this number.
+
+        Args:
+            block: at most the number of blocks that there are.
+            line: what the prefill computed.
+            places: ``[P, L]`` where the line has each prompt's tokens; after a prompt's end, any of them.
+            lengths: ``[P]`` tokens of each prompt, on the CPU.
+            prompt_of: ``[R]`` the prompt of each row, ascending, on the CPU.
+            tokens: the most tokens that a row generates.
+        """
         self._blocks.insert(block, _Block(line, places, lengths, prompt_of, tokens))
 
     def select(self, block: int, rows: Tensor) -> None:
@@ -134,11 +50,11 @@ class GroupedCache(_Layers):
             del self._blocks[block]
 
     def of_row(self, block: int, row: int, tokens: int) -> Kept:
-        """Return a copy of a row's keys and values: its prompt's, and those of so many tokens that it said."""
+        """Return a copy of a row's keys and values: its prompt's, and those of so many tokens that it generated."""
         return self._blocks[block].of_row(row, tokens)
 
     def step(self, positions: Tensor) -> Tensor:
-        """Make room for a token of every row; returns the mask that makes attention ask this cache."""
+        """Make room for a token of every row, at ``positions [R]``, padding rows included; returns attention's mask."""
         for block in self._blocks:
             block.make_room()
         self.visible = max(block.longest + block.tokens for block in self._blocks)
@@ -158,27 +74,27 @@ class GroupedCache(_Layers):
         # replaced by ours.
         if not (key is self._given[0] and value is self._given[1]):
             raise EngineError("a layer attends to other keys or values than its own, which decoding does not support")
-        shared, start, found = key.shape[1], 0, list[Tensor]()
+        shared, start, answers = key.shape[1], 0, list[Tensor]()
         queries = query[:, :, 0].reshape(len(query), shared, -1, query.shape[3])
         for block in self._blocks:
-            own = queries[start : start + len(block)]
-            found.append(block.attend(self._layer, own, query.shape[3] ** -0.5 if scale is None else scale))
+            part = queries[start : start + len(block)]
+            answers.append(block.attend(self._layer, part, query.shape[3] ** -0.5 if scale is None else scale))
             start += len(block)
         if start < len(queries):  # rows that only fill up the matrix products
-            found.append(found[0].new_zeros((len(queries) - start, *found[0].shape[1:])))
-        return (torch.cat(found) if len(found) > 1 else found[0]).flatten(1, 2).unsqueeze(1)
+            answers.append(answers[0].new_zeros((len(queries) - start, *answers[0].shape[1:])))
+        return (torch.cat(answers) if len(answers) > 1 else answers[0]).flatten(1, 2).unsqueeze(1)
 
 
 class _Block:
     """Rows that were admitted together, and so have generated equally many tokens."""
 
     def __init__(self, line: PromptLine, places: Tensor, lengths: Tensor, prompt_of: Tensor, tokens: int) -> None:
-        self.prompts = [line.take(layer, places) for layer in range(len(line.found))]
+        self.prompts = [line.take(layer, places) for layer in range(len(line.computed))]
         """Of each layer, keys and values ``[P, heads, L, head_dim]``."""
         self.lengths, self.prompt_of, self.longest = lengths.tolist(), prompt_of, places.shape[1]
         keys, _ = self.prompts[0]
         room = (len(prompt_of), keys.shape[1], min(_FIRST_ROOM, tokens))
-        self.said = [(k.new_empty((*room, k.shape[3])), v.new_empty((*room, v.shape[3]))) for k, v in self.prompts]
+        self.generated = [(k.new_empty((*room, k.shape[3])), v.new_empty((*room, v.shape[3]))) for k, v in self.prompts]
         """Of each layer, keys and values ``[R, heads, room, head_dim]`` of the tokens that each row generated."""
         self._most, self.tokens = tokens, 0
         """The number of these tokens in each row, including the one being computed."""
@@ -196,16 +112,16 @@ class _Block:
         return len(self.prompt_of)
 
     def make_room(self) -> None:
-        room = self.said[0][0].shape[2]
+        room = self.generated[0][0].shape[2]
         if self.tokens == room:
             room = min(2 * room, self._most)
             # Layer by layer: while a buffer is copied, the old and the new one both take memory.
-            for layer, (keys, values) in enumerate(self.said):
-                self.said[layer] = _longer(keys, room), _longer(values, room)
+            for layer, (keys, values) in enumerate(self.generated):
+                self.generated[layer] = _longer(keys, room), _longer(values, room)
         self.tokens += 1
 
     def put(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        own_keys, own_values = self.said[layer]
+        own_keys, own_values = self.generated[layer]
         own_keys[:, :, self.tokens - 1], own_values[:, :, self.tokens - 1] = keys[:, :, 0], values[:, :, 0]
 
     def attend(self, layer: int, query: Tensor, scale: float) -> Tensor:
@@ -214,7 +130,7 @@ class _Block:
         there = [group for group in self.groups if group.rows.stop > group.rows.start]
         parts = [group.attend(query[group.rows], keys, values, self.mask, scale) for group in there]
         early, weight = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts))
-        own_keys, own_values = (part[:, :, : self.tokens] for part in self.said[layer])
+        own_keys, own_values = (part[:, :, : self.tokens] for part in self.generated[layer])
         late, own_weight = attend_part(query, own_keys, own_values, None, scale)
         # Softmax over both parts together, from the logarithms a and b of their sums of exponentials: the prompt's
         # share is exp(a) / (exp(a) + exp(b)) = sigmoid(a - b), which cannot overflow.
@@ -223,11 +139,11 @@ class _Block:
     def select(self, rows: Tensor) -> None:
         start = 0
         for group in self.groups:
-            own = rows[(rows >= group.rows.start) & (rows < group.rows.stop)] - group.rows.start
-            group.select(own, start, self.mask.device)
-            start += len(own)
+            members = rows[(rows >= group.rows.start) & (rows < group.rows.stop)] - group.rows.start
+            group.select(members, start, self.mask.device)
+            start += len(members)
         self.prompt_of, there = self.prompt_of[rows], rows.to(self.mask.device)
-        self.said = [(keys[there], values[there]) for keys, values in self.said]
+        self.generated = [(keys[there], values[there]) for keys, values in self.generated]
 
     def of_row(self, row: int, tokens: int) -> Kept:
         prompt = int(self.prompt_of[row])
@@ -237,7 +153,7 @@ class _Block:
                 _joined(k[prompt, :, :length], own_k[row, :, :tokens]),
                 _joined(v[prompt, :, :length], own_v[row, :, :tokens]),
             )
-            for (k, v), (own_k, own_v) in zip(self.prompts, self.said)
+            for (k, v), (own_k, own_v) in zip(self.prompts, self.generated)
         ]
 
 
@@ -261,12 +177,12 @@ class _Group:
         (_, shared, sharers, width), rows = query.shape, count * self.size
         asked = query.reshape(count, self.size, shared, sharers, width).transpose(1, 2).flatten(2, 3)
         parts = attend_part(asked, keys[self.prompts], values[self.prompts], mask[self.prompts], scale)
-        found, weight = (
+        answers, weight = (
             part.reshape(count, shared, self.size, sharers, -1).transpose(1, 2).reshape(rows, shared, sharers, -1)
             for part in parts
         )
         weight = weight.squeeze(-1)
-        return (found, weight) if self.seats is None else (found[self.seats], weight[self.seats])
+        return (answers, weight) if self.seats is None else (answers[self.seats], weight[self.seats])
 
     def select(self, rows: Tensor, start: int, device: torch.device) -> None:
         """Keep some rows, given by their places in the group, which now begins at row ``start`` of the block."""
@@ -283,9 +199,9 @@ def _sigmoid(x: Tensor) -> Tensor:
 
 
 def _longer(part: Tensor, room: int) -> Tensor:
-    found = part.new_empty((*part.shape[:2], room, part.shape[3]))
-    found[:, :, : part.shape[2]] = part
-    return found
+    longer = part.new_empty((*part.shape[:2], room, part.shape[3]))
+    longer[:, :, : part.shape[2]] = part
+    return longer
 
 
 def _joined(*parts: Tensor) -> Tensor:
@@ -293,7 +209,7 @@ def _joined(*parts: Tensor) -> Tensor:
     return torch.cat(parts, dim=1).transpose(0, 1).unsqueeze(2).contiguous()
 
 
-class RaggedCache(_Layers):
+class RaggedCache(LayerCaches):
     """For all other bases: each row has its keys and values in one piece, by position; one block at a time."""
 
     def __init__(self, num_layers: int, row_multiple: int, dtype: torch.dtype, window: int | None = None) -> None:
@@ -306,12 +222,12 @@ class RaggedCache(_Layers):
     def admit(
         self, block: int, line: PromptLine, places: Tensor, lengths: Tensor, prompt_of: Tensor, tokens: int
     ) -> None:
-        """Add the only block; see :class:`DecodingCache`."""
+        """Add the only block; arguments as those of :meth:`GroupedCache.admit`."""
         self._lengths = lengths[prompt_of]
         self.visible, capacity = int(lengths.max()), padded_length(int(lengths.max()) + tokens)
         places = places[self._padded(prompt_of).to(places.device)]
         self._rows = []
-        for layer in range(len(line.found)):
+        for layer in range(len(line.computed)):
             parts = line.take(layer, places)
             # Zeros, not uninitialised memory: the mask hides what is not there yet, but 0 x NaN is NaN.
             buffers = [part.new_zeros((*part.shape[:2], capacity, part.shape[3])) for part in parts]

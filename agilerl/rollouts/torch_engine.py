@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from typing import Any, NamedTuple
 
@@ -17,13 +17,13 @@ from agilerl.data import Completion
 from agilerl.data.tree import TokenTree, token_tree
 from agilerl.errors import EngineError
 from agilerl.models.base import BaseModel
-from agilerl.models.flat import Rows, flatten
+from agilerl.models.flat import Kept, PromptLine, Rows, flatten, side_by_side
 from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.padding import decoded
 from agilerl.rollouts.activated import Beginnings, PromptCache, invocations
 from agilerl.rollouts.engine import GenerationRequest, OnCompletion, SamplingSettings, of_part
-from agilerl.rollouts.kv_cache import DecodingCache, GroupedCache, Kept, PromptLine, RaggedCache
+from agilerl.rollouts.kv_cache import GroupedCache, RaggedCache
 from agilerl.sizes import CPU_ROWS, LENGTH_MULTIPLE, MAX_ROWS, UNIT_ROWS, padded_length
 
 _COMPACT_BELOW = 0.75  # an agent's finished rows leave the batch once this share of its rows, or fewer, would stay
@@ -133,17 +133,17 @@ class TorchEngine:
             parts = [range(start, min(start + chunk, len(requests))) for start in range(0, len(requests), chunk)]
             generated = [self.generate([requests[k] for k in part], of_part(on_completion, part)) for part in parts]
             return [group for part in generated for group in part]
-        found: dict[Row, Completion] = {}
+        completions: dict[Row, Completion] = {}
 
         def end(row: Row, completion: Completion) -> None:
-            found[row] = completion
+            completions[row] = completion
             if on_completion is not None:
                 on_completion(*row, completion)
 
-        every = [(place, sample) for place, request in enumerate(requests) for sample in range(request.samples)]
+        every = [(number, sample) for number, request in enumerate(requests) for sample in range(request.samples)]
         before = self.limits.decode_rows
         # Rows that had ended before memory ran out keep their completions, which may be with a grader by now.
-        while left := [row for row in every if row not in found]:
+        while left := [row for row in every if row not in completions]:
             decoder = _Decoder(self, requests, self._units(requests, left), end)
             if attempt(decoder.run) is not None:
                 break
@@ -157,7 +157,7 @@ class TorchEngine:
             elif not kept:  # this one row does not fit alone; the limit for the other rows stays
                 self.limits.decode_rows = before
                 end(flying[0], Completion([], [], "oom"))
-        return [[found[place, sample] for sample in range(r.samples)] for place, r in enumerate(requests)]
+        return [[completions[number, sample] for sample in range(r.samples)] for number, r in enumerate(requests)]
 
     def _check_decoding(self) -> None:
         """Raise EngineError unless a few decoded tokens have the log-probs of a forward pass over them.
@@ -173,14 +173,14 @@ class TorchEngine:
             generated = self.generate([GenerationRequest(None, prompt, 1, settings) for prompt in prompts])
         except Exception as error:  # of many types: from inside the model's code
             raise EngineError(_UNDECODABLE.format(name, reason(error))) from error
-        for prompt, (said,) in zip(prompts, generated):
-            ids = torch.tensor([prompt + said.token_ids], device=self.base.device)
+        for prompt, (completion,) in zip(prompts, generated):
+            ids = torch.tensor([prompt + completion.token_ids], device=self.base.device)
             logits = self.base.logits(self.base.hidden(ids)[0, len(prompt) - 1 : -1])
             expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
-            apart = (expected - torch.tensor(said.logprobs, device=expected.device)).abs()
-            if len(apart) and not float(apart.mean()) < _SAME_LOGPROBS.get(self.base.dtype, 0.5):
-                found = f"its log-probs differ by {float(apart.mean()):.2g} from those of a forward pass"
-                raise EngineError(_UNDECODABLE.format(name, found))
+            apart = float((expected - torch.tensor(completion.logprobs, device=expected.device)).abs().mean())
+            if completion.token_ids and not apart < _SAME_LOGPROBS.get(self.base.dtype, 0.5):
+                why = f"its log-probs differ by {apart:.2g} from those of a forward pass"
+                raise EngineError(_UNDECODABLE.format(name, why))
 
     def _units(self, requests: Sequence[GenerationRequest], rows: Sequence[Row]) -> list[_Unit]:
         """Cut the rows of each slot into units: the first ones of all slots, then the second ones, and so on."""
@@ -189,7 +189,7 @@ class TorchEngine:
         for row in rows:
             of_slot.setdefault(requests[row[0]].slot, []).append(row)
         order = sorted(of_slot, key=lambda slot: (slot is None, slot or 0))
-        longest = max((len(own) for own in of_slot.values()), default=0)
+        longest = max((len(slot_rows) for slot_rows in of_slot.values()), default=0)
         starts = [(start, slot) for start in range(0, longest, size) for slot in order if start < len(of_slot[slot])]
         return [_Unit(slot, of_slot[slot][start : start + size]) for start, slot in starts]
 
@@ -276,7 +276,7 @@ class _Block:
         """
         units = self.unit_of[self.live]
         running = torch.bincount(units[self.running], minlength=len(self.counts)).tolist()
-        sizes = [-(-own // multiple) * multiple for own in running]
+        sizes = [-(-count // multiple) * multiple for count in running]
         smaller = [bool(count) and size <= _COMPACT_BELOW * count for size, count in zip(sizes, self.counts)]
         if not any(smaller):
             return None
@@ -314,14 +314,14 @@ class _Decoder:
         """All rows at the time when some entered last."""
         self._most = max(engine.limits.decoding(engine.max_rows), 1)
         layers, multiple = self.base.num_layers, engine._row_multiple
-        self.cache: DecodingCache = (
-            GroupedCache(layers)
-            if self.base.flattens
-            else RaggedCache(layers, multiple, self.base.activation_dtype, self.base.window)
-        )
+        self.cache: GroupedCache | RaggedCache
+        if self.base.flattens:
+            self.cache = GroupedCache(layers)
+        else:
+            self.cache = RaggedCache(layers, multiple, self.base.activation_dtype, self.base.window)
         self._eos = engine._eos.cpu()
         self._route: Route | None = None
-        self._trees = _trees(requests) if self.base.flattens else {}
+        self._trees, self._tree_rows = _trees(requests if self.base.flattens else [])
         self._kept: dict[Row, tuple[Kept, Sequence[int]]] = {}
         """For rows that have ended: what their conversations keep once all rows have succeeded."""
 
@@ -337,11 +337,11 @@ class _Decoder:
                     self._read(block)
             if self.blocks:
                 self._step()
-        for (place, _), (kept, said) in self._kept.items():
-            conversation = self.requests[place].conversation
+        for (number, _), (kept, ids) in self._kept.items():
+            conversation = self.requests[number].conversation
             assert conversation is not None
-            conversation.slot, conversation.kept = self.requests[place].slot, kept
-            conversation.token_ids = [*self.requests[place].prompt_ids, *said]
+            conversation.slot, conversation.kept = self.requests[number].slot, kept
+            conversation.token_ids = [*self.requests[number].prompt_ids, *ids]
         return True
 
     def _admit(self) -> None:
@@ -358,21 +358,20 @@ class _Decoder:
             return
         self.in_flight = [block.rows[i] for block in self.blocks for i in block.live.tolist()]
         self.in_flight += [row for unit in entering for row in unit.rows]
-        entering.sort(key=_is_of_base)
+        with_adapter = [unit for unit in entering if unit.slot is not None]
+        of_base = [unit for unit in entering if unit.slot is None]
         if not self.base.flattens:  # one block, in which the base model's rows come last as well
-            self._enter(entering, 0)
+            self._enter([*with_adapter, *of_base], 0)
             return
-        for of_base, units in groupby(entering, _is_of_base):
-            self._enter(list(units), len(self.blocks) if of_base else sum(b.slots[0] is not None for b in self.blocks))
+        if with_adapter:
+            self._enter(with_adapter, sum(block.slots[0] is not None for block in self.blocks))
+        if of_base:
+            self._enter(of_base, len(self.blocks))
 
-    def _enter(self, units: Sequence[_Unit], place: int) -> None:
-        """Prefill some units as a new block at this place."""
+    def _enter(self, units: Sequence[_Unit], index: int) -> None:
+        """Insert some units as a new block, whose first logits come from each prompt computed once per unit."""
         block = _Block(self.engine, self.requests, units)
-        self._prefill(block, place)
-        self.blocks.insert(place, block)
-
-    def _prefill(self, block: _Block, place: int) -> None:
-        """Run each prompt of a block once per unit: fills the cache, and gives the block its first logits."""
+        self.blocks.insert(index, block)
         asked = list(zip(block.unit_of.tolist(), (request for request, _ in block.rows)))
         prompts = [key for key, _ in groupby(asked)]
         prompt_of = torch.tensor([i for i, (_, rows) in enumerate(groupby(asked)) for _ in rows])
@@ -383,7 +382,7 @@ class _Decoder:
         lengths, device = torch.tensor([len(request.prompt_ids) for request in requests]), self.base.device
         last = hidden[places[:, -1].to(device)]
         last = torch.cat([last, last[:1].expand(-len(last) % self.engine._row_multiple, -1)])
-        self.cache.admit(place, line, places.to(device), lengths, prompt_of, block.steps)
+        self.cache.admit(index, line, places.to(device), lengths, prompt_of, block.steps)
         there = prompt_of.to(device)
         if bool((block.settings.repetition_penalty != 1).any()):
             seen = torch.zeros((len(prompts), self.base.vocabulary_size), dtype=torch.bool, device=device)
@@ -393,11 +392,7 @@ class _Decoder:
         block.logits = self.base.logits(last)[there]
 
     def _prompts(
-        self,
-        numbers: Sequence[int],
-        slots: Sequence[int | None],
-        per_unit: Sequence[int],
-        line: PromptLine,
+        self, numbers: Sequence[int], slots: Sequence[int | None], per_unit: Sequence[int], line: PromptLine
     ) -> tuple[Tensor, Tensor]:
         """Compute the prompts of some units into ``line``; what a conversation has kept is not computed again.
 
@@ -410,13 +405,11 @@ class _Decoder:
         width = ids.shape[1]
         if base.flattens:
             known = torch.tensor([_known(request) for request in requests])
-            line.known = _kept(requests, known.tolist(), base.num_layers)
+            line.known = _kept(requests, known.tolist())
             continued = line.known is not None
             at = (known.cumsum(0) - known)[:, None] + torch.arange(width)
-            trees = [
-                self._trees[slot].of(own)
-                for slot, own in zip(slots, torch.split(torch.tensor(numbers), list(per_unit)))
-            ]
+            rows_of_units = torch.split(self._tree_rows[torch.tensor(numbers)], list(per_unit))
+            trees = [self._trees[slot].select(rows) for slot, rows in zip(slots, rows_of_units)]
             if activated := bool(self.engine.invocation) and slots[0] is not None:
                 known, at = self._activate(requests, ids, known, at, trees, line)
             of_units = []
@@ -450,10 +443,10 @@ class _Decoder:
         starts = invocations(ids, firsts, self.engine.invocation)
         fresh = known <= starts  # the others continue a conversation in which adapters act already
         columns = (torch.split(column, [len(tree.of) for tree in trees]) for column in (ids, starts * fresh))
-        found, places = self.engine.prompts.computed(list(map(Beginnings, *columns, trees)))
-        parts = [part for part in (line.known, found.known) if part is not None]
+        beginnings, places = self.engine.prompts.computed(list(map(Beginnings, *columns, trees)))
+        parts = [part for part in (line.known, beginnings.known) if part is not None]
         before = len(parts[0][0][0]) if len(parts) > 1 else 0
-        line.known = [(torch.cat(keys), torch.cat(values)) for keys, values in (zip(*layer) for layer in zip(*parts))]
+        line.known = side_by_side(parts)
         of_base = torch.cat([F.pad(p, (0, ids.shape[1] - p.shape[1])) for p in places]) + before
         return torch.where(fresh, starts, known), torch.where(fresh[:, None], of_base, at)
 
@@ -462,11 +455,11 @@ class _Decoder:
         ended = block.read(self._eos, self.engine.stops)
         for row, why in ended:
             count = block.produced[row]
-            said, logps = block.tokens[row, :count].tolist(), block.logps[row, :count].tolist()
-            self._end(block.rows[row], Completion(said, logps, why))  # type: ignore[arg-type]
+            ids, logps = block.tokens[row, :count].tolist(), block.logps[row, :count].tolist()
+            self._end(block.rows[row], Completion(ids, logps, why))  # type: ignore[arg-type]
         if not ended:
             return
-        place = self.blocks.index(block)
+        index = self.blocks.index(block)
         keep = block.staying(self.engine._row_multiple) if block.running.any() else torch.empty(0, dtype=torch.int64)
         if keep is None:
             return
@@ -475,13 +468,13 @@ class _Decoder:
             row = int(block.live[i])
             count = block.produced[row] - 1  # the last token was drawn but never fed, so it has no keys and values
             if self.base.flattens and self.requests[block.rows[row][0]].conversation is not None:
-                said = block.tokens[row, :count].tolist()
-                self._kept[block.rows[row]] = self.cache.of_row(place, i, count), said
-        self.cache.select(place, keep)
+                ids = block.tokens[row, :count].tolist()
+                self._kept[block.rows[row]] = self.cache.of_row(index, i, count), ids
+        self.cache.select(index, keep)
         if len(keep):
             block.select(keep)
         else:
-            del self.blocks[place]
+            del self.blocks[index]
 
     def _step(self) -> None:
         """Feed every row's last token at its own position: all blocks have their next logits."""
@@ -509,30 +502,18 @@ class _Decoder:
             start += len(block)
 
 
-class _Tree(NamedTuple):
-    """What the prompts of a slot's requests have in common."""
+def _trees(requests: Sequence[GenerationRequest]) -> tuple[dict[int | None, TokenTree], Tensor]:
+    """Return the tree of each slot's prompts, and of each request its row in that tree.
 
-    whole: TokenTree
-    rows: dict[int, int]
-    """Of each request, its row of the tree."""
-
-    def of(self, requests: Tensor) -> TokenTree:
-        """Return the tree of some requests."""
-        return self.whole.select(torch.tensor([self.rows[number] for number in requests.tolist()]))
-
-
-def _trees(requests: Sequence[GenerationRequest]) -> dict[int | None, _Tree]:
-    """Return the tree of each slot: of all its requests, so that no bits depend on which of them are in flight."""
-    of_slot: dict[int | None, list[int]] = {}
+    A tree is that of all requests of the slot, so that no bits depend on which of them are in flight.
+    """
+    of_slot: dict[int | None, list[Sequence[int]]] = {}
+    rows = torch.empty(len(requests), dtype=torch.int64)
     for number, request in enumerate(requests):
-        of_slot.setdefault(request.slot, []).append(number)
-    return {
-        slot: _Tree(
-            token_tree(*_padded([requests[number].prompt_ids for number in own])),
-            {number: row for row, number in enumerate(own)},
-        )
-        for slot, own in of_slot.items()
-    }
+        prompts = of_slot.setdefault(request.slot, [])
+        rows[number] = len(prompts)
+        prompts.append(request.prompt_ids)
+    return {slot: token_tree(*_padded(prompts)) for slot, prompts in of_slot.items()}, rows
 
 
 def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -543,17 +524,13 @@ def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return ids, lengths
 
 
-def _is_of_base(unit: _Unit) -> bool:
-    return unit.slot is None
-
-
 def _uniforms(seed: int, requests: Sequence[GenerationRequest], rows: Sequence[Row], steps: int) -> np.ndarray:
     """Return the number in [0, 1) that decides each draw, ``[R, steps]``; 0 for rows that decode greedily."""
     table = np.zeros((len(rows), steps))
     keys: dict[str, dict[int, tuple[int, ...]]] = {}
-    for i, (place, sample) in enumerate(rows):
-        if requests[place].sampling.temperature > 0:
-            keys.setdefault(requests[place].purpose, {})[i] = (*requests[place].key, sample)
+    for i, (number, sample) in enumerate(rows):
+        if requests[number].sampling.temperature > 0:
+            keys.setdefault(requests[number].purpose, {})[i] = (*requests[number].key, sample)
     for purpose, drawn in keys.items():
         table[list(drawn)] = streams.uniform_rows(seed, purpose, list(drawn.values()), steps)
     return table
@@ -567,28 +544,34 @@ def _route(slots: Sequence[int | None], counts: Sequence[int]) -> Route | None:
 def _known(request: GenerationRequest) -> int:
     """Return how many tokens at the beginning of a prompt its conversation has kept, at most all but the last one."""
     conversation = request.conversation
-    said = conversation.token_ids if conversation is not None and conversation.slot == request.slot else ()
+    earlier = conversation.token_ids if conversation is not None and conversation.slot == request.slot else ()
     prompt = request.prompt_ids[: len(request.prompt_ids) - 1]
-    if list(said[: len(prompt)]) == list(prompt[: len(said)]):
-        return min(len(said), len(prompt))
-    return next(i for i, (ours, theirs) in enumerate(zip(said, prompt)) if ours != theirs)
+    if list(earlier[: len(prompt)]) == list(prompt[: len(earlier)]):
+        return min(len(earlier), len(prompt))
+    return next(i for i, (ours, theirs) in enumerate(zip(earlier, prompt)) if ours != theirs)
 
 
-def _kept(requests: Sequence[GenerationRequest], known: Sequence[int], layers: int) -> Kept | None:
+def _kept(requests: Sequence[GenerationRequest], known: Sequence[int]) -> Kept | None:
     """Return the keys and values of the known tokens of all prompts, side by side; None if none are known."""
-    own = [(r.conversation.kept, count) for r, count in zip(requests, known) if r.conversation is not None and count]
-    if not own:
-        return None
-    return [
-        (torch.cat([kept[i][0][:count] for kept, count in own]), torch.cat([kept[i][1][:count] for kept, count in own]))
-        for i in range(layers)
-    ]
+    pairs = [(r.conversation.kept, count) for r, count in zip(requests, known) if r.conversation is not None and count]
+    parts = [[(keys[:count], values[:count]) for keys, values in kept] for kept, count in pairs]
+    return side_by_side(parts) if parts else None
 
 
 assert LENGTH_MULTIPLE % CPU_ROWS == 0
 
 
 # -- drawing the next token of every row by inverse CDF, each row with its own settings and its own uniform -----------
+
+
+_COLUMNS = {
+    "temperature": torch.float32,
+    "top_p": torch.float64,
+    "top_k": torch.int64,
+    "min_p": torch.float64,
+    "repetition_penalty": torch.float32,
+    "min_new_tokens": torch.int64,
+}
 
 
 @dataclass
@@ -607,27 +590,16 @@ class RowSettings:
     @classmethod
     def of(cls, rows: Sequence[SamplingSettings], device: torch.device) -> "RowSettings":
         """Collect the settings of each row."""
-
-        def column(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
-            return torch.tensor([getattr(s, name) for s in rows], dtype=dtype, device=device)
-
-        return cls(
-            temperature=column("temperature", torch.float32),
-            top_p=column("top_p"),
-            top_k=column("top_k", torch.int64),
-            min_p=column("min_p"),
-            repetition_penalty=column("repetition_penalty", torch.float32),
-            min_new_tokens=column("min_new_tokens", torch.int64),
-            full_support=all(s.full_support for s in rows),
-            greedy=any(s.temperature == 0 for s in rows),
-        )
+        columns = {
+            name: torch.tensor([getattr(s, name) for s in rows], dtype=dtype, device=device)
+            for name, dtype in _COLUMNS.items()
+        }
+        everything, greedy = all(s.full_support for s in rows), any(s.temperature == 0 for s in rows)
+        return cls(**columns, full_support=everything, greedy=greedy)
 
     def select(self, rows: Tensor) -> "RowSettings":
         """Return the settings of some rows."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "min_new_tokens")
-        return RowSettings(
-            **{n: getattr(self, n)[rows] for n in names}, full_support=self.full_support, greedy=self.greedy
-        )
+        return replace(self, **{name: getattr(self, name)[rows] for name in _COLUMNS})
 
 
 def draw(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agilerl.custom_code import contained
+from agilerl.data import Trajectory
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.graded import GradedTask, TaskGrader
 from agilerl.envs.text_env import TextEnv
@@ -17,7 +18,7 @@ from agilerl.population import Population
 from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.grader import grade
 from agilerl.rewards.isolated import IsolatedGrader
-from agilerl.rollouts.engine import Failure, check_error_rate, lost_places, sampling_outcome
+from agilerl.rollouts.engine import Failure, Rollout, check_error_rate, lost_places
 from tests.faults.graders import sleepy
 from tests.faults.small_populations import GROUP, PROMPTS, Parity, iterate, make_population, weights
 from tests.training.small_runs import ROOT, environment
@@ -230,8 +231,9 @@ def test_one_agent_that_breaks_every_exam_episode_costs_the_others_none() -> Non
     ],
 )
 def test_outcome_of_a_batch(kinds: list[Any], samples: int, broken: bool, outcome: str) -> None:
+    rows = [Trajectory([1], [2], [True], None, [0.0], finish_reason="error" if broken else "stop")]
     failures = [Failure(0, kind, "why") for kind in kinds]
-    assert sampling_outcome(samples, failures, broken=broken) == outcome
+    assert Rollout({0: rows}, samples={0: samples}, failures={0: failures}).outcome(0) == outcome
 
 
 def test_memory_is_no_fault_of_a_grader() -> None:

@@ -33,7 +33,7 @@ def test_the_gradient_is_autograd_s(dtype: torch.dtype, close: float) -> None:
     norm = drawn(LlamaRMSNorm(24, 1e-6), dtype)
     x, out = torch.randn(2, 5, 1, 24, dtype=torch.float64).to(dtype)
     expected = gradient(norm, x, out)
-    configure_norms(norm, own=True)
+    configure_norms(norm, enabled=True)
     assert "forward" in norm.__dict__
     found = gradient(norm, x, out)
     assert torch.equal(found[0], expected[0])
@@ -53,14 +53,14 @@ DoubledRMSNorm = type("DoubledRMSNorm", (Doubled,), {})
 @pytest.mark.parametrize("norm", [Gemma3RMSNorm(24), DoubledRMSNorm(24), nn.LayerNorm(24), LlamaRMSNorm(24)])
 def test_other_norms_stay_as_they_are(norm: nn.Module) -> None:
     """Llama's in fp64, too, which computes in fp32 nevertheless."""
-    configure_norms(drawn(norm, torch.float64 if type(norm) is LlamaRMSNorm else torch.float32), own=True)
+    configure_norms(drawn(norm, torch.float64 if type(norm) is LlamaRMSNorm else torch.float32), enabled=True)
     assert "forward" not in norm.__dict__
 
 
 def test_a_compiled_base_has_its_own_norms_again() -> None:
     norm = drawn(LlamaRMSNorm(24), torch.float32)
     for own in (True, True, False, False):
-        configure_norms(norm, own=own)
+        configure_norms(norm, enabled=own)
         assert ("forward" in norm.__dict__) == own
 
 
@@ -70,7 +70,7 @@ def test_the_gradients_of_adapters_do_not_depend_on_it() -> None:
     assert sum("forward" in module.__dict__ for module in body.modules()) == 2 * runtime.base.num_layers + 1
     ours = train_pass(runtime)
     runtime.store.grad.zero_()
-    configure_norms(body, own=False)
+    configure_norms(body, enabled=False)
     theirs = train_pass(runtime)
     assert max(ours.distance(theirs)) < 1e-5
     assert not ours.same_bits(theirs)

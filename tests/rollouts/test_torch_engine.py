@@ -307,13 +307,13 @@ def test_context_limit_ends_a_completion_and_an_overlong_prompt_is_refused() -> 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"max_new_tokens": 0}, r"max_new_tokens .* 1"),
-        ({"temperature": -1.0}, "temperature must be 0"),
-        ({"top_p": 0.0}, "top_p must be in"),
-        ({"top_k": -1}, "top_k must be 0"),
-        ({"min_p": 1.0}, "min_p must be in"),
-        ({"repetition_penalty": 0.0}, "repetition_penalty must be above 0"),
-        ({"min_new_tokens": 20}, r"min_new_tokens .* 0 and max_new_tokens"),
+        ({"max_new_tokens": 0}, "1 or more for max_new_tokens"),
+        ({"temperature": -1.0}, "0 or more for temperature"),
+        ({"top_p": 0.0}, "above 0 and at most 1 for top_p"),
+        ({"top_k": -1}, "0 or more for top_k"),
+        ({"min_p": 1.0}, "below 1 for min_p"),
+        ({"repetition_penalty": 0.0}, "above 0 for repetition_penalty"),
+        ({"min_new_tokens": 20}, "at most max_new_tokens=.* for min_new_tokens"),
     ],
 )
 def test_settings_out_of_range_are_refused(changes: dict, message: str) -> None:

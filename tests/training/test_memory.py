@@ -119,7 +119,6 @@ def test_an_agent_costs_16_bytes_a_number() -> None:
     banks = (store.theta, store.grad, store.exp_avg, store.exp_avg_sq)
     size = sum(8 * (layer.in_features + layer.out_features) for layer in layers)
     assert sum(bank.numel() * bank.element_size() for bank in banks) / 3 <= 1.01 * 16 * size
-    assert store.bytes_per_slot == 16 * store.size
 
 
 PPO = "{name: PPO, lr_actor: 1e-3, lr_critic: 1e-3, group_size: 4, batch_size: 8, max_output_tokens: 6}"
