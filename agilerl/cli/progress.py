@@ -496,19 +496,19 @@ class View:
         def cells(key: str, form: str) -> list[str]:
             return [_cell(m.get(key), form) for m in metrics]
 
-        return [
+        shown = [
             Column("agent", [f"{a.index}{'*' if a.index == self.best else ' '}" for a in agents]),
             Column("parent", ["-" if a.parent is None else str(a.parent) for a in agents], rank=3),
             Column("genes", [genes_text(a.hyperparameters, 2) or "-" for a in agents], "left", 1),
             Column("last mutation", ["-" if a.mut == "None" else a.mut for a in agents], "left", 4),
             Column(what, cells(what, ".3f")),
             Column("fitness", [_score(self.fitness[a.index]) if a.index in self.fitness else "-" for a in agents]),
-            *[Column("failures", [_counts(self.failures.get(a.index, {})) for a in agents], "left")]
-            * any(a.index in self.failures for a in agents),
-            *[Column("KL", cells("kl", ".4f"), rank=6)] * any("kl" in m for m in metrics),
+            Column("failures", [_counts(self.failures.get(a.index, {})) for a in agents], "left"),
+            Column("KL", cells("kl", ".4f"), rank=6),
             Column("entropy", cells("entropy", ".3f"), rank=5),
             Column("tokens/s", cells("tokens_per_second", ",.0f"), rank=2),
         ]
+        return [c for c in shown if c.name not in ("KL", "failures") or set(c.cells) != {"-"}]
 
     def table(self) -> Table:
         """Return one row per agent, with as many columns as fit the terminal."""
