@@ -19,7 +19,6 @@ from rich.text import Text
 from agilerl.cli.output import columns, genes_text, json_line, one_line, shown_samples
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
-from agilerl.envs.core import Split
 from agilerl.envs.graded import exam_grader
 from agilerl.envs.shortcuts import shortcuts
 from agilerl.hpo.fitness import Fitness, probability_better, ranking
@@ -47,7 +46,6 @@ from agilerl.training.probe import finite
 from agilerl.training.records import metric_lines
 from agilerl.training.setup import Session
 
-SPLITS: tuple[Split, ...] = ("exam", "test")
 _FEW, _SMALL_SHARE = 32, 0.1
 """Fewer distinct prompts than this, or a smaller share of the rows, are little to train on."""
 _CLEAR = 0.8
@@ -63,7 +61,7 @@ def plan_document(session: Session, out: Path, sampled: PreflightDone | None = N
     iterations = planned_iterations(session)
     groups = population.group_sizes
     completions = [population.prompts_per_step * group for group in groups]
-    limit, lengths = population.context_length, [population.lengths(split) for split in SPLITS]
+    limit, lengths = population.context_length, [population.lengths("exam"), population.lengths("test")]
     prompts = [length for panel in lengths for length in panel.prompts]
     room = limit - max(prompts)
     memory, topology = estimate(config, population), session.topology
