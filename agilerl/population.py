@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from time import perf_counter
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.agent import LLMAlgorithm
@@ -16,7 +16,7 @@ from agilerl.algorithms.objective import record_batch
 from agilerl.algorithms.sharing import Lesson, Sharing, borrowable, check_borrows, check_temperature, load_teacher
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together
-from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, Within, checked, nearest, shown
+from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, Within, checked, shown
 from agilerl.data import Trajectory, collate
 from agilerl.envs.core import TRIED_ROWS, Lengths, Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
@@ -29,7 +29,6 @@ from agilerl.hpo.guard import Vitals, collapsed, quarantined, replaced_by_elite
 from agilerl.hpo.mutation import Member, Mutation, Mutations
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing, apply_plan, with_factors, with_mates
-from agilerl.hpo.strategies import OBJECTIVES
 from agilerl.padding import padded
 from agilerl.rewards.grader import TrainerState
 from agilerl.rollouts import SamplingSettings
@@ -47,38 +46,24 @@ AnyTask = Annotated[
 ]
 
 
-class Known(Protocol):
-    """What is known about an agent, on whichever process it lives."""
+@dataclass(frozen=True)
+class AgentFacts:
+    """What every process knows about an agent, wherever it lives; an agent of this process has the same attributes."""
 
-    @property
-    def index(self) -> int:
-        """The agent's number in the run."""
-        ...
+    index: int
+    parent: int | None
+    """The agent that it was cloned from."""
+    mut: str
+    """The effect of its last mutation."""
+    tokens: Mapping[str, int]
+    genes: Mapping[str, Gene]
+    """Genes in force."""
+    hyperparameters: Mapping[str, Value]
+    """Value of each gene."""
+    group_size: int
 
-    @property
-    def parent(self) -> int | None:
-        """The agent that it was cloned from."""
-        ...
 
-    @property
-    def mut(self) -> str:
-        """The effect of its last mutation."""
-        ...
-
-    @property
-    def tokens(self) -> Mapping[str, int]:
-        """Tokens it has used."""
-        ...
-
-    @property
-    def genes(self) -> Mapping[str, Gene]:
-        """Genes in force."""
-        ...
-
-    @property
-    def hyperparameters(self) -> Mapping[str, Value]:
-        """Value of each gene."""
-        ...
+Known = LLMAlgorithm | AgentFacts
 
 
 @dataclass
@@ -105,23 +90,17 @@ class Checkup:
     weights: Mapping[str, float]
     """Its weights for parts of the reward; rewards under other weights are not comparable."""
 
-    @classmethod
-    def of(cls, agent: LLMAlgorithm) -> "Checkup":
-        """Return the checkup of an agent."""
-        return cls(agent.sick, agent.present_vitals(), own_weights(agent))
-
 
 class Population:
     """Agents of one runtime on one task, which asks questions or plays episodes.
 
-    ``prompts_per_step`` is the number of prompts (or episode seeds) in one training batch of each agent. Every agent
-    reads the same stream of them from its own position, so agents that trained equally long saw the same ones.
+    ``prompts_per_step`` counts the prompts (or episode seeds) of one training batch of each agent. All agents read the
+    same stream of them, each from its own position, so those that trained equally long saw the same ones.
     ``max_error_rate`` is the share of completions (or episodes) whose grading may fail before a rollout raises.
-    ``test_prompts`` is how many of the task's test questions are the test (None: all); those after them are the panel
-    ``second``, which neither selection nor the test uses, for a choice among candidates.
-    ``objectives`` is what an exam measures: ``reward`` alone, or with ``kl`` and ``length`` (see :meth:`evaluate`).
-    ``sharing`` is what agents learn from each other. Whose policy teaches is ``teacher``, an index: for distillation
-    without a teacher of its own (``Sharing(teacher=...)``), set it after each selection.
+    ``test_prompts`` of the task's test questions are the test (None: all); those after them are the panel ``second``,
+    for a choice among candidates. ``objectives`` is what an exam measures (see :meth:`evaluate`), and ``sharing`` what
+    agents learn from each other: for distillation without a ``Sharing(teacher=...)``, set ``teacher``, an index, after
+    each selection.
     """
 
     @checked
@@ -137,12 +116,13 @@ class Population:
         eval_samples: Count = 1,
         max_error_rate: Share = 0.5,
         test_prompts: Count | None = None,
-        objectives: Sequence[str] = ("reward",),
+        objectives: Sequence[Literal["reward", "kl", "length"]] = ("reward",),
         sharing: Sharing = ALONE,
     ) -> None:
         if not agents:
             raise ConfigError("a population needs at least 1 agent, found 0")
-        check_objectives(objectives)
+        if "reward" not in objectives or len(set(objectives)) < len(objectives):
+            raise ConfigError(f"objectives: expected reward, and others once each, found {shown(list(objectives))}")
         if len({id(a.runtime) for a in agents}) > 1:
             raise ConfigError("all agents of a population share one runtime; build them on the same model object")
         for agent in agents:
@@ -249,11 +229,11 @@ class Population:
             owners = [a.index for a in asking for _ in range(missing[a.index])]
             rollout.note(report, owners, asks)
             for agent in asking:
-                own, groups = groups[: missing[agent.index]], groups[missing[agent.index] :]
-                rollout.trajectories[agent.index] += [t for group in own for t in group]
-                sampled[agent.index] += len(own)
+                answered, groups = groups[: missing[agent.index]], groups[missing[agent.index] :]
+                rollout.trajectories[agent.index] += [t for group in answered for t in group]
+                sampled[agent.index] += len(answered)
                 if agent.index in rollout.dropped:
-                    flat = {group[0].group for group in own if group and teaches_nothing(group)}
+                    flat = {group[0].group for group in answered if group and teaches_nothing(group)}
                     rollout.dropped[agent.index] |= flat
                     missing[agent.index] = len(flat)
         self._check_rollout(rollout)
@@ -297,9 +277,8 @@ class Population:
 
     def _state(self, agent: LLMAlgorithm | None) -> TrainerState:
         rows = self.task.train_size if isinstance(self.task, Task) else None
-        if agent is None:
-            return TrainerState(0, 0.0 if rows else None)
-        return TrainerState(agent.rollouts, agent.position / rows if rows else None)
+        rollouts, position = (0, 0) if agent is None else (agent.rollouts, agent.position)
+        return TrainerState(rollouts, position / rows if rows else None)
 
     @property
     def learns_from_data(self) -> bool:
@@ -307,10 +286,7 @@ class Population:
         return self.agents[0].env_type != "reasoning"
 
     def draw(self) -> Rollout:
-        """Draw one training batch of examples for every agent from the task, at each agent's stream position.
-
-        This is :meth:`rollout` for algorithms that learn from data; a pair is a group of two rows.
-        """
+        """Draw a batch of examples for every agent: :meth:`rollout` for data; a pair is a group of two rows."""
         start, known = perf_counter(), dict[int, tuple[list[Trajectory], Place]]()
         rollout = Rollout({}, mark=self._mark)
         for agent in self.active:
@@ -335,12 +311,18 @@ class Population:
     def learn(self, rollout: Rollout) -> dict[int, dict[str, float]]:
         """Update every agent on its own trajectories; returns each agent's metrics.
 
-        An agent with no graded sample, or without enough memory, learns nothing, and its ``outcome`` says why. If
-        groups were dropped, rewards and lengths are still those of all samples. Raises ConfigError for the rollout of
-        another population, or of other agents.
+        An agent with no graded sample, or without enough memory, learns nothing, and its ``outcome`` says why. Rewards
+        and lengths include dropped groups. Raises ConfigError for the rollout of another population, or of other
+        agents.
         """
-        self._check_own(rollout)
         agents = self.active
+        known, foreign = [agent.index for agent in agents], rollout.mark not in (None, self._mark)
+        if foreign or set(rollout.trajectories) != set(known):
+            raise ConfigError(
+                "Population.learn(rollout=...): expected the result of rollout() or draw() of this population for its "
+                f"agents {known}, found a rollout of {'another population' if foreign else 'others'}, with the agents "
+                f"{sorted(rollout.trajectories)}; agents learn from their own samples, before the next evolve()"
+            )
         if not agents:
             return {}
         pads = [agent.pad_token_id for agent in agents]
@@ -361,15 +343,13 @@ class Population:
                     "groups/dropped": float(dropped),
                 }
         whole = f"rewards/{self.task.grader}"
-        for index, skipped in rollout.skipped.items():
-            if skipped:
-                metrics[index]["prompts_skipped"] = float(skipped)
-        for index, levels in rollout.levels.items():
-            if levels:
-                metrics[index]["curriculum/level"] = fmean(levels)
-        for index, sampled_rows in rollout.trajectories.items():
-            values, parts = metrics[index], grader_metrics(sampled_rows)
-            values |= episode_metrics(sampled_rows) | parts
+        for index, rows in rollout.trajectories.items():
+            values, parts = metrics[index], grader_metrics(rows)
+            if skipped := rollout.skipped.get(index):
+                values["prompts_skipped"] = float(skipped)
+            if levels := rollout.levels.get(index):
+                values["curriculum/level"] = fmean(levels)
+            values |= episode_metrics(rows) | parts
             if not parts and "reward" in values:
                 values |= {f"{whole}/mean": values["reward"], f"{whole}/std": values["reward_std"]}
         return metrics
@@ -380,7 +360,7 @@ class Population:
         teacher: int | TeacherEndpoint | None = self._teacher_slot if self._endpoint is None else self._endpoint
         if teacher is None:
             teacher = next((a.slot for a in self.agents if a.index == self.teacher), None)
-        found = []
+        lessons = []
         for agent in agents:
             borrowed = None
             if sharing.experience:
@@ -394,8 +374,8 @@ class Population:
                 )
                 borrowed = collate(rows, agent.pad_token_id) if rows else None
             taught = teacher if teacher != agent.slot else None
-            found.append(Lesson(borrowed, sharing.experience_cap, taught, sharing.distillation))
-        return found
+            lessons.append(Lesson(borrowed, sharing.experience_cap, taught, sharing.distillation))
+        return lessons
 
     def _teacher_endpoint(self, sharing: Sharing) -> TeacherEndpoint:
         """Return the endpoint that teaches; raises ConfigError unless it has the tokenizer of the base."""
@@ -409,35 +389,24 @@ class Population:
         endpoint.check(self.tokenizer)
         return endpoint
 
-    def _check_own(self, rollout: Rollout) -> None:
-        own, foreign = [agent.index for agent in self.active], rollout.mark not in (None, self._mark)
-        if foreign or set(rollout.trajectories) != set(own):
-            raise ConfigError(
-                "Population.learn(rollout=...): expected the result of rollout() or draw() of this population for its "
-                f"agents {own}, found a rollout of {'another population' if foreign else 'others'}, with the agents "
-                f"{sorted(rollout.trajectories)}; agents learn from their own samples, before the next evolve()"
-            )
-
     # -- exams ----------------------------------------------------------------------------------------------------
 
     @checked
     def evaluate(self, split: Panels = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
         """Examine agents on a fixed panel: the same prompts for all, with the run's settings instead of genes.
 
-        Greedy, or with ``eval_temperature`` and ``eval_samples`` completions of each question, whose mean is its score:
-        all agents, in every exam, then draw by the same random numbers.
-        ``split`` is ``exam`` (selection), ``test`` (reported numbers) or ``second`` (the choice among candidates). A
-        completion that could not be computed or graded scores NaN, which gives its agent a fitness that ranks last. The
-        mean of an exam is appended to ``agent.fitness`` (NaN if the agent is sick); a test records nothing.
+        Greedy, or the mean score of ``eval_samples`` completions of each question at ``eval_temperature``, which all
+        agents draw by the same random numbers in every exam. ``split`` is ``exam`` (selection), ``test`` (reported
+        numbers) or ``second`` (the choice among candidates). A completion that could not be computed or graded scores
+        NaN, which ranks its agent last. The mean of an exam is appended to ``agent.fitness`` (NaN for a sick agent).
 
-        With further ``objectives``, exams and tests of agents have them as ``Fitness.costs``, a score for each prompt:
-        ``length`` in tokens that the agent said, and ``kl`` in nats a token: the mean over these tokens of
-        KL(agent || reference) of the next token, summed over the vocabulary at temperature 1. The reference is the
-        agent's: the base model, or the adapter that it started from. The two forward passes over prompts and
-        completions count as tokens evaluated. If memory does not hold one row of them, ``kl`` is NaN.
+        Further ``objectives`` of exams and tests are ``Fitness.costs``, a score for each prompt: ``length`` in the
+        agent's tokens, and ``kl`` in nats a token: the mean over these tokens of KL(agent || reference) of the next
+        token, summed over the vocabulary at temperature 1. The reference is the base model, or the adapter that the
+        agent started from. Its two forward passes count as tokens evaluated. NaN if memory does not hold one row.
 
         Raises RewardError (EnvError for episodes) if no completion could be graded, unless only some ``agents`` are
-        examined, which may have caused it. Raises ConfigError for no agents, or agents of another runtime.
+        examined, which may have caused it, and ConfigError for no agents, or agents of another runtime.
         """
         strangers = [agent.index for agent in agents or () if agent.runtime is not self.runtime]
         if strangers or (agents is not None and not agents):
@@ -446,8 +415,8 @@ class Population:
                 f"{f'agents {strangers} of another one' if strangers else '[]'}; omit agents to examine all"
             )
         chosen = self.agents if agents is None else list(agents)
-        found = self._examine(split, [(a.selected_slot, a) for a in chosen], all_agents=agents is None)
-        results = {agent.index: fitness for agent, fitness in zip(chosen, found)}
+        fitness = self._examine(split, [(a.selected_slot, a) for a in chosen], all_agents=agents is None)
+        results = dict(zip((agent.index for agent in chosen), fitness))
         if split == "exam":
             for agent in chosen:
                 agent.fitness.append(float("nan") if agent.sick else results[agent.index].mean)
@@ -474,18 +443,18 @@ class Population:
         lost = self._check_exam(report.failures, len(who), size, all_agents=all_agents)
         results = []
         for k, (_, agent) in enumerate(who):
-            own = [group for number, group in enumerate(groups[k * size : (k + 1) * size]) if number not in lost]
-            failed = any(t.finish_reason == "error" for group in own for t in group)
+            answers = [group for number, group in enumerate(groups[k * size : (k + 1) * size]) if number not in lost]
+            failed = any(t.finish_reason == "error" for group in answers for t in group)
             # An episode may have several rows, each with the whole return.
-            scores = [float("nan") if failed or not group else self._score(group) for group in own]
+            scores = [float("nan") if failed or not group else self._score(group) for group in answers]
             results.append(Fitness.from_scores(scores))
             if agent is not None and split == "exam":
-                sound = [group for group in own if group and all(t.finish_reason != "error" for t in group)]
+                sound = [group for group in answers if group and all(t.finish_reason != "error" for t in group)]
                 self.ungraded[agent.index] = sum(math.isnan(self._score(group)) for group in sound)
             if agent is not None and split != "test":
-                agent.tokens["evaluated"] += sum(len(t.token_ids) for group in own for t in group)
+                agent.tokens["evaluated"] += sum(len(t.token_ids) for group in answers for t in group)
             if agent is not None and split != "second" and len(self.objectives) > 1:
-                results[k] = replace(results[k], costs=self._costs(agent, own, counted=split == "exam"))
+                results[k] = replace(results[k], costs=self._costs(agent, answers, counted=split == "exam"))
         return results
 
     def _score(self, group: Sequence[Trajectory]) -> float:
@@ -507,13 +476,14 @@ class Population:
         """Return the trajectories of each one's answers to each question of a panel, and what failed.
 
         ``who`` are slots with their agents, ``(None, None)`` for the base. The groups are those of the first one for
-        all questions (or the ``first`` few), then of the next. With ``samples`` above 1, draws are the same for all of
-        them.
+        all questions (or the ``first`` few), then of the next; all of them draw by the same numbers.
         """
         of_task, start, _ = self._rows_of(split)
 
         def sampling(prompt_length: int) -> SamplingSettings:
-            return replace(self._exam_sampling(prompt_length), temperature=temperature)
+            room = self.runtime.base.context_length - prompt_length
+            longest = max(1, min(self.eval_max_new_tokens or room, room))
+            return SamplingSettings(max_new_tokens=longest, temperature=temperature)
 
         asks = [
             Ask(
@@ -537,19 +507,19 @@ class Population:
         self, agent: LLMAlgorithm, groups: Sequence[Sequence[Trajectory]], *, counted: bool
     ) -> dict[str, Fitness]:
         """Return the other objectives of an agent's exam; the scores of a prompt that failed are NaN."""
-        said = [float(sum(sum(t.action_mask) for t in group)) or math.nan for group in groups]
-        found = {}
+        lengths = [float(sum(sum(t.action_mask) for t in group)) or math.nan for group in groups]
+        costs = {}
         if "kl" in self.objectives:
-            rows = [(place, t) for place, group in enumerate(groups) for t in group if any(t.action_mask)]
+            rows = [(number, t) for number, group in enumerate(groups) for t in group if any(t.action_mask)]
             sums = [0.0] * len(groups)
-            for (place, _), total in zip(rows, self._kl_of_rows(agent, [t for _, t in rows], counted=counted)):
-                sums[place] += total
-            found["kl"] = Fitness.from_scores([total / count for total, count in zip(sums, said)])
+            for (number, _), total in zip(rows, self._kl_of_rows(agent, [t for _, t in rows], counted=counted)):
+                sums[number] += total
+            costs["kl"] = Fitness.from_scores([total / count for total, count in zip(sums, lengths)])
         if "length" in self.objectives:
             # An episode may have several rows, but several samples are answers of one row each.
             answers = [sum(any(t.action_mask) for t in group) if self.eval_samples > 1 else 1 for group in groups]
-            found["length"] = Fitness.from_scores([count / max(n, 1) for count, n in zip(said, answers)])
-        return found
+            costs["length"] = Fitness.from_scores([count / max(n, 1) for count, n in zip(lengths, answers)])
+        return costs
 
     def _kl_of_rows(self, agent: LLMAlgorithm, rows: Sequence[Trajectory], *, counted: bool) -> list[float]:
         """Return KL(agent || its reference) in nats, summed over the action tokens of each row."""
@@ -567,18 +537,13 @@ class Population:
     def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, all_agents: bool) -> set[int]:
         """Return the places of an exam that count for no agent; raises if it failed for all agents."""
         errors = [failure for failure in failures if failure.kind != "oom"]
-        own = [{f.request % size: f.message for f in errors if f.request // size == k} for k in range(examined)]
+        by_agent = [{f.request % size: f.message for f in errors if f.request // size == k} for k in range(examined)]
         if not all_agents:
-            return {place for places in own if len(places) <= size / 2 for place in places}
+            return {place for places in by_agent if len(places) <= size / 2 for place in places}
         episodes = self.task.multi_turn
         if not episodes and len(errors) == examined * size * self.eval_samples:
             check_error_rate(len(errors), errors, 0.0, episodes=False)
-        return lost_places(own, size, episodes=episodes)
-
-    def _exam_sampling(self, prompt_length: int) -> SamplingSettings:
-        room = self.runtime.base.context_length - prompt_length
-        longest = max(1, min(self.eval_max_new_tokens or room, room))
-        return SamplingSettings(max_new_tokens=longest, temperature=self.eval_temperature)
+        return lost_places(by_agent, size, episodes=episodes)
 
     @checked
     def panel(self, split: Panels) -> list[tuple[Row, list[int]]]:
@@ -596,9 +561,9 @@ class Population:
             return "exam", 0, min(size, self.exam_prompts or size)
         size = self.task.panel_size("test")
         first = min(size, self.test_prompts or size)
-        return (
-            ("test", 0, first) if split == "test" else ("test", first, min(size, first + (self.exam_prompts or size)))
-        )
+        if split == "test":
+            return "test", 0, first
+        return "test", first, min(size, first + (self.exam_prompts or size))
 
     def places(self, split: Split | Panels) -> list[Place]:
         """Return the places of a fixed panel; for training, those checked before it begins."""
@@ -669,8 +634,7 @@ class Population:
         """Clone and remove agents by a plan; returns all agents' gene values before any mutation."""
 
         def revive(child: int) -> LLMAlgorithm:
-            assert best is not None
-            agent = ALGORITHMS[best.algorithm].from_state(best, self.runtime, self.agents[0].loss)
+            agent = self.revived(best)
             agent.index, agent.parent = child, agent.index
             return agent
 
@@ -685,7 +649,11 @@ class Population:
         for agent in self.agents:
             if id(agent) not in alive:
                 agent.clean_up()
-        self._settle(agents)
+        # Children move into the slots of removed agents, so that the population stays contiguous in the bank.
+        for agent in agents:
+            free = self.runtime.store.lowest_free_slot()
+            if free is not None and free < agent.slot:
+                agent.move_to(free)
         self.agents = agents
 
     def _mutate(self, plan: Callable[[Sequence[Member]], list[Mutation]]) -> list[Mutation]:
@@ -697,12 +665,29 @@ class Population:
 
     def sick(self, fitness: Mapping[int, Fitness], *, collapse_guard: bool) -> dict[int, str]:
         """Return the agents excluded as elite and parent at a selection by this fitness, with the reason."""
-        return sick_members(self._checkups(), fitness, collapse_guard=collapse_guard)
+        checkups = self._checkups()
+        sick = {index: checkup.sick for index, checkup in checkups.items() if checkup.sick}
+        elite = ranking(quarantined(fitness, sick))[0]
+        if not collapse_guard or elite in sick:  # without a healthy elite there is nothing to compare with
+            return sick
+        # Rewards under other weights are not comparable with the elite's.
+        weights = checkups[elite].weights
+        vitals = {
+            index: one.vitals if one.weights == weights else replace(one.vitals, reward=(), reward_before=())
+            for index, one in checkups.items()
+            if index not in sick
+        }
+        return sick | collapsed(vitals, elite)
 
     def _checkups(self) -> dict[int, Checkup]:
-        return {agent.index: Checkup.of(agent) for agent in self.agents}
+        return {a.index: Checkup(a.sick, a.present_vitals(), own_weights(a)) for a in self.agents}
 
     # -- copies ---------------------------------------------------------------------------------------------------
+
+    def revived(self, state: AgentState | None) -> LLMAlgorithm:
+        """Return an agent with this state, which the process has to hold, on this population's base."""
+        assert state is not None
+        return ALGORITHMS[state.algorithm].from_state(state, self.runtime, self.agents[0].loss)
 
     @checked
     def state_of(self, index: int) -> AgentState | None:
@@ -713,14 +698,6 @@ class Population:
         """Yield copies of all agents of the run, one by one."""
         for agent in self.agents:
             yield agent.state()
-
-    def _settle(self, agents: Sequence[LLMAlgorithm]) -> None:
-        """Move children into the slots of removed agents, so that the population stays contiguous in the bank."""
-        store = self.runtime.store
-        for agent in agents:
-            free = store.lowest_free_slot()
-            if free is not None and free < agent.slot:
-                agent.move_to(free)
 
 
 def number_apart(agents: Sequence[LLMAlgorithm]) -> None:
@@ -737,33 +714,6 @@ def number_apart(agents: Sequence[LLMAlgorithm]) -> None:
     )
     for index, agent in enumerate(agents):
         agent.index = index
-
-
-def sick_members(
-    checkups: Mapping[int, Checkup], fitness: Mapping[int, Fitness], *, collapse_guard: bool
-) -> dict[int, str]:
-    """Return the agents excluded as elite and parent at a selection by this fitness, with the reason."""
-    sick = {index: checkup.sick for index, checkup in checkups.items() if checkup.sick}
-    elite = ranking(quarantined(fitness, sick))[0]
-    if not collapse_guard or elite in sick:  # without a healthy elite there is nothing to compare with
-        return sick
-    weights = checkups[elite].weights
-    vitals = {
-        index: checkup.vitals if checkup.weights == weights else replace(checkup.vitals, reward=(), reward_before=())
-        for index, checkup in checkups.items()
-        if index not in sick
-    }
-    return sick | collapsed(vitals, elite)
-
-
-def check_objectives(objectives: Sequence[str]) -> None:
-    """Raise ConfigError unless these are different objectives of exams, the reward among them."""
-    unknown = [name for name in objectives if name not in OBJECTIVES]
-    if unknown or "reward" not in objectives or len(set(objectives)) < len(objectives):
-        raise ConfigError(
-            f"objectives: expected reward and, as wanted, kl and length, each once, found {shown(list(objectives))}"
-            + (f"; {nearest(unknown[0], OBJECTIVES)}" if unknown else "")
-        )
 
 
 def check_sharing(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask, sharing: Sharing) -> None:

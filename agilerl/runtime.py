@@ -105,12 +105,11 @@ class TokenOutputs:
 
 
 class Runtime:
-    """One frozen base, N adapter slots, one engine.
+    """One frozen base, N adapter slots, one engine, which all agents built on the same model object share.
 
-    Every agent built on the same model object borrows the same runtime, so a population never holds a second copy
-    of the base. ``max_tokens`` bounds the tokens of one training forward (rows of several agents are packed up to it);
-    None: ``pass_tokens``. ``options`` are those of the base; what is set there, no agent can change.
-    ``engine`` samples in place of the torch engine: a ``RolloutEngine``, or a function of this runtime that makes one.
+    ``max_tokens`` bounds the tokens of one training forward (rows of several agents are packed up to it); None:
+    ``pass_tokens``. ``options`` are those of the base; what is set there, no agent can change. ``engine`` samples in
+    place of the torch engine: a ``RolloutEngine``, or a function of this runtime that makes one.
     """
 
     @checked
@@ -203,7 +202,7 @@ class Runtime:
     ) -> "Runtime":
         """Load the base that an agent was saved on with what changed it then: ``loaded`` is :attr:`loaded`, or empty.
 
-        The number format is that of the device, and a base that was quantised is loaded whole: both only round.
+        The number format is that of the device, and a quantised base is loaded whole: both only round.
         """
         values = {key: loaded[key] for key in _OF_STATE if loaded.get(key) is not None}
         options, tokenizer = validated(SharedOptions, values), None
@@ -216,10 +215,7 @@ class Runtime:
 
     @classmethod
     def for_model(cls, model: Any, **options: Any) -> "Runtime":
-        """Return the runtime around a model that the user has loaded, making it the first time.
-
-        Raises ConfigError when the model already carries adapters on other layers or of another rank scale.
-        """
+        """Return the runtime around a loaded model, made once; raises ConfigError for other adapters than its own."""
         known = _RUNTIMES.get(id(model))
         if known is None:
             check_network(model)
@@ -228,16 +224,13 @@ class Runtime:
             base.check_head()
             return cls(base, **options)
         wanted = options.get("lora_config")
-        if wanted is not None and wanted.target_modules != known.lora_config.target_modules:
-            raise ConfigError(
-                f"this model already carries a population whose adapters target {known.lora_config.target_modules!r}; "
-                f"found lora_config.target_modules={wanted.target_modules!r}. Agents on one base adapt the same layers"
-            )
-        if wanted is not None and tuple(wanted.alora_invocation_tokens or ()) != known.invocation:
-            raise ConfigError(
-                f"this model already carries a population with alora_invocation_tokens={list(known.invocation)}; found "
-                f"{wanted.alora_invocation_tokens}. Agents on one base are activated by the same tokens"
-            )
+        for name in ("target_modules", "alora_invocation_tokens") if wanted is not None else ():
+            before, now = getattr(known.lora_config, name), getattr(wanted, name)
+            if (now or None) != (before or None):
+                raise ConfigError(
+                    f"this model already carries a population with {name}={before!r}, found lora_config.{name}="
+                    f"{now!r}; agents on one base adapt the same layers and are activated by the same tokens"
+                )
         known.configure(options.get("options") or SharedOptions())
         return known
 
@@ -255,11 +248,11 @@ class Runtime:
         **options: Any,
     ) -> "Runtime":
         """Return the runtime that a user means by exactly one of a runtime, a model's name and a loaded model."""
-        given = [n for n, v in (("runtime", runtime), ("model_name", name), ("actor_network", model)) if v is not None]
+        sources = {"runtime": runtime, "model_name": name, "actor_network": model}
+        given = [argument for argument, value in sources.items() if value is not None]
         if len(given) != 1:
             raise ConfigError(
-                "an agent needs exactly one of runtime, model_name and actor_network, found "
-                f"{' and '.join(given) or 'none'}"
+                f"an agent needs exactly one of {', '.join(sources)}, found {' and '.join(given) or 'none'}"
             )
         if accelerator is not None and not hasattr(accelerator, "num_processes"):
             raise ConfigError(f"accelerator: expected an accelerate.Accelerator, found {described(accelerator)}")
@@ -303,7 +296,7 @@ class Runtime:
                 f"stop_sequences={options.stop_sequences!r} are texts, and this base has no tokenizer to read them; "
                 "pass tokenizer= to Runtime, or load the base by its name"
             )
-        special = zip(*(getattr(self.tokenizer, f"all_special_{what}", ()) for what in ("tokens", "ids")))
+        special = zip(getattr(self.tokenizer, "all_special_tokens", ()), getattr(self.tokenizer, "all_special_ids", ()))
         # Those that end completions anyway do no harm.
         silent = [token for token, number in special if number not in self.base.eos_token_ids]
         for text in options.stop_sequences or ():
@@ -315,7 +308,7 @@ class Runtime:
         if isinstance(self.engine, CustomEngine) and (options.use_vllm or options.stop_sequences):
             name = "use_vllm" if options.use_vllm else "stop_sequences"
             raise ConfigError(f"{name} is for the package's engines, found Runtime(engine=...); leave out one of them")
-        given = None if options.vllm_config is None else options.vllm_config.stop_sequences
+        given = options.vllm_config and options.vllm_config.stop_sequences
         if options.stop_sequences and given and given != options.stop_sequences:
             raise ConfigError(
                 f"stop_sequences={options.stop_sequences!r} and vllm_config.stop_sequences={given!r} contradict each "
@@ -323,44 +316,37 @@ class Runtime:
             )
         before = self.base.options
         self.base.configure(options)
-        if self.invocation and (reason := self._not_activated(options)):
+        unaware = (
+            (options.use_vllm, "use_vllm=True"),
+            (isinstance(self.engine, CustomEngine), "Runtime(engine=...)"),
+            (self.base.experts_per_token is not None, "a mixture of experts"),
+            (not self.base.flattens, f"a base whose rows are padded ({type(self.base.model).__name__}, these options)"),
+        )
+        if self.invocation and (reason := next((name for applies, name in unaware if applies), None)):
             self.base.configure(before)
             raise ConfigError(
                 f"activated adapters (lora_config.alora_invocation_tokens) do not work with {reason}; leave one out"
             )
-        own = self.engine.own if isinstance(self.engine, VLLMEngine) else self.engine
-        if isinstance(own, TorchEngine):
-            own.prompts_at_once = options.hf_generate_chunk_size
-            own.stops = Stops(self.tokenizer, options.stop_sequences) if options.stop_sequences else None
-        self.engine = self._vllm(options, own) if options.use_vllm else own
-        self.options = options
-
-    def _not_activated(self, options: SharedOptions) -> str | None:
-        """Return what does not know activated adapters; None: nothing."""
+        engine: RolloutEngine = self.engine.own if isinstance(self.engine, VLLMEngine) else self.engine
+        if isinstance(engine, TorchEngine):
+            engine.prompts_at_once = options.hf_generate_chunk_size
+            engine.stops = Stops(self.tokenizer, options.stop_sequences) if options.stop_sequences else None
         if options.use_vllm:
-            return "use_vllm=True"
-        if isinstance(self.engine, CustomEngine):
-            return "Runtime(engine=...)"
-        if self.base.experts_per_token is not None:
-            return "a mixture of experts"
-        if not self.base.flattens:
-            return f"a base whose rows are padded ({type(self.base.model).__name__} with these options)"
-        return None
-
-    def _vllm(self, options: SharedOptions, own: RolloutEngine) -> VLLMEngine:
-        config = options.vllm_config or VLLMConfig()
-        if options.stop_sequences:
-            config = config.model_copy(update={"stop_sequences": options.stop_sequences})
-        return VLLMEngine(
-            self.base,
-            self.store,
-            config,
-            seed=self.seed,
-            lora_config=self.lora_config,
-            tokenizer=self.tokenizer,
-            own=own,
-            offload=options.use_memory_efficient_params,
-        )
+            config = options.vllm_config or VLLMConfig()
+            if options.stop_sequences:
+                config = config.model_copy(update={"stop_sequences": options.stop_sequences})
+            engine = VLLMEngine(
+                self.base,
+                self.store,
+                config,
+                seed=self.seed,
+                lora_config=self.lora_config,
+                tokenizer=self.tokenizer,
+                own=engine,
+                offload=options.use_memory_efficient_params,
+            )
+        self.engine = engine
+        self.options = options
 
     @property
     def loaded(self) -> dict[str, Any]:
@@ -397,7 +383,7 @@ class Runtime:
         masks = [p.batch.action_mask.cpu() for p in parts]
         # What foretells token t + 1 is the state at token t.
         places = [source[:, :-1][mask].to(device) for source, mask in zip(sources, masks)]
-        by_part = self._said(parts, hidden, places, masks, entropy=entropy)
+        by_part = self._action_logprobs(parts, hidden, places, masks, entropy=entropy)
         outputs: list[TokenOutputs] = []
         for i, (part, mask) in enumerate(zip(parts, masks)):
             spread = partial(_scatter, mask.to(device))
@@ -406,14 +392,14 @@ class Runtime:
                 values = token_values(hidden.index_select(0, places[i]), self.store, part.slot)
                 outputs.append(TokenOutputs(values=spread(values)))
             else:
-                logp, own = by_part[i]
+                logp, entropies = by_part[i]
                 collision = None
                 if part.collision:
                     temperatures = torch.full((len(places[i]),), part.temperature)
                     collision = spread(self.base.collision_entropy(hidden.index_select(0, places[i]), temperatures))
                 balance = self._router_loss(part.batch, sources[i], routers) if part.routers else None
-                entropies = None if own is None else spread(own)
-                outputs.append(TokenOutputs(spread(logp), entropies, collision=collision, router_loss=balance))
+                spreads = None if entropies is None else spread(entropies)
+                outputs.append(TokenOutputs(spread(logp), spreads, collision=collision, router_loss=balance))
         return outputs
 
     def _router_loss(self, batch: RolloutBatch, source: Tensor, routers: Sequence[Tensor]) -> Tensor:
@@ -425,10 +411,10 @@ class Runtime:
         wide = torch.promote_types(torch.float32, routers[0].dtype)
         members = torch.zeros((len(batch), len(places)), dtype=wide)
         members[torch.nonzero(real)[:, 0], token] = 1.0
-        own = [logits.index_select(0, places.to(logits.device)) for logits in routers]
-        return router_balance_loss(own, members.to(self.base.device), self.base.experts_per_token)
+        chosen = [logits.index_select(0, places.to(logits.device)) for logits in routers]
+        return router_balance_loss(chosen, members.to(self.base.device), self.base.experts_per_token)
 
-    def _said(
+    def _action_logprobs(
         self,
         parts: Sequence[AgentRows],
         hidden: Tensor,
@@ -454,15 +440,15 @@ class Runtime:
         device, counts = self.base.device, [len(p.batch) for p in parts]
         if self.base.flattens:
             batches = [p.batch.to("cpu") for p in parts]
-            own, cache = [Rows(batch.ids, batch.lengths, batch.tree) for batch in batches], None
+            lines, cache = [Rows(batch.ids, batch.lengths, batch.tree) for batch in batches], None
             adapted = [i for i, part in enumerate(parts) if part.slot is not None]
             if self.invocation and adapted:
                 starts = [invocations(batches[i].ids, batches[i].prompt_lengths, self.invocation) for i in adapted]
                 begun = [Beginnings(batches[i].ids, s, batches[i].tree) for i, s in zip(adapted, starts)]
                 cache, places = self.prompts.computed(begun)
                 for i, known, at in zip(adapted, starts, places):
-                    own[i] = Rows(batches[i].ids, batches[i].lengths, batches[i].tree.after(known), known, at)
-            rows = flatten(own, self.base.activation_dtype, exact=device.type == "cpu").to(device)
+                    lines[i] = Rows(batches[i].ids, batches[i].lengths, batches[i].tree.after(known), known, at)
+            rows = flatten(lines, self.base.activation_dtype, exact=device.type == "cpu").to(device)
             dropout = _dropout(parts, rows.origins, device)
             with self.store.routed(_route(parts, rows.parts, dropout)):
                 return self.base.flat(rows, **({} if cache is None else {"past_key_values": cache})), list(rows.sources)
@@ -483,15 +469,15 @@ class Runtime:
 
         If memory runs out, the rows of a forward are halved; raises MemoryExhaustedError if not even one row fits.
         """
-        return self._without_gradient(AgentRows(slot, batch, temperature), most, self._logprobs)
+        return self._without_gradient(AgentRows(slot, batch, temperature), most, partial(self._output, "logp"))
 
     def fixed_values(self, slot: int, batch: RolloutBatch, most: MicroBatch) -> Tensor:
         """Return the values ``[B, T-1]`` that a critic's slot gives, without gradient."""
-        return self._without_gradient(AgentRows(slot, batch, 1.0, values=True), most, self._values)
+        return self._without_gradient(AgentRows(slot, batch, 1.0, values=True), most, partial(self._output, "values"))
 
     def fixed_entropy(self, slot: int | None, batch: RolloutBatch, temperature: float, most: MicroBatch) -> Tensor:
         """Return the entropy ``[B, T-1]`` in nats of the distribution of each action token, without gradient."""
-        return self._without_gradient(AgentRows(slot, batch, temperature), most, self._entropy)
+        return self._without_gradient(AgentRows(slot, batch, temperature), most, partial(self._output, "entropy"))
 
     def fixed_kl(self, slot: int | None, reference: int | None, batch: RolloutBatch, most: MicroBatch) -> Tensor:
         """Return KL(slot || reference) ``[B, T-1]`` in nats at each action token, without gradient.
@@ -501,20 +487,9 @@ class Runtime:
         """
         return self._without_gradient(AgentRows(slot, batch, 1.0), most, partial(self._kl, reference))
 
-    def _logprobs(self, rows: AgentRows) -> Tensor:
-        found = self.forward([rows])[0].logp
-        assert found is not None
-        return found
-
-    def _values(self, rows: AgentRows) -> Tensor:
-        found = self.forward([rows])[0].values
-        assert found is not None
-        return found
-
-    def _entropy(self, rows: AgentRows) -> Tensor:
-        found = self.forward([rows], entropy=True)[0].entropy
-        assert found is not None
-        return found
+    def _output(self, name: str, rows: AgentRows) -> Tensor:
+        values: Tensor = getattr(self.forward([rows], entropy=name == "entropy")[0], name)
+        return values
 
     def _kl(self, reference: int | None, rows: AgentRows) -> Tensor:
         mask, device = rows.batch.action_mask.cpu(), self.base.device
@@ -527,34 +502,23 @@ class Runtime:
     def share(self, processes: Processes, sharding: Sharding = "none") -> None:
         """Train the agents together with other processes, which hold the same base, in whole or each a part of it.
 
-        From here on all of them make the same calls: they divide the work, and each has all of its results. Raises
-        ConfigError for a base that cannot be divided.
+        From here on all of them make the same calls, and each has all results. Raises ConfigError for a base that
+        cannot be divided.
         """
         if self.lockstep is not None:
             raise EngineError("the base is divided among processes already; make a new runtime to divide it again")
-        if sharding != "none" and self.options.torch_compiler is not None:
-            raise ConfigError(
-                f"torch_compiler={self.options.torch_compiler!r} compiles layers whose weights come and go where "
-                f"sharding={sharding!r} divides the base; leave one of the two out"
-            )
-        if sharding != "none" and self.options.use_vllm:
-            raise ConfigError(
-                f"use_vllm=True compares vLLM with the whole base, of which sharding={sharding!r} leaves each "
-                "process a part; leave one of the two out"
-            )
-        if sharding != "none" and self.invocation:
-            raise ConfigError(
-                f"activated adapters (lora_config.alora_invocation_tokens) keep prompts that each process computes by "
-                f"itself, which sharding={sharding!r} does not let it; leave one of the two out"
-            )
+        reasons = (
+            (self.options.torch_compiler, "torch_compiler compiles layers whose weights come and go"),
+            (self.options.use_vllm, "use_vllm compares vLLM with the whole base"),
+            (self.invocation, "activated adapters (alora_invocation_tokens) compute prompts in each process alone"),
+        )
+        if sharding != "none" and (why := next((text for present, text in reasons if present), None)):
+            raise ConfigError(f"sharding={sharding!r} leaves each process a part of the base, but {why}; leave out one")
         self.lockstep = shard_base(self.base, self.store, processes, sharding)
         self.processes = processes
 
     def accelerate(self, accelerator: Any) -> None:
-        """Work with the processes of an ``accelerate.Accelerator``, the base divided as its plugin says.
-
-        None changes nothing. Raises ConfigError if it does not fit this base, or if another one is in use.
-        """
+        """Work with the processes of an ``accelerate.Accelerator``, if any; raises ConfigError if it does not fit."""
         if accelerator is None or accelerator is self.accelerator:
             return
         if self.accelerator is not None or self.processes.size > 1:
@@ -583,10 +547,7 @@ class Runtime:
         temperature: Annotated[float, Within(0)] = 0.0,
         seed: Whole = 0,
     ) -> str | list[str]:
-        """Return the base's answer to a text or conversation, without any adapter; arguments as of ``agent.generate``.
-
-        ``max_new_tokens`` None: what the context leaves.
-        """
+        """Return the base's answer to a text or conversation, without adapters; arguments as of ``agent.generate``."""
         most = self.base.context_length
         return self.answers(None, prompts, most, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
 
@@ -607,16 +568,10 @@ class Runtime:
         asked = [as_messages(one) for one in (prompts if several else [prompts])]
         ids = [render_prompt(tokenizer, messages, context_length - 1) for messages in asked]
         limits = [min(max_new_tokens or context_length, context_length - len(prompt)) for prompt in ids]
+        settings = [SamplingSettings(limit, temperature=temperature) for limit in limits]
         requests = [
-            GenerationRequest(
-                slot,
-                prompt,
-                1,
-                SamplingSettings(limit, temperature=temperature),
-                purpose="generate",
-                key=(seed, number),
-            )
-            for number, (prompt, limit) in enumerate(zip(ids, limits), self.first_number(len(ids)))
+            GenerationRequest(slot, prompt, 1, sampling, purpose="generate", key=(seed, number))
+            for number, (prompt, sampling) in enumerate(zip(ids, settings), self.first_number(len(ids)))
         ]
         completions = [completion for (completion,) in self.complete(requests)]
         texts: list[str] = decode_completions(tokenizer, [completion.token_ids for completion in completions])
@@ -653,8 +608,6 @@ class Runtime:
 
     def first_number(self, count: int) -> int:
         """Return the number of this process's first thing, if those of all processes are counted one after another."""
-        if self.processes.size == 1:
-            return 0
         counts = [int.from_bytes(part) for part in self.processes.gather(count.to_bytes(8))]
         return sum(counts[: self.processes.rank])
 
@@ -666,54 +619,49 @@ class Runtime:
         if self.processes.size == 1:
             self._fill(result, range(count), rows, most, measure)
             return result
-        own, *others = (range(s.start, s.stop) for s in (self.processes.share(count), *self.processes.shares(count)))
+        mine, shares = self.processes.share(count), self.processes.shares(count)
 
         def compute() -> bytes:
-            self._fill(result, own, rows, most, measure)
-            learned = self.limits.train_tokens or 0
-            return learned.to_bytes(8) + result[own.start : own.stop].cpu().numpy().tobytes()
+            self._fill(result, mine, rows, most, measure)
+            limit = self.limits.train_tokens or 0
+            return limit.to_bytes(8) + result[mine.start : mine.stop].cpu().numpy().tobytes()
 
         try:
             received = agreed(self.processes, compute, self.lockstep)
         except MemoryExhaustedError:
             self.limits.train_tokens = before
             raise
-        for share, part in zip(others, received):
-            found = torch.frombuffer(bytearray(part[8:]), dtype=result.dtype) if len(share) else result[:0]
-            result[share.start : share.stop] = found.view(len(share), *result.shape[1:]).to(result.device)
+        for share, part in zip(shares, received):
+            values = torch.frombuffer(bytearray(part[8:]), dtype=result.dtype) if len(share) else result[:0]
+            result[share.start : share.stop] = values.view(len(share), *result.shape[1:]).to(result.device)
         # What one of them has learned of memory, all keep to: they have to cut the same rows in the same way.
         self.limits.train_tokens = min((n for part in received if (n := int.from_bytes(part[:8]))), default=None)
         return result
 
     def _fill(
-        self,
-        result: Tensor,
-        places: range,
-        rows: AgentRows,
-        most: MicroBatch,
-        measure: Callable[[AgentRows], Tensor],
+        self, result: Tensor, which: range, rows: AgentRows, most: MicroBatch, measure: Callable[[AgentRows], Tensor]
     ) -> None:
         """Measure some rows of a batch into ``result``; halves the tokens of a forward if memory runs out."""
-        before, waiting = self.limits.train_tokens, [torch.arange(places.start, places.stop)]
+        before, waiting = self.limits.train_tokens, [torch.arange(which.start, which.stop)]
         flat, alone = self.base.flattens, most._replace(unit=1)
         while waiting:
             left = waiting.pop()
             if not len(left):
                 continue
-            own, *others = cut(rows.batch, left, alone.at_most(self.limits.train_tokens), flat=flat)
+            first, *others = cut(rows.batch, left, alone.at_most(self.limits.train_tokens), flat=flat)
             waiting += others[::-1]
-            part = replace(rows, batch=rows.batch.select(own))
-            found = attempt(partial(measure, part))
-            if found is None:
-                if len(own) == 1:
+            part = replace(rows, batch=rows.batch.select(first))
+            values = attempt(partial(measure, part))
+            if values is None:
+                if len(first) == 1:
                     self.limits.train_tokens = before
                     raise MemoryExhaustedError(
                         f"memory does not hold a forward pass over one row of {int(part.batch.lengths)} tokens"
                     )
-                waiting.append(own)
+                waiting.append(first)
                 self.limits.train_tokens = max(1, (part.batch.distinct_tokens if flat else part.batch.ids.numel()) // 2)
                 continue
-            result[own, : found.shape[1]] = found.float()
+            result[first, : values.shape[1]] = values.float()
 
 
 def _give_back(base: BaseModel, store: AdapterStore, before: AdapterStore | None) -> None:

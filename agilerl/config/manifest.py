@@ -107,12 +107,14 @@ def _override(values: dict[str, Any], overrides: Sequence[str]) -> tuple[str, ..
 
 
 @checked
-def config_of(manifest: Mapping[str, Any]) -> RunConfig:
+def config_of(manifest: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """Return the configuration of a manifest in memory; files that it names are relative to the working directory.
 
     Raises ConfigError for every wrong setting.
     """
-    return _config_of(translated(manifest))
+    values = translated(manifest)
+    _override(values, overrides)
+    return _config_of(values)
 
 
 def _config_of(values: dict[str, Any]) -> RunConfig:

@@ -1,10 +1,10 @@
 """A population on several islands: each has one base and trains a share of the agents; selection is joint."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, fields
 from typing import Any
 
-from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
+from agilerl.algorithms import LLMAlgorithm
 from agilerl.algorithms.codec import packed, unpacked
 from agilerl.algorithms.state import AgentState
 from agilerl.distributed.topology import Exchange
@@ -16,32 +16,14 @@ from agilerl.hpo.guard import Vitals
 from agilerl.hpo.mutation import Member, Mutation, inherited
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import Plan
-from agilerl.population import Checkup, Known, Panels, Population
+from agilerl.population import AgentFacts, Checkup, Known, Panels, Population
 from agilerl.rollouts.engine import Failure, Rollout, check_error_rate
 
 
-@dataclass(frozen=True)
-class AgentFacts:
-    """What every island knows about an agent."""
-
-    index: int
-    parent: int | None
-    mut: str
-    tokens: Mapping[str, int]
-    genes: Mapping[str, Gene]
-    hyperparameters: Mapping[str, Value]
-    group_size: int
-
-    @classmethod
-    def of(cls, agent: LLMAlgorithm) -> "AgentFacts":
-        """Return the facts of an agent."""
-        own = {f.name: getattr(agent, f.name) for f in fields(cls) if f.name != "group_size"}
-        return cls(**own, group_size=agent.config.group_size)  # type: ignore[attr-defined]
-
-    @classmethod
-    def from_state(cls, values: Mapping[str, Any]) -> "AgentFacts":
-        """Return the facts from the values of ``dataclasses.asdict``."""
-        return cls(**{**values, "genes": {name: Gene.from_state(gene) for name, gene in values["genes"].items()}})
+def facts_of(agent: LLMAlgorithm) -> dict[str, Any]:
+    """Return the facts of an agent as plain data."""
+    values = {f.name: getattr(agent, f.name) for f in fields(AgentFacts) if f.name != "group_size"}
+    return asdict(AgentFacts(**values, group_size=agent.config.group_size))  # type: ignore[attr-defined]
 
 
 class IslandPopulation(Population):
@@ -54,15 +36,11 @@ class IslandPopulation(Population):
     """
 
     def __init__(
-        self,
-        agents: Sequence[LLMAlgorithm],
-        task: Task | EpisodeTask,
-        exchange: Exchange,
-        **settings: Any,
+        self, agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask, exchange: Exchange, **settings: Any
     ) -> None:
         super().__init__(agents, task, **settings)
         self.exchange = exchange
-        self._all_sit_it = False
+        self._examines_all = False
         """Whether an exam of all agents is in progress."""
         self._learn_of_all()
         self.next_index = max(agent.index for agent in self.everyone) + 1
@@ -78,65 +56,67 @@ class IslandPopulation(Population):
         return [facts.group_size for facts in self._known]
 
     def _learn_of_all(self) -> None:
-        own = [asdict(AgentFacts.of(agent)) for agent in self.agents], self.runtime.store.max_rank
-        found = self.exchange.all(own)
-        self._known = [AgentFacts.from_state(facts) for part, _ in found for facts in part]
+        parts = self.exchange.all(([facts_of(agent) for agent in self.agents], self.runtime.store.max_rank))
+        self._known = [
+            AgentFacts(**{**facts, "genes": {name: Gene.from_state(gene) for name, gene in facts["genes"].items()}})
+            for part, _ in parts
+            for facts in part
+        ]
         # The bank's width affects the last bits of every agent, even of those with a smaller rank.
-        widest = max(rank for _, rank in found)
+        widest = max(rank for _, rank in parts)
         if widest > self.runtime.store.max_rank:
             self.runtime.store.widen(widest)
 
     def _owners(self) -> dict[int, int]:
         """Return the island of each agent."""
         shares = self.exchange.processes.shares(len(self._known))
-        return {self._known[place].index: island for island, share in enumerate(shares) for place in share}
+        return {self._known[number].index: island for island, share in enumerate(shares) for number in share}
 
     # -- what is compared -----------------------------------------------------------------------------------------
 
     def _check_rollout(self, rollout: Rollout) -> None:
-        own = [asdict(failure) for failures in rollout.failures.values() for failure in failures]
-        found = self.exchange.all((sum(rollout.samples.values()), own))
-        failures = [Failure(**failure) for _, part in found for failure in part]
-        samples = sum(count for count, _ in found)
+        failed = [asdict(failure) for failures in rollout.failures.values() for failure in failures]
+        parts = self.exchange.all((sum(rollout.samples.values()), failed))
+        failures = [Failure(**failure) for _, part in parts for failure in part]
+        samples = sum(count for count, _ in parts)
         check_error_rate(samples, failures, self.max_error_rate, episodes=self.task.multi_turn)
 
     def evaluate(self, split: Panels = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
         """Examine every agent of the run on its island, or only ``agents`` on this one."""
-        self._all_sit_it = agents is None
+        self._examines_all = agents is None
         try:
-            own = super().evaluate(split, agents=agents)
+            mine = super().evaluate(split, agents=agents)
         finally:
-            self._all_sit_it = False
+            self._examines_all = False
         if agents is not None:
-            return own
-        found = self.exchange.merged({index: fitness.state() for index, fitness in own.items()})
+            return mine
+        merged = self.exchange.merged({index: fitness.state() for index, fitness in mine.items()})
         self._learn_of_all()
-        return {index: Fitness.from_state(values) for index, values in found.items()}
+        return {index: Fitness.from_state(values) for index, values in merged.items()}
 
     def evaluate_agent(self, index: int, split: Panels) -> Fitness:
         """Examine one agent on its island."""
-        own = super().evaluate_agent
-        return shared_fitness(self.exchange, self._owners()[index], lambda: own(index, split))
+        examined = super().evaluate_agent
+        return Fitness.from_state(self.exchange.by(self._owners()[index], lambda: examined(index, split).state()))
 
     def evaluate_base(self, split: Panels = "test") -> Fitness:
         """Examine the base model on the first island."""
-        own = super().evaluate_base
-        return shared_fitness(self.exchange, 0, lambda: own(split))
+        examined = super().evaluate_base
+        return Fitness.from_state(self.exchange.first(lambda: examined(split).state()))
 
     def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, all_agents: bool) -> set[int]:
-        if not self._all_sit_it:
+        if not self._examines_all:
             return super()._check_exam(failures, examined, size, all_agents=all_agents)
-        found = self.exchange.all((examined, [asdict(failure) for failure in failures]))
         everything: list[Failure] = []
         before = 0
-        for count, part in found:
+        for count, part in self.exchange.all((examined, [asdict(failure) for failure in failures])):
             everything += [Failure(**{**f, "request": f["request"] + before * size}) for f in part]
             before += count
         return super()._check_exam(everything, before, size, all_agents=True)
 
     def _checkups(self) -> dict[int, Checkup]:
-        found = self.exchange.merged({index: asdict(checkup) for index, checkup in super()._checkups().items()})
-        return {index: Checkup(c["sick"], Vitals(**c["vitals"]), c["weights"]) for index, c in found.items()}
+        merged = self.exchange.merged({index: asdict(checkup) for index, checkup in super()._checkups().items()})
+        return {index: Checkup(c["sick"], Vitals(**c["vitals"]), c["weights"]) for index, c in merged.items()}
 
     # -- selection ------------------------------------------------------------------------------------------------
 
@@ -154,7 +134,7 @@ class IslandPopulation(Population):
         journeys = {
             (source, island): owners[source]
             for island, share in enumerate(shares)
-            for child in (plan.slots[place] for place in share)
+            for child in (plan.slots[number] for number in share)
             for source in (roots[child], mates.get(child, roots[child]))
         }
         arrived: dict[int, AgentState] = {}
@@ -167,41 +147,30 @@ class IslandPopulation(Population):
             elif rank == island:
                 arrived[index] = unpacked(self.exchange.receive(owner))
         agents = []
-        for index in (plan.slots[place] for place in shares[rank]):
+        for index in (plan.slots[number] for number in shares[rank]):
             root = roots[index]
-            agent = self._moved_in(arrived[root]) if root in arrived else self.agent(root)
+            agent = self.revived(arrived[root]) if root in arrived else self.agent(root)
             if index in births:
-                agent = self._child(agent, births[index].child, arrived=root in arrived)
+                if root in arrived:  # already a copy
+                    agent.index, agent.parent = index, agent.index
+                else:
+                    agent = agent.clone(index)
                 if index in mates:
                     mate = mates[index]
                     agent.cross(arrived[mate] if mate in arrived else self.agent(mate))
-                self._inherit(agent, births[index].hyperparameters_from)
+                if (donor := births[index].hyperparameters_from) is not None:
+                    values = next(facts.hyperparameters for facts in self._known if facts.index == donor)
+                    agent.apply_mutation(inherited(index, agent.hyperparameters, donor, values))
             agents.append(agent)
         self._replace(agents)
         self.next_index += len(plan.births)
         return self.exchange.merged({agent.index: dict(agent.hyperparameters) for agent in agents})
 
-    def _moved_in(self, state: AgentState) -> LLMAlgorithm:
-        return ALGORITHMS[state.algorithm].from_state(state, self.runtime, self.agents[0].loss)
-
-    @staticmethod
-    def _child(agent: LLMAlgorithm, index: int, *, arrived: bool) -> LLMAlgorithm:
-        if not arrived:
-            return agent.clone(index)
-        agent.index, agent.parent = index, agent.index  # already a copy
-        return agent
-
-    def _inherit(self, child: LLMAlgorithm, donor: int | None) -> None:
-        if donor is not None:
-            values = next(facts.hyperparameters for facts in self._known if facts.index == donor)
-            child.apply_mutation(inherited(child.index, child.hyperparameters, donor, values))
-
     def _mutate(self, plan: Callable[[Sequence[Member]], list[Mutation]]) -> list[Mutation]:
         # An agent's mutation does not depend on other agents, so each island plans its own.
-        own = super()._mutate(plan)
-        found = self.exchange.all([mutation.to_dict() for mutation in own])
+        parts = self.exchange.all([mutation.to_dict() for mutation in super()._mutate(plan)])
         self._learn_of_all()
-        return [Mutation.from_dict(mutation) for part in found for mutation in part]
+        return [Mutation.from_dict(mutation) for part in parts for mutation in part]
 
     # -- copies ---------------------------------------------------------------------------------------------------
 
@@ -221,10 +190,3 @@ class IslandPopulation(Population):
             state = self.state_of(index)
             if state is not None:
                 yield state
-
-
-def shared_fitness(exchange: Exchange, rank: int, work: Callable[[], Fitness]) -> Fitness:
-    """Run an exam on one island, and return its result on all."""
-    if exchange.size == 1:
-        return work()
-    return Fitness.from_state(exchange.by(rank, lambda: work().state()))

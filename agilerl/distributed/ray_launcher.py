@@ -14,9 +14,8 @@ import traceback
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from agilerl.addresses import ALLOWED
@@ -69,17 +68,6 @@ class _Cluster:
         return strategies.PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=number)
 
 
-@dataclass
-class _Round:
-    """The processes of one attempt, and their outcomes."""
-
-    islands: list[Any]
-    streams: dict[int, Any]
-    endings: dict[int, Ending] = field(default_factory=dict)
-    lost: str = ""
-    """Ray's message about a lost process; empty while all are alive."""
-
-
 def launch(
     config: DistributedConfig,
     works: Sequence[Work],
@@ -99,15 +87,16 @@ def launch(
         urls = [url for _, url in servers]
         for attempt in range(config.max_restarts + 1):
             work = works[min(attempt, len(works) - 1)]
-            ended = _attempt(cluster, work, urls, say, request)
-            if not ended.lost:
-                return _verdict(ended.endings)
+            endings, loss = _attempt(cluster, work, urls, say, request)
+            if not loss:  # the first process knows every reported error
+                worst = ("crashed", "error", "interrupted", "done")
+                return min(endings, key=lambda ending: worst.index(ending.kind))
             if request.signal is not None:
                 return Ending("interrupted", "stopped while a process was lost", request.code)
             if attempt < config.max_restarts:
-                say(f"{ended.lost}; resuming from the last checkpoint ({attempt + 1} of {config.max_restarts})")
+                say(f"{loss}; resuming from the last checkpoint ({attempt + 1} of {config.max_restarts})")
         raise EngineError(
-            f"{ended.lost}, after distributed.max_restarts={config.max_restarts} restarts; the run can be resumed "
+            f"{loss}, after distributed.max_restarts={config.max_restarts} restarts; the run can be resumed "
             "with the same command and --resume auto"
         )
 
@@ -129,16 +118,7 @@ def serving(config: RunConfig) -> list[str]:
     return ["vllm", "serve", model, "--enable-lora", *size, "--logprobs-mode", "processed_logprobs"]
 
 
-def _verdict(endings: Mapping[int, Ending]) -> Ending:
-    """Return the joint outcome of the processes: the first knows every reported error."""
-    for kind in ("crashed", "error", "interrupted"):
-        for ending in endings.values():
-            if ending.kind == kind:
-                return ending
-    return Ending("done")
-
-
-def _ray() -> ModuleType:
+def _ray() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Otherwise CPU processes on a machine with GPUs get a warning that does not concern them.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -146,11 +126,10 @@ def _ray() -> ModuleType:
         import ray
     except ImportError as error:
         raise ConfigError(f"distributed.backend=ray needs Ray: {how_to_install('ray')}") from error
-    found: str = ray.__version__
-    if tuple(int(part) for part in found.split(".")[:2]) < SUPPORTED:
-        raise ConfigError(f"distributed.backend=ray needs Ray {SUPPORTED[0]}.{SUPPORTED[1]} or newer, found {found}")
-    module: ModuleType = ray
-    return module
+    version: str = ray.__version__
+    if tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED:
+        raise ConfigError(f"distributed.backend=ray needs Ray {SUPPORTED[0]}.{SUPPORTED[1]} or newer, found {version}")
+    return ray
 
 
 @contextmanager
@@ -161,9 +140,9 @@ def _connected(ray: Any, config: DistributedConfig) -> Iterator[_Cluster]:
     bundles = [island] * config.islands + [{"CPU": 1.0, "GPU": config.gpus_per_server}] * config.vllm_servers
     bundles = [{name: amount for name, amount in bundle.items() if amount} for bundle in bundles]
     _check_answers(config.address or os.environ.get("RAY_ADDRESS", ""))
-    own = config.address is None and "RAY_ADDRESS" not in os.environ
+    is_new = config.address is None and "RAY_ADDRESS" not in os.environ
     try:
-        if own:
+        if is_new:
             cpus = max(os.cpu_count() or 1, -(-int(sum(bundle["CPU"] for bundle in bundles) * 1000) // 1000))
             ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="error")
         else:
@@ -184,7 +163,7 @@ def _connected(ray: Any, config: DistributedConfig) -> Iterator[_Cluster]:
                 f"{there.get('GPU', 0):g} GPUs; lower distributed.islands, cpus_per_island, gpus_per_island or "
                 "vllm_servers, or add machines"
             ) from error
-        yield _Cluster(ray, group, config, "127.0.0.1" if own else None, secrets.token_urlsafe(32))
+        yield _Cluster(ray, group, config, "127.0.0.1" if is_new else None, secrets.token_urlsafe(32))
     finally:
         ray.shutdown()
 
@@ -205,8 +184,8 @@ def _check_answers(address: str) -> None:
 
 def _attempt(
     cluster: _Cluster, work: Work, urls: Sequence[str], say: Callable[[str], None], request: StopRequest
-) -> _Round:
-    """Start every process once, and wait until all have ended or one is lost."""
+) -> tuple[list[Ending], str]:
+    """Start every process once; return how they ended, by rank, or Ray's message about the first that was lost."""
     ray, config = cluster.ray, cluster.config
     size = config.processes_per_island or 1
     actors = [
@@ -221,50 +200,51 @@ def _attempt(
         .remote()
         for rank in range(config.islands * size)
     ]
-    this = _Round(actors, {})
     try:
-        places = _places(ray.get([actor.address.remote() for actor in actors]), {API_KEY: cluster.key} if urls else {})
-        for rank, (actor, place) in enumerate(zip(actors, places)):
+        addresses = ray.get([actor.address.remote() for actor in actors])
+        streams = {}
+        for rank, variables in enumerate(_variables(addresses, {API_KEY: cluster.key} if urls else {})):
             url = urls[(rank // size) % len(urls)] if urls else None
-            this.streams[rank] = actor.work.options(num_returns="streaming").remote(work, place, url)
-        _follow(ray, this, say, request)
+            streams[rank] = actors[rank].work.options(num_returns="streaming").remote(work, variables, url)
+        return _endings(ray, actors, streams, say, request), ""
     except ray.exceptions.RayError as error:
-        this.lost = f"a process of the run was lost ({reason(error)})"
+        return [], f"a process of the run was lost ({reason(error)})"
     finally:
         for actor in actors:
             ray.kill(actor)
-    return this
 
 
-def _places(addresses: Sequence[tuple[str, int]], more: Mapping[str, str]) -> list[dict[str, str]]:
+def _variables(addresses: Sequence[tuple[str, int]], more: Mapping[str, str]) -> list[dict[str, str]]:
     """Return the variables that torchrun would set in each process, and ``more``; all connect to the first one."""
     hosts = [host for host, _ in addresses]
     (first, port), size = addresses[0], len(addresses)
-    common = {**more, "WORLD_SIZE": size, "MASTER_ADDR": first, "MASTER_PORT": port}
+    common = {**more, "WORLD_SIZE": f"{size}", "MASTER_ADDR": first, "MASTER_PORT": f"{port}", "LOCAL_RANK": "0"}
     # Ray shows each actor only its own GPUs, so each is local rank 0; but they share the machine's memory.
-    places = [
-        {**common, "RANK": rank, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": hosts.count(host)}
-        for rank, host in enumerate(hosts)
+    return [
+        {**common, "RANK": f"{rank}", "LOCAL_WORLD_SIZE": f"{hosts.count(host)}"} for rank, host in enumerate(hosts)
     ]
-    return [{name: str(value) for name, value in place.items()} for place in places]
 
 
-def _follow(ray: Any, this: _Round, say: Callable[[str], None], request: StopRequest) -> None:
+def _endings(
+    ray: Any, actors: Sequence[Any], streams: dict[int, Any], say: Callable[[str], None], request: StopRequest
+) -> list[Ending]:
     """Forward the processes' output until all have ended; raises Ray's error if one is lost."""
-    told = False
-    while len(this.endings) < len(this.streams):
-        if request.signal is not None and not told:
-            told = True
-            for actor in this.islands:
+    endings: dict[int, Ending] = {}
+    stopping = False
+    while len(endings) < len(streams):
+        if request.signal is not None and not stopping:
+            stopping = True
+            for actor in actors:
                 actor.ask_to_stop.remote(request.signal)
-        waiting = {stream: rank for rank, stream in this.streams.items() if rank not in this.endings}
+        waiting = {stream: rank for rank, stream in streams.items() if rank not in endings}
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=_POLL_SECONDS)
         for stream in ready:
             word = ray.get(next(stream))
             if isinstance(word, Ending):
-                this.endings[waiting[stream]] = word
+                endings[waiting[stream]] = word
             else:
                 say(word)
+    return [endings[rank] for rank in sorted(endings)]
 
 
 class Island:
@@ -283,31 +263,30 @@ class Island:
         """Ask the work to stop as the signal of this number would."""
         self._stop.signal = number
 
-    def work(self, work: Work, place: Mapping[str, str], url: str | None) -> Iterator[str | Ending]:
-        """Work as the process described by ``place``; yields lines to print, and finally the outcome."""
-        os.environ.update(place)
+    def work(self, work: Work, variables: Mapping[str, str], url: str | None) -> Iterator[str | Ending]:
+        """Work as the process that these environment variables describe; yields lines to print, then the outcome."""
+        os.environ.update(variables)
         if url is not None:
             os.environ[ALLOWED] = f"{os.environ.get(ALLOWED, '')} {url}"  # the key is that server's own
-        said: queue.SimpleQueue[str | Ending] = queue.SimpleQueue()
-        thread = threading.Thread(target=self._perform, args=(work, url, said), daemon=True)
-        thread.start()
-        while True:
-            word = said.get()
-            yield word
-            if isinstance(word, Ending):
-                return
+        words: queue.SimpleQueue[str | Ending] = queue.SimpleQueue()
 
-    def _perform(self, work: Work, url: str | None, said: "queue.SimpleQueue[str | Ending]") -> None:
-        try:
-            work(self._stop, said.put, url)
-        except Interrupted as interrupted:
-            said.put(Ending("interrupted", str(interrupted), interrupted.code))
-        except AgileRLError as error:
-            said.put(Ending("error", str(error), 1 if isinstance(error, WriteError) else 2))
-        except BaseException:  # the driver must learn of any failure
-            said.put(Ending("crashed", traceback.format_exc(), 1))
-        else:
-            said.put(Ending("done"))
+        def perform() -> None:
+            try:
+                work(self._stop, words.put, url)
+            except Interrupted as interrupted:
+                words.put(Ending("interrupted", str(interrupted), interrupted.code))
+            except AgileRLError as error:
+                words.put(Ending("error", str(error), 1 if isinstance(error, WriteError) else 2))
+            except BaseException:  # the driver must learn of any failure
+                words.put(Ending("crashed", traceback.format_exc(), 1))
+            else:
+                words.put(Ending("done"))
+
+        threading.Thread(target=perform, daemon=True).start()
+        word: str | Ending = ""
+        while not isinstance(word, Ending):
+            word = words.get()
+            yield word
 
 
 class Server:
@@ -346,9 +325,7 @@ def _server(cluster: _Cluster, number: int, command: Sequence[str]) -> tuple[Any
     actor = (
         ray.remote(Server)
         .options(
-            num_cpus=1,
-            num_gpus=config.gpus_per_server,
-            scheduling_strategy=cluster.bundle(config.islands + number),
+            num_cpus=1, num_gpus=config.gpus_per_server, scheduling_strategy=cluster.bundle(config.islands + number)
         )
         .remote(list(command), cluster.key, cluster.host)
     )
@@ -361,6 +338,6 @@ def _server(cluster: _Cluster, number: int, command: Sequence[str]) -> tuple[Any
 
 
 def _free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("", 0))
-        return int(found.getsockname()[1])
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        return int(listening.getsockname()[1])

@@ -21,13 +21,6 @@ T = TypeVar("T")
 class ToldError(AgileRLError):
     """An error in another process, reported to all before that process ended."""
 
-    def __init__(self, sentence: str, rank: int) -> None:
-        super().__init__(sentence)
-        self.sentence = sentence
-        """The error message."""
-        self.rank = rank
-        """The rank of the process with the error."""
-
 
 class ToldWriteError(ToldError, WriteError):
     """Another process failed to write to its disk."""
@@ -59,16 +52,13 @@ class Exchange:
 
     def all(self, value: T) -> list[T]:
         """Return the values of all processes, ordered by rank; JSON data, NaN included."""
-        if self.size == 1:
-            return [value]
-        words = self._words({"value": value})
-        return [word["value"] for word in words]
+        return [value] if self.size == 1 else [word["value"] for word in self._words({"value": value})]
 
-    def merged(self, own: Mapping[int, T]) -> dict[int, T]:
+    def merged(self, values: Mapping[int, T]) -> dict[int, T]:
         """Merge the values of all processes' agents, by agent index, in population order."""
         if self.size == 1:
-            return dict(own)
-        return {index: value for part in self.all(list(own.items())) for index, value in part}
+            return dict(values)
+        return {index: value for part in self.all(list(values.items())) for index, value in part}
 
     def by(self, rank: int, work: Callable[[], T]) -> T:
         """Run ``work`` on one process, and return its result on all."""
@@ -106,12 +96,13 @@ class Exchange:
         self.told = True
 
     def _words(self, word: dict[str, Any]) -> list[Any]:
-        parts = self._meet(lambda: self.processes.gather(json.dumps(word, default=_number).encode()))
-        words = [json.loads(part) for part in parts]
-        for rank, one in enumerate(words):
+        # numpy's numbers become Python's
+        data = json.dumps(word, default=lambda number: number.item()).encode()
+        words = [json.loads(part) for part in self._meet(lambda: self.processes.gather(data))]
+        for one in words:
             if "error" in one:
                 self.told = True
-                raise (ToldWriteError if one["disk"] else ToldError)(one["error"], rank)
+                raise (ToldWriteError if one["disk"] else ToldError)(one["error"])
         return words
 
     def _meet(self, call: Callable[[], T]) -> T:
@@ -122,20 +113,12 @@ class Exchange:
             raise
 
 
-def _number(value: Any) -> Any:
-    """Convert a numpy number to a Python number."""
-    return value.item()
-
-
 # -- islands ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Topology:
-    """All processes of a run as a table: a row is an island, a column the processes with the same rank within it.
-
-    The processes of an island hold the same agents; those of a column together hold all agents of the run.
-    """
+    """All processes of a run: a row is an island, which holds its agents; a column holds all agents of the run."""
 
     world: Exchange = field(default_factory=Exchange)
     """All processes."""
@@ -172,8 +155,8 @@ SOLITARY = Topology()
 def connected(config: DistributedConfig, *, cuda: bool, server: str | None = None) -> Iterator[Topology]:
     """Connect to the processes that a launcher has started, and divide them into islands.
 
-    Raises ConfigError if there is no launcher, the number of processes cannot be divided, or the port is in use, and
-    EngineError if not all processes connect.
+    Raises ConfigError without a launcher, for a number that cannot be divided, or a port in use, and EngineError if not
+    all processes connect.
     """
     if "WORLD_SIZE" not in os.environ:
         raise ConfigError(
@@ -193,10 +176,7 @@ def connected(config: DistributedConfig, *, cuda: bool, server: str | None = Non
 
 
 def arranged(world: Processes, config: DistributedConfig, environment: Mapping[str, str] = os.environ) -> Topology:
-    """Divide all processes into islands of consecutive ones.
-
-    Raises ConfigError if that is impossible, or if single-process islands should shard the base.
-    """
+    """Divide all processes into islands of consecutive ones; raises ConfigError if that is impossible."""
     size = config.processes_per_island or (world.size if by_accelerate(environment) else 1)
     if world.size % size:
         raise ConfigError(
@@ -210,7 +190,7 @@ def arranged(world: Processes, config: DistributedConfig, environment: Mapping[s
         )
     count = world.size // size
     rows = [range(number * size, (number + 1) * size) for number in range(count)]
-    columns = [range(place, world.size, size) for place in range(size)]
+    columns = [range(rank, world.size, size) for rank in range(size)]
     everyone = Exchange(world)
     if size == 1:
         return Topology(everyone, ALONE, everyone)
@@ -221,18 +201,15 @@ def arranged(world: Processes, config: DistributedConfig, environment: Mapping[s
 
 
 def local_share(config: RunConfig, topology: Topology, environment: Mapping[str, str] = os.environ) -> RunConfig:
-    """Return the configuration for this process: device, server, and the agents that its memory must hold.
-
-    With ``training.device=cuda`` each process of a machine has its own GPU. A single process keeps everything.
-    """
+    """Return the configuration for this process: its own GPU, its server, and the agents that its memory must hold."""
     if topology.server is not None:
         sampling = {**(config.algorithm.get("vllm_config") or {}), "base_url": topology.server}
         algorithm = {**config.algorithm, "use_vllm": True, "vllm_config": sampling}
         config = config.model_copy(update={"algorithm": algorithm})
     if topology.world.size == 1:
         return config
-    device, own = config.training.device, len(topology.places(config.training.pop_size))
+    device, size = config.training.device, len(topology.places(config.training.pop_size))
     if device == "cuda" and "LOCAL_RANK" in environment:
         device = f"cuda:{environment['LOCAL_RANK']}"
-    training = config.training.model_copy(update={"device": device, "pop_size": own})
+    training = config.training.model_copy(update={"device": device, "pop_size": size})
     return config.model_copy(update={"training": training})

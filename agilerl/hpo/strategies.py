@@ -34,8 +34,6 @@ COST_TOKENS = ("group_size", "update_epochs", "max_output_tokens")
 SHRINKING = ("knockout", "pulses", "halving")
 """Strategies that leave fewer agents than began."""
 
-OBJECTIVES = ("reward", "kl", "length")
-"""What an exam can measure: the reward, to be raised, and costs, to be lowered."""
 UNITS = {"kl": "nats a token", "length": "tokens"}
 """Units of the costs."""
 OBJECTIVE_STRATEGIES = ("knockout", "tournament", "truncation", "halving", "none")

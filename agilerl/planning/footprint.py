@@ -1,17 +1,14 @@
 """The memory of one process of a run: one estimate for ``agilerl plan``, the dry run and the check at the start.
 
-:func:`footprint` computes the parts from the counts in :class:`Held`. ``agilerl plan`` fills those from a layout
-(:func:`memory`), with rows of mean length; ``agilerl train`` from the loaded population
-(:mod:`agilerl.training.memory`), with every row as long as it may get.
+:func:`footprint` computes the parts from counts: of a layout for ``agilerl plan`` (:func:`memory`), with rows of mean
+length; of the loaded population for ``agilerl train`` (:mod:`agilerl.training.memory`), each row as long as it may get.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from math import ceil
 
 from agilerl.planning.time import (
     ADAPTER_WIDTH,
-    Local,
     ModelShape,
     Split,
     Widths,
@@ -24,8 +21,7 @@ from agilerl.planning.time import (
 from agilerl.sizes import ADAPTER_COPIES, PASS_TOKENS, TILE_BYTES, padded_length
 
 SHARE = 0.8
-"""Share of a device's memory for what is counted here. The rest is for the system, libraries, fragmentation and
-short-lived copies."""
+"""Share of a device's memory for what is counted here; the rest is for the system, libraries and fragmentation."""
 _DRAW_BYTES = 28
 """For each token of the vocabulary and each decoded row: logits, and the sorted probabilities for sampling."""
 _TURNS = ("decode_cache", "training_activations", "vllm_awake", "vllm_alone")
@@ -44,69 +40,50 @@ _GPU_SHARE = 0.25
 """Share of a GPU's memory that the saved bytes of a training forward take."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Held:
-    """What one process holds: the counts that its memory follows from."""
+def footprint(
+    *,
+    widths: Widths,
+    base: float,
+    adapter: int,
+    agents: int,
+    slots: int,
+    decoded: int | None,
+    longest: float,
+    tokens: int,
+    spoken: int,
+    scored: int,
+    cached: float = 0,
+    kept: int = 0,
+    checkpointing: bool = False,
+    offload: bool = False,
+    chunk_rows: int | None = None,
+    vllm: Mapping[str, float] | None = None,
+) -> dict[str, float]:
+    """Return the bytes of each part that one process holds on the device; some of them take turns (:func:`peak`).
 
-    widths: Widths
-    base: float
-    """Bytes of the frozen base."""
-    adapter: int
-    """D: numbers of one adapter, at the largest rank that it may reach."""
-    agents: int
-    slots: int
-    """Adapter slots of one agent."""
-    decoded: int | None
-    """Rows that the torch engine decodes at once; None: the torch engine is not used."""
-    cached: float = 0
-    """Tokens whose keys and values the torch engine holds while it decodes (:func:`cached_tokens`)."""
-    longest: float
-    """Tokens of the longest row."""
-    kept: int = 0
-    """Episodes whose keys and values the torch engine keeps from turn to turn."""
-    tokens: int
-    """Tokens of a training forward."""
-    spoken: int
-    """Action tokens among them."""
-    scored: int
-    """Tokens of a forward without gradient, for log-probs of a reference or of the old policy."""
-    checkpointing: bool = False
-    offload: bool = False
-    """Whether activations are kept in the host's memory."""
-    chunk_rows: int | None = None
-    """``fused_logprobs_chunk_rows``."""
-    vllm: Mapping[str, float] = field(default_factory=dict)
-    """Bytes of vLLM in this process: ``vllm``, ``vllm_awake`` if it sleeps during training, or ``vllm_alone`` if the
-    base leaves the device as well while vLLM is awake."""
-
-
-def footprint(held: Held) -> dict[str, float]:
-    """Return the bytes of each part on the device. Some parts take turns: see :func:`peak`.
-
-    The interpreter, its libraries and the CUDA context are not counted.
+    ``base`` are the bytes of the frozen base, ``adapter`` the numbers of one adapter (D), of which each agent has
+    ``slots``. The torch engine decodes ``decoded`` rows at once (None: another engine does) of at most ``longest``
+    tokens, and holds the keys and values of ``cached`` tokens (:func:`cached_tokens`) and of ``kept`` whole episodes. A
+    training forward has ``tokens``, of which ``spoken`` are actions, one without gradient has ``scored``. ``offload``
+    keeps activations in the host's memory; ``chunk_rows`` is ``fused_logprobs_chunk_rows``. ``vllm`` has vLLM's bytes:
+    as ``vllm``, as ``vllm_awake`` if it sleeps during training, as ``vllm_alone`` if the base leaves the device too.
     """
-    widths = held.widths
-    saved = saved_bytes(widths, checkpointing=held.checkpointing, offload=held.offload)
-    working = working_bytes(widths, restored=held.checkpointing or held.offload)
+    saved = saved_bytes(widths, checkpointing=checkpointing, offload=offload)
+    working = working_bytes(widths, restored=checkpointing or offload)
     # The head is done with its tiles before the layers' backward begins, so only the larger of the two counts.
-    at_work = max(held.tokens * working, head_bytes(widths, held.spoken, held.chunk_rows))
-    training = held.tokens * saved + at_work
+    training = tokens * saved + max(tokens * working, head_bytes(widths, spoken, chunk_rows))
     # Without gradients a forward holds one layer's tensors at a time. But it runs over an agent's whole batch, not over
     # the rows of one optimizer step, so it can be the larger of the two.
-    scoring = held.scored * layer_bytes(widths) + head_bytes(widths, held.scored, held.chunk_rows)
-    parts = {"base": held.base, "adapters": bank_bytes(held.adapter, held.agents, held.slots)}
-    if held.decoded is not None:
-        drawn = held.decoded * widths.vocabulary * _DRAW_BYTES
-        kept = held.kept * held.longest * widths.kv_bytes
-        parts["decode_cache"] = held.cached * widths.kv_bytes + kept + drawn
-    return {**parts, **held.vllm, "training_activations": max(training, scoring)}
+    scoring = scored * layer_bytes(widths) + head_bytes(widths, scored, chunk_rows)
+    parts = {"base": base, "adapters": bank_bytes(adapter, agents, slots)}
+    if decoded is not None:
+        drawn = decoded * widths.vocabulary * _DRAW_BYTES
+        parts["decode_cache"] = cached * widths.kv_bytes + kept * longest * widths.kv_bytes + drawn
+    return {**parts, **(vllm or {}), "training_activations": max(training, scoring)}
 
 
 def bank_bytes(numbers: int, agents: int, slots: int) -> int:
-    """Return the bytes of the adapters of ``agents`` agents and of the elite that is kept, ``slots`` each.
-
-    ``numbers`` counts the parameters of one adapter, D.
-    """
+    """Return the bytes of the adapters, ``numbers`` (D) each, of ``agents`` agents and the elite, ``slots`` each."""
     return (agents + 1) * slots * ADAPTER_COPIES * ADAPTER_WIDTH * numbers
 
 
@@ -120,58 +97,47 @@ def cached_tokens(
     """
     if not shared:
         return max(rows, exam_rows) * padded_length(longest)
-    asked, said = padded_length(prompt), padded_length(longest - prompt)
-    return max(rows * said + ceil(rows / group) * asked, exam_rows * (asked + said))
-
-
-def cache_bytes(widths: Widths, rows: int, length: float) -> float:
-    """Return the bytes of keys and values of ``rows`` rows of ``length`` tokens."""
-    return rows * padded_length(length) * widths.kv_bytes
+    asked, answer = padded_length(prompt), padded_length(longest - prompt)
+    return max(rows * answer + ceil(rows / group) * asked, exam_rows * (asked + answer))
 
 
 def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dict[str, float]:
-    """Return the bytes of each part on the fullest device of a layout.
-
-    For vLLM, what it needs for the rows in flight; it may be allowed to reserve more.
-    """
+    """Return the bytes of each part on the fullest device of a layout; of vLLM, what the rows in flight need."""
     split = split or Split()
-    local = Local.of(load, split)
-    rows = local.agents * load.rows * local.share
-    exam_rows = local.agents * load.exam_prompts * local.share
+    agents = split.agents(load)
+    rows = agents * load.rows * split.share
+    exam_rows = agents * load.exam_prompts * split.share
     trained, examined = (
-        rows_at_once(count, local.agents, load.max_rows) if count else 0
-        for count in (rows if load.samples else 0, exam_rows)
+        rows_at_once(count, agents, load.max_rows) if count else 0 for count in (rows if load.samples else 0, exam_rows)
     )
     in_flight = max(trained, examined, 1)
     longest = load.prompt + load.longest
-    tokens = tokens_in_flight(load, local)
-    vllm = (shape.weight_bytes + cache_bytes(shape, in_flight, longest)) / split.tensor_parallel
-    held = Held(
+    tokens = tokens_in_flight(load, split)
+    vllm = (shape.weight_bytes + in_flight * padded_length(longest) * shape.kv_bytes) / split.tensor_parallel
+    parts = footprint(
         widths=shape,
         base=shape.weight_bytes - shape.linear_bytes * (1 - 1 / split.shards),
         adapter=adapter_parameters(shape, load.rank),
-        agents=local.agents,
+        agents=agents,
         slots=load.slots,
         decoded=None if split.vllm else in_flight,
         cached=cached_tokens(trained, load.group, examined, load.prompt, longest),
         longest=longest,
         tokens=tokens,
         spoken=ceil(tokens * load.rows * load.completion / load.tokens(load.rows)),
-        scored=scored_at_once(load, local),
+        scored=scored_at_once(load, split),
         checkpointing=load.checkpointing,
         vllm={"vllm_alone" if split.takes_turns else "vllm": vllm} if split.vllm else {},
     )
-    return {name: float(size) for name, size in footprint(held).items()}
+    return {name: float(size) for name, size in parts.items()}
 
 
 def turns(parts: Mapping[str, float]) -> list[dict[str, float]]:
     """Return the parts that exist together, for each turn: decoding and training, and vLLM if it sleeps."""
     lasting = {name: size for name, size in parts.items() if name not in _TURNS}
-    found = [lasting | {name: parts[name]} for name in _TURNS if name in parts]
-    for sizes in found:
-        if "vllm_alone" in sizes:
-            sizes.pop("base", None)
-    return found or [lasting]
+    alone = {name: size for name, size in lasting.items() if name != "base"}
+    in_turn = [(alone if name == "vllm_alone" else lasting) | {name: parts[name]} for name in _TURNS if name in parts]
+    return in_turn or [lasting]
 
 
 def peak(parts: Mapping[str, float]) -> float:
@@ -181,11 +147,8 @@ def peak(parts: Mapping[str, float]) -> float:
 
 def is_too_much(parts: Mapping[str, float], there: float) -> bool:
     """Return whether any turn needs too much of ``there`` bytes. vLLM stays within its part, so it needs no margin."""
-    for sizes in turns(parts):
-        reserved = sum(sizes.get(name, 0) for name in _RESERVED)
-        if sum(sizes.values()) - reserved > SHARE * (there - reserved):
-            return True
-    return False
+    reserved = [(sizes, sum(sizes.get(name, 0) for name in _RESERVED)) for sizes in turns(parts)]
+    return any(sum(sizes.values()) - vllm > SHARE * (there - vllm) for sizes, vllm in reserved)
 
 
 def money(amount: float) -> str:
@@ -213,10 +176,7 @@ def layer_bytes(widths: Widths) -> float:
 
 
 def saved_bytes(widths: Widths, *, checkpointing: bool, offload: bool = False) -> float:
-    """Return the bytes of a token that stay on the device from the forward to the backward pass.
-
-    With ``checkpointing`` that is the input of every layer; with ``offload`` nothing stays.
-    """
+    """Return the bytes of a token that stay on the device from the forward to the backward pass."""
     if offload:
         return 0
     return widths.layers * (widths.hidden * widths.width if checkpointing else layer_bytes(widths))

@@ -6,7 +6,7 @@ from math import ceil
 
 from agilerl.errors import ConfigError
 from agilerl.planning.footprint import SHARE, gib, memory, peak
-from agilerl.planning.machines import GPUS, NETWORK, PER_MACHINE, VLLM_DECODE, Costs, Machine, PhaseCost
+from agilerl.planning.machines import GPUS, NETWORK, PER_MACHINE, VLLM_DECODE, Costs, Machine
 from agilerl.planning.time import GENERATION, ITERATION, ModelShape, Split, Workload, seconds, work
 
 _GAIN = 0.03
@@ -65,14 +65,15 @@ def forecast(shape: ModelShape, load: Workload, machine: Machine, costs: Costs, 
     if split.processes > PER_MACHINE:
         machine = replace(machine, link=min(machine.link, NETWORK))
     if split.vllm:
-        costs = replace(costs, phases={**phases, "decode": VLLM_DECODE, "prefill": _without_calls(phases["prefill"])})
+        prefill = replace(phases["prefill"], call=VLLM_DECODE.call)
+        costs = replace(costs, phases={**phases, "decode": VLLM_DECODE, "prefill": prefill})
     return Forecast(
         split=split,
         load=load,
         memory=_named(parts),
         peak=peak(parts),
-        seconds={phase: seconds(phase, found, machine, costs) for phase, found in works.items()},
-        floors={phase: found.floor(machine) for phase, found in works.items()},
+        seconds={phase: seconds(phase, done, machine, costs) for phase, done in works.items()},
+        floors={phase: done.floor(machine) for phase, done in works.items()},
     )
 
 
@@ -80,10 +81,6 @@ def _named(parts: Mapping[str, float]) -> dict[str, float]:
     """Return the parts under the short names that a plan shows; every layout has all of them."""
     nothing = dict.fromkeys(("base", "adapters", "decoding", "training", "vllm"), 0.0)
     return nothing | {_SHORT.get(name, name): size for name, size in parts.items()}
-
-
-def _without_calls(cost: PhaseCost) -> PhaseCost:
-    return replace(cost, call=VLLM_DECODE.call)
 
 
 def proposed(
@@ -94,31 +91,26 @@ def proposed(
     Among those within 3 %, the one with the fewest devices, then the smallest islands. Raises ConfigError if no layout
     fits, with suggestions of what would.
     """
-    found, refused = [], []
-    for split in _splits(shape, load.agents, devices, vllm=vllm):
-        sized = _sized(shape, load, machine, costs, split)
-        if isinstance(sized, str):
-            refused.append(f"{named(split)}: {sized}")
-        else:
-            found.append(sized)
-    if not found and not load.checkpointing:
+    splits = _splits(shape, load.agents, devices, vllm=vllm)
+    sized = {named(split): _sized(shape, load, machine, costs, split) for split in splits}
+    refused = tuple(f"{name}: {result}" for name, result in sized.items() if isinstance(result, str))
+    fitting = sorted((f for f in sized.values() if isinstance(f, Forecast)), key=lambda f: f.generation)
+    if not fitting and not load.checkpointing:
         again = proposed(shape, replace(load, checkpointing=True), machine, costs, devices, vllm=vllm)
         why = "gradient_checkpointing: without it nothing fits"
         return replace(again, refused=(*refused, *again.refused), reasons=(*again.reasons, why))
-    if not found:
+    if not fitting:
         raise ConfigError(_impossible(shape, load, machine, devices, vllm=vllm))
-    found.sort(key=lambda f: f.generation)
-    near = [f for f in found if f.generation <= found[0].generation * (1 + _GAIN)]
+    near = [f for f in fitting if f.generation <= fitting[0].generation * (1 + _GAIN)]
     best = min(near, key=lambda f: (f.split.devices, f.split.sharded, f.split.processes, f.generation))
-    others = tuple(f for f in found if f is not best)
-    return Capacity(best, others, tuple(refused), tuple(_reasons(shape, machine, costs, best, others)))
+    others = tuple(f for f in fitting if f is not best)
+    return Capacity(best, others, refused, tuple(_reasons(shape, machine, costs, best, others)))
 
 
 def named(split: Split) -> str:
     """Describe a layout in words."""
-    words = (
-        f"{split.islands} island{'s' * (split.islands > 1)} of {split.processes} process{'es' * (split.processes > 1)}"
-    )
+    islands, processes = "islands" if split.islands > 1 else "island", "processes" if split.processes > 1 else "process"
+    words = f"{split.islands} {islands} of {split.processes} {processes}"
     words += ", the base sharded over them" if split.sharded else ""
     return words + (f", vLLM over {split.tensor_parallel} devices" if split.tensor_parallel > 1 else "")
 
@@ -152,33 +144,26 @@ def _sized(shape: ModelShape, load: Workload, machine: Machine, costs: Costs, sp
             f"({gib(smallest.memory[largest])}); {gib(room)} are available"
         )
     best = smallest
-    for tokens in _doubled(least.max_tokens, _MOST_TOKENS):
-        load = _with(best.load, split, tokens, best.load.max_rows)
-        best = _better(best, forecast(shape, load, machine, costs, split), _BY_TOKENS, room)
-    for rows in _doubled(1, _MOST_ROWS):
-        load = replace(best.load, max_rows=rows)
-        best = _better(best, forecast(shape, load, machine, costs, split), _BY_ROWS, room)
+
+    def try_out(larger: Workload, phases: tuple[str, ...]) -> None:
+        """Take the workload if it fits and saves enough time in the phases that its batch size is for."""
+        nonlocal best
+        other = forecast(shape, larger, machine, costs, split)
+        before, after = (sum(f.seconds[phase] for phase in phases) for f in (best, other))
+        if other.peak <= room and after < before * (1 - _GAIN):
+            best = other
+
+    for tokens in (2**k for k in range(least.max_tokens.bit_length(), _MOST_TOKENS.bit_length())):
+        try_out(_with(best.load, split, tokens, best.load.max_rows), _BY_TOKENS)
+    for rows in (2**k for k in range(1, _MOST_ROWS.bit_length())):
+        try_out(replace(best.load, max_rows=rows), _BY_ROWS)
     return best
-
-
-def _better(best: Forecast, other: Forecast, phases: tuple[str, ...], room: float) -> Forecast:
-    """Return ``other`` if it fits and saves enough time in the phases that its batch size is for, else ``best``."""
-    before, after = (sum(f.seconds[phase] for phase in phases) for f in (best, other))
-    return other if other.peak <= room and after < before * (1 - _GAIN) else best
 
 
 def _with(load: Workload, split: Split, tokens: int, rows: int) -> Workload:
     """Return the workload with other batch sizes; few agents get larger micro-batches, to fill a forward."""
     per_agent = ceil(tokens / ceil(load.agents / split.islands))
     return replace(load, max_tokens=tokens, max_rows=rows, micro_tokens=max(per_agent, min(tokens, load.pass_tokens)))
-
-
-def _doubled(start: int, most: int) -> Iterator[int]:
-    """Yield powers of two above ``start``."""
-    size = 1 << start.bit_length()
-    while size <= most:
-        yield size
-        size *= 2
 
 
 def _reasons(
@@ -208,20 +193,14 @@ def _reasons(
 
 def _impossible(shape: ModelShape, load: Workload, machine: Machine, devices: int, *, vllm: bool) -> str:
     """Return a sentence on what does not fit, and what would."""
-    cures = []
-    for count in (2**k for k in range(1, 11)):
-        if count > devices and _holds(shape, load, machine, count, vllm=vllm):
-            cures.append(f"{count} of these, the base sharded over them")
+    counts = (2**k for k in range(1, 11) if 2**k > devices)
+    enough = next((count for count in counts if _holds(shape, load, machine, count, vllm=vllm)), None)
+    cures = [] if enough is None else [f"{enough} of these, the base sharded over them"]
+    for name, sheet in sorted(GPUS.items(), key=lambda gpu: gpu[1].memory):
+        larger = replace(machine, memory=sheet.memory)
+        if sheet.memory > machine.memory and _holds(shape, load, larger, devices, vllm=vllm):
+            cures.append(f"{devices} x {name} ({sheet.memory / 1e9:.0f} GB)")
             break
-    larger = [
-        name
-        for name, sheet in GPUS.items()
-        if sheet.memory > machine.memory
-        and _holds(shape, load, replace(machine, memory=sheet.memory), devices, vllm=vllm)
-    ]
-    if larger:
-        least = min(larger, key=lambda name: GPUS[name].memory)
-        cures.append(f"{devices} x {least} ({GPUS[least].memory / 1e9:.0f} GB)")
     if shape.linear_width > 1 and _holds(replace(shape, linear_width=0.5625), load, machine, devices, vllm=vllm):
         cures.append("the base in 4 bits (network.quantization=nf4)")
     if vllm and _holds(shape, load, machine, devices, vllm=False):
@@ -238,8 +217,6 @@ def _impossible(shape: ModelShape, load: Workload, machine: Machine, devices: in
 
 
 def _holds(shape: ModelShape, load: Workload, machine: Machine, devices: int, *, vllm: bool) -> bool:
-    for split in _splits(shape, load.agents, devices, vllm=vllm):
-        least = _with(load, split, ceil(load.prompt + load.longest), 1)
-        if peak(memory(shape, least, split)) <= SHARE * machine.memory:
-            return True
-    return False
+    length, room = ceil(load.prompt + load.longest), SHARE * machine.memory
+    splits = _splits(shape, load.agents, devices, vllm=vllm)
+    return any(peak(memory(shape, _with(load, split, length, 1), split)) <= room for split in splits)

@@ -194,6 +194,15 @@ class Split:
         return self.islands * self.processes * self.tensor_parallel
 
     @property
+    def share(self) -> float:
+        """A process's share of the rows of its island."""
+        return 1 / self.processes
+
+    def agents(self, load: Workload) -> int:
+        """Return the agents of the largest island."""
+        return ceil(load.agents / self.islands)
+
+    @property
     def shards(self) -> int:
         """Parts that the base's layers are divided into."""
         return self.processes if self.sharded else 1
@@ -224,28 +233,8 @@ class Work:
 
     def floor(self, machine: Machine) -> float:
         """Return the least seconds: the slowest of computing, reading, sending and writing, all else hidden."""
-        return max(
-            self.flops / machine.flops,
-            self.bytes / machine.bandwidth,
-            self.link / machine.link,
-            self.disk / machine.disk,
-        )
-
-
-@dataclass(frozen=True)
-class Local:
-    """The busiest process's part of the workload."""
-
-    agents: int
-    """Agents of its island."""
-    share: float
-    """Its share of the island's rows."""
-    split: Split
-
-    @classmethod
-    def of(cls, load: Workload, split: Split) -> "Local":
-        """Return the part of a process."""
-        return cls(ceil(load.agents / split.islands), 1 / split.processes, split)
+        computed, read = self.flops / machine.flops, self.bytes / machine.bandwidth
+        return max(computed, read, self.link / machine.link, self.disk / machine.disk)
 
 
 def adapter_parameters(shape: ModelShape, rank: int) -> int:
@@ -256,105 +245,101 @@ def adapter_parameters(shape: ModelShape, rank: int) -> int:
 def work(shape: ModelShape, load: Workload, split: Split | None = None) -> dict[str, Work]:
     """Return the work of each phase for the busiest process: an iteration's, and a generation's."""
     split = split or Split()
-    local = Local.of(load, split)
     none = Work()
     return {
-        "prefill": _prefill(shape, load, local, load.prompts, load.group) if load.samples else none,
-        "decode": _decode(shape, load, local, load.rows, load.group) if load.samples else none,
-        "logprobs": _logprobs(shape, load, local),
-        "train": _train(shape, load, local),
-        "optimizer": _optimizer(shape, load, local),
-        "exam_prefill": _prefill(shape, load, local, load.exam_prompts, 1),
-        "exam_decode": _decode(shape, load, local, load.exam_prompts, 1),
-        "evolve": Work(bytes=2 * 4 * ADAPTER_WIDTH * adapter_parameters(shape, load.rank) * local.agents),
+        "prefill": _prefill(shape, load, split, load.prompts, load.group) if load.samples else none,
+        "decode": _decode(shape, load, split, load.rows, load.group) if load.samples else none,
+        "logprobs": _logprobs(shape, load, split),
+        "train": _train(shape, load, split),
+        "optimizer": _optimizer(shape, load, split),
+        "exam_prefill": _prefill(shape, load, split, load.exam_prompts, 1),
+        "exam_decode": _decode(shape, load, split, load.exam_prompts, 1),
+        "evolve": Work(bytes=2 * 4 * ADAPTER_WIDTH * adapter_parameters(shape, load.rank) * split.agents(load)),
         "checkpoint": Work(disk=3 * ADAPTER_WIDTH * adapter_parameters(shape, load.rank) * load.agents * load.slots),
     }
 
 
-def _prefill(shape: ModelShape, load: Workload, local: Local, prompts: int, group: int) -> Work:
+def _prefill(shape: ModelShape, load: Workload, split: Split, prompts: int, group: int) -> Work:
     """Each prompt once: 2 (P_lin + D) T + 2 P_head and 2 L d_q s^2 per prompt (causal attention, half of 4).
 
     Its keys and values are then copied into the cache, and the first token of each row is drawn.
     """
-    count = local.agents * prompts * local.share
+    count = split.agents(load) * prompts * split.share
     if not count:
         return Work()
-    calls = max(1, ceil(count * group / rows_at_once(count * group, local.agents, load.max_rows)))
-    tokens = count * (load.prompt - load.common) + min(local.agents, count) * load.common
+    calls = max(1, ceil(count * group / rows_at_once(count * group, split.agents(load), load.max_rows)))
+    tokens = count * (load.prompt - load.common) + min(split.agents(load), count) * load.common
     d, rows = adapter_parameters(shape, load.rank), count * group
     flops = tokens * 2 * (shape.linear + d) + count * (2 * shape.head + _attention(shape, load.prompt))
     drawn = 2 * tokens * shape.kv_bytes + rows * shape.vocabulary * DRAWING_BYTES
-    found = Work(flops, calls * shape.read_bytes, _forward_traffic(shape, tokens) + drawn, calls * shape.layers)
-    return found + _gathered(shape, local, calls)
+    read, traffic = calls * shape.read_bytes, _forward_traffic(shape, tokens) + drawn
+    return Work(flops, read, traffic, calls * shape.layers) + _gathered(shape, split, calls)
 
 
-def _decode(shape: ModelShape, load: Workload, local: Local, rows_of_agent: int, group: int) -> Work:
+def _decode(shape: ModelShape, load: Workload, split: Split, rows_of_agent: int, group: int) -> Work:
     """One token per row and step: R (2 P + 2 D + 4 L d_q s) operations, P w + N D w + R s kappa bytes.
 
     The bytes of a prompt's keys and values are read once for all rows of its group.
     """
-    rows, d = local.agents * rows_of_agent * local.share, adapter_parameters(shape, load.rank)
+    rows, d = split.agents(load) * rows_of_agent * split.share, adapter_parameters(shape, load.rank)
     if not rows:
         return Work()
-    batches = max(1, ceil(rows / rows_at_once(rows, local.agents, load.max_rows)))
-    steps, said = batches * load.longest, load.completion / 2
-    tokens = batches * _filled(rows / batches, load.row_multiple) * load.completion
-    parallel = local.split.tensor_parallel
-    flops = tokens * (2 * (shape.linear + shape.head + d) + 4 * shape.layers * shape.query_width * (load.prompt + said))
-    cache = tokens * (load.prompt / group + said) * shape.kv_bytes
-    read = steps * (shape.read_bytes + local.agents * d * ADAPTER_WIDTH) + cache
+    batches = max(1, ceil(rows / rows_at_once(rows, split.agents(load), load.max_rows)))
+    steps, half = batches * load.longest, load.completion / 2
+    padding = load.row_multiple
+    tokens = batches * (ceil(rows / batches / padding) * padding if padding > 1 else rows / batches) * load.completion
+    parallel = split.tensor_parallel
+    flops = tokens * (2 * (shape.linear + shape.head + d) + 4 * shape.layers * shape.query_width * (load.prompt + half))
+    cache = tokens * (load.prompt / group + half) * shape.kv_bytes
+    read = steps * (shape.read_bytes + split.agents(load) * d * ADAPTER_WIDTH) + cache
     traffic = _forward_traffic(shape, tokens) + tokens * shape.vocabulary * DRAWING_BYTES
     result = Work(flops / parallel, read / parallel, traffic / parallel, steps * shape.layers)
     if parallel > 1:  # two all-reduces per layer
         share = 2 * (parallel - 1) / parallel
         return result + Work(link=2 * shape.layers * tokens * shape.hidden * shape.width * share)
-    return result + _gathered(shape, local, steps)
+    return result + _gathered(shape, split, steps)
 
 
-def _logprobs(shape: ModelShape, load: Workload, local: Local) -> Work:
+def _logprobs(shape: ModelShape, load: Workload, split: Split) -> Work:
     """Passes without gradient: 2 P_lin T + 2 P_head T_c; the old policy's pass adds its adapter."""
-    rows, d = local.agents * load.rows * local.share, adapter_parameters(shape, load.rank)
-    tokens, spoken = local.agents * load.tokens(load.rows * local.share), rows * load.completion
+    rows, d = split.agents(load) * load.rows * split.share, adapter_parameters(shape, load.rank)
+    tokens, spoken = split.agents(load) * load.tokens(load.rows * split.share), rows * load.completion
     calls = max(1, ceil(tokens / min(load.micro_tokens, load.max_tokens)))
     once = Work(
-        tokens * 2 * shape.linear + spoken * 2 * shape.head + _attentions(shape, load, local, load.rows),
+        tokens * 2 * shape.linear + spoken * 2 * shape.head + _attentions(shape, load, split, load.rows),
         calls * shape.read_bytes,
         _forward_traffic(shape, tokens) + spoken * shape.vocabulary * 16,
         calls * shape.layers,
-    ) + _gathered(shape, local, calls)
+    ) + _gathered(shape, split, calls)
     adapted = once + Work(flops=2 * d * tokens)
     return once.times(float(load.reference)) + adapted.times(float(load.old_pass))
 
 
-def _train(shape: ModelShape, load: Workload, local: Local) -> Work:
+def _train(shape: ModelShape, load: Workload, split: Split) -> Work:
     """4 P_lin T + 4 P_head T_c + 6 D T + 6 L d_q sum s^2: no gradient of the frozen weights is computed."""
     # Each optimizer step draws its rows of all prompts, and computes each prompt once.
     window, readers = min(load.window, load.rows), 2 if load.critic else 1
     steps, d = load.rows / window, adapter_parameters(shape, load.rank)
-    tokens = local.agents * steps * load.tokens(window * local.share) * readers
-    spoken = local.agents * load.rows * local.share * load.completion * readers
-    calls = max(1, ceil(tokens / tokens_in_flight(load, local)))
+    tokens = split.agents(load) * steps * load.tokens(window * split.share) * readers
+    spoken = split.agents(load) * load.rows * split.share * load.completion * readers
+    calls = max(1, ceil(tokens / tokens_in_flight(load, split)))
     passes = 3 if load.checkpointing else 2
     flops = 2 * passes * shape.linear * tokens + 4 * shape.head * spoken + (2 * passes + 2) * d * tokens
     once = Work(
-        flops + (passes + 1) * steps * readers * _attentions(shape, load, local, window),
+        flops + (passes + 1) * steps * readers * _attentions(shape, load, split, window),
         calls * passes * shape.read_bytes,
         passes * 1.5 * _forward_traffic(shape, tokens) + spoken * shape.vocabulary * 32,
         calls * shape.layers * passes,
-    ) + _gathered(shape, local, calls * passes)
+    ) + _gathered(shape, split, calls * passes)
     return once.times(load.epochs)
 
 
-def _optimizer(shape: ModelShape, load: Workload, local: Local) -> Work:
+def _optimizer(shape: ModelShape, load: Workload, split: Split) -> Work:
     """30 N D bytes per step; if processes share out the rows, the gradients are summed over them."""
-    numbers = local.agents * adapter_parameters(shape, load.rank) * (2 if load.critic else 1)
+    numbers = split.agents(load) * adapter_parameters(shape, load.rank) * (2 if load.critic else 1)
     steps = load.epochs * max(1, ceil(load.rows / load.window))
-    p = local.split.processes
+    p = split.processes
     return Work(bytes=30 * numbers, link=2 * ADAPTER_WIDTH * numbers * (p - 1) / p, layer_calls=1).times(steps)
-
-
-def _filled(rows: float, multiple: int) -> float:
-    return ceil(rows / multiple) * multiple if multiple > 1 else rows
 
 
 def _attention(shape: ModelShape, length: float, seen: float = 0) -> float:
@@ -362,11 +347,11 @@ def _attention(shape: ModelShape, length: float, seen: float = 0) -> float:
     return 2 * shape.layers * shape.query_width * (length**2 + 2 * length * seen)
 
 
-def _attentions(shape: ModelShape, load: Workload, local: Local, rows: float) -> float:
+def _attentions(shape: ModelShape, load: Workload, split: Split, rows: float) -> float:
     """Forward operations of attention over so many rows of each agent, their prompts once."""
-    own = rows * local.share
-    said = own * _attention(shape, load.completion, load.prompt)
-    return local.agents * (said + load.different_prompts(own) * _attention(shape, load.prompt))
+    rows *= split.share
+    completions = rows * _attention(shape, load.completion, load.prompt)
+    return split.agents(load) * (completions + load.different_prompts(rows) * _attention(shape, load.prompt))
 
 
 def _forward_traffic(shape: ModelShape, tokens: float) -> float:
@@ -374,9 +359,9 @@ def _forward_traffic(shape: ModelShape, tokens: float) -> float:
     return tokens * shape.layers * shape.width * (30 * shape.hidden + 10 * shape.feed_forward)
 
 
-def _gathered(shape: ModelShape, local: Local, calls: float) -> Work:
+def _gathered(shape: ModelShape, split: Split, calls: float) -> Work:
     """Every pass over a sharded base collects the other processes' parts."""
-    return Work(link=calls * shape.linear_bytes * (1 - 1 / local.split.shards))
+    return Work(link=calls * shape.linear_bytes * (1 - 1 / split.shards))
 
 
 def rows_at_once(rows: float, agents: int, most: int) -> int:
@@ -385,31 +370,25 @@ def rows_at_once(rows: float, agents: int, most: int) -> int:
 
 
 def tokens_at_once(micro: int, agents: int, most: int) -> int:
-    """Return the most tokens of a training forward, which holds a micro-batch of each agent.
-
-    ``micro`` is the size of the largest micro-batch, which is never divided: a forward may be larger than ``most``.
-    """
+    """Return the most tokens of a training forward: a micro-batch of each agent, none of which is divided."""
     return max(micro, min(most, agents * micro))
 
 
-def tokens_in_flight(load: Workload, local: Local) -> int:
+def tokens_in_flight(load: Workload, split: Split) -> int:
     """Return the most tokens of one training forward of one process; a critic runs over the rows once more."""
     length = ceil(load.length)
-    step = ceil(load.tokens(min(load.window, load.rows) * local.share))
+    step = ceil(load.tokens(min(load.window, load.rows) * split.share))
     micro = max(length, min(load.micro_tokens, step))
-    return tokens_at_once(micro * (2 if load.critic else 1), local.agents, load.max_tokens)
+    return tokens_at_once(micro * (2 if load.critic else 1), split.agents(load), load.max_tokens)
 
 
-def scored_at_once(load: Workload, local: Local) -> int:
+def scored_at_once(load: Workload, split: Split) -> int:
     """Return the most tokens of one forward without gradient of one process, which holds rows of one agent."""
-    return max(ceil(load.length), min(load.micro_tokens, ceil(load.tokens(load.rows * local.share))))
+    return max(ceil(load.length), min(load.micro_tokens, ceil(load.tokens(load.rows * split.share))))
 
 
 def seconds(phase: str, work: Work, machine: Machine, costs: Costs) -> float:
     """Return the predicted seconds of a phase's work."""
     cost = costs.phases[phase.removeprefix("exam_")]
-    return (
-        cost.floor * work.floor(machine)
-        + cost.traffic * work.traffic / machine.bandwidth
-        + cost.call * work.layer_calls
-    )
+    traffic = cost.traffic * work.traffic / machine.bandwidth
+    return cost.floor * work.floor(machine) + traffic + cost.call * work.layer_calls

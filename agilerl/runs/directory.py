@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -21,7 +21,7 @@ from typing import Any, Self
 import filelock
 
 from agilerl.arguments import Location, Seed, checked, shown
-from agilerl.bounds import check_links
+from agilerl.bounds import check_links, memory_bytes
 from agilerl.errors import AgileRLError, CheckpointError, WriteError
 from agilerl.redaction import redacted
 from agilerl.runs import strict_json
@@ -45,15 +45,14 @@ _PARTS = frozenset(
     | {"elite", "report.html", "trackers.json", "tensorboard", "wandb", _LOCK}
 )
 """All that a run writes into its directory."""
-_RUN_KEYS = {
-    "schema_version": int,
-    "config": dict,
-    "config_sha256": str,
-    "seed": int,
-    "versions": dict,
-    "started": str,
-    "command": list,
+_KINDS: dict[type, tuple[str, ...]] = {
+    int: ("schema_version", "seed"),
+    str: ("config_sha256", "started"),
+    list: ("command",),
+    dict: ("config", "versions", "files", "given", "hardware"),
 }
+_OPTIONAL = ("files", "given", "hardware")
+"""Keys of ``run.json`` by the type of their values."""
 
 
 class RunLayout:
@@ -138,13 +137,11 @@ class RunDirectory(RunLayout, Closing):
         """Start a run in a directory that is empty or does not exist yet.
 
         ``config`` is the resolved configuration (any JSON value), ``given`` the part of it that was set explicitly
-        (None: all of it). ``command`` defaults to the command line of this process, and is written without keys and
-        passwords. ``files`` gives the sha256 of the files that the run reads, by kind and path. ``date`` is the date
-        that its chat templates see, local time (None: now). With ``overwrite``, a run in the directory is deleted,
-        unless it is in use, or something is beside it that is not of a run. ``usual_rate`` is the learning rate that is
-        usual for the base, for the report.
-        Raises CheckpointError, having written nothing, if the directory is in use (with the owner's process id), holds
-        a run, or holds something else.
+        (None: all of it). ``command`` (None: that of this process) is written without keys and passwords. ``files`` has
+        the sha256 of the files that the run reads, by kind and path. ``date`` is what its chat templates see, local
+        time (None: now). ``overwrite`` deletes a run in the directory, unless it is in use or something else lies
+        beside it. ``usual_rate`` is the learning rate that is usual for the base, for the report.
+        Raises CheckpointError, having written nothing, if the directory is in use, or holds a run or something else.
         """
         root = Path(path)
         document = strict_json.loads(strict_json.dumps(config))
@@ -179,7 +176,10 @@ class RunDirectory(RunLayout, Closing):
                 info |= {"given": given, "given_sha256": _sha256(given)}
             run = cls(root, lock, info)
             for folder in (run.completions, run.checkpoints):
-                _make(folder)
+                try:
+                    folder.mkdir(exist_ok=True)
+                except OSError as error:
+                    raise WriteError(f"{folder} could not be created: {error.strerror or error}.") from error
             # Written last: this file makes the directory a run.
             write_json(run.run_json, info)
         except BaseException:
@@ -203,7 +203,13 @@ class RunDirectory(RunLayout, Closing):
             run = cls(root, lock, read_run(root))
             if run.is_finished:
                 raise CheckpointError(f"the run in {root} is finished: there is nothing left to do.")
-            _check_arithmetic(root, run.info)
+            if (version := run.info.get("arithmetic_version", 1)) != ARITHMETIC_VERSION:
+                raise CheckpointError(
+                    f"the run in {root} was started with version {shown(version)} of the arithmetic, this agilerl "
+                    f"computes with version {ARITHMETIC_VERSION}: it rounds or selects differently, so the run cannot "
+                    "be resumed to the same bits. Resume it with the agilerl that started it, or start a new run; its "
+                    "agents can still be loaded."
+                )
             for folder in (root, run.completions, run.checkpoints):
                 remove_leftovers(folder)
         except BaseException:
@@ -212,10 +218,7 @@ class RunDirectory(RunLayout, Closing):
         return run
 
     def finish(self, summary: Mapping[str, Any]) -> None:
-        """Write ``summary.json``, with ``"status": "finished"`` unless the summary has another status.
-
-        Raises CheckpointError if the directory has been closed.
-        """
+        """Write ``summary.json``, with ``"status": "finished"`` unless the summary has another status."""
         self.check_open()
         write_json(self.summary, {"status": "finished", **summary})
 
@@ -251,13 +254,13 @@ def find_adapter(path: Location) -> tuple[Path, Path | None]:
         raise CheckpointError(f"expected a run with an elite, found none in {root}; resume the run{hint}")
     folder = root / "actor" if (root / "actor" / ADAPTER_CONFIG).is_file() else root
     if not (folder / ADAPTER_CONFIG).is_file():
-        found = "nothing" if not root.exists() else "a file" if root.is_file() else "a folder with neither"
+        what = "nothing" if not root.exists() else "a file" if root.is_file() else "a folder with neither"
         raise CheckpointError(
-            f"expected a run or an adapter (with run.json or {ADAPTER_CONFIG}) at {root}, found {found}"
+            f"expected a run or an adapter (with run.json or {ADAPTER_CONFIG}) at {root}, found {what}"
         )
     check_links(folder, error=CheckpointError)
     above = list(folder.absolute().parents)[:_ABOVE]
-    return folder, next((place for place in above if (place / "run.json").is_file()), None)
+    return folder, next((parent for parent in above if (parent / "run.json").is_file()), None)
 
 
 def _reached(path: Location) -> Path:
@@ -280,8 +283,7 @@ def read_run(path: Location) -> dict[str, Any]:
     """
     root = _reached(path)
     if not root.is_dir():
-        found = "a file" if root.exists() else "nothing"
-        raise CheckpointError(f"expected a run directory at {root}, found {found}.")
+        raise CheckpointError(f"expected a run directory at {root}, found {'a file' if root.exists() else 'nothing'}.")
     file = root / "run.json"
     if not file.exists():
         raise CheckpointError(
@@ -295,20 +297,16 @@ def read_run(path: Location) -> dict[str, Any]:
         raise CheckpointError(
             f"{file} has schema version {version}, but this agilerl reads up to {SCHEMA_VERSION}; install a newer one."
         )
-    for key, kind in _RUN_KEYS.items():
-        if not isinstance(info.get(key), kind):
+    for kind, key in ((kind, key) for kind, keys in _KINDS.items() for key in keys):
+        if (key in info or key not in _OPTIONAL) and not isinstance(info.get(key), kind):
             raise CheckpointError(f"{file}: expected {key} as {kind.__name__}, found {shown(info.get(key))}.")
-    if _sha256(info["config"]) != info["config_sha256"]:
-        raise CheckpointError(f"{file}: the configuration does not match its sha256; the file was changed or damaged.")
+    for key in ("config", "given"):
+        if key in info and _sha256(info[key]) != info.get(f"{key}_sha256"):
+            raise CheckpointError(f"{file}: {key} does not match its sha256; the file was changed or damaged.")
     try:
         run_date(info)
     except ValueError as error:
         raise CheckpointError(f"{file}: expected dates as 2026-01-31T12:00:00: {error}.") from error
-    for key in ("files", "given", "hardware"):
-        if not isinstance(info.get(key, {}), dict):
-            raise CheckpointError(f"{file}: expected {key} as dict, found {shown(info[key])}.")
-    if "given" in info and _sha256(info["given"]) != info.get("given_sha256"):
-        raise CheckpointError(f"{file}: the given settings do not match their sha256; the file was changed or damaged.")
     return info
 
 
@@ -326,23 +324,8 @@ def as_written(root: Path) -> Iterator[None]:
         ) from error
 
 
-def _check_arithmetic(root: Path, info: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a run begun with another version of the arithmetic."""
-    found = info.get("arithmetic_version", 1)
-    if found == ARITHMETIC_VERSION:
-        return
-    raise CheckpointError(
-        f"the run in {root} was started with version {shown(found)} of the arithmetic, this agilerl computes with "
-        f"version {ARITHMETIC_VERSION}: it rounds or selects differently, so the run cannot be resumed to the same "
-        "bits. Resume it with the agilerl that started it, or start a new run; its agents can still be loaded."
-    )
-
-
 def run_date(info: Mapping[str, Any]) -> datetime:
-    """Return the date that the chat templates of a run see, local time, from its ``run.json``.
-
-    Runs of versions that did not write it use the time when they were started. Raises ValueError for an invalid date.
-    """
+    """Return the date, local time, that the chat templates of a run see; raises ValueError for an invalid one."""
     if "date" not in info:
         return datetime.fromisoformat(info["started"]).astimezone().replace(tzinfo=None)
     date = datetime.fromisoformat(str(info["date"]))
@@ -355,13 +338,6 @@ def check_not_in_use(root: Path) -> None:
     """Raise CheckpointError with the owner's process id if another process is using the directory."""
     if (root / _LOCK).exists():
         DirectoryLock(root / _LOCK).release()
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise WriteError(f"{folder} could not be created: {error.strerror or error}.") from error
 
 
 def _check_plain(root: Path) -> None:
@@ -382,10 +358,10 @@ def check_vacant(root: Path, *, locked: bool = False, overwrite: bool = False) -
     if not root.is_dir():
         raise CheckpointError(f"expected a directory for the run at {root}, found a file; choose another path.")
     layout = RunLayout(root)
+    if layout.run_json.exists() and overwrite:
+        _check_deletable(root, locked=locked)
+        return
     if layout.run_json.exists():
-        if overwrite:
-            _check_deletable(root, locked=locked)
-            return
         if layout.is_finished:
             raise CheckpointError(
                 f"{root} holds a finished run; choose another directory, or delete that one first (train --overwrite)."
@@ -395,8 +371,7 @@ def check_vacant(root: Path, *, locked: bool = False, overwrite: bool = False) -
         raise CheckpointError(
             f"{root} holds an unfinished run; resume it, or choose another directory (train --overwrite deletes it)."
         )
-    foreign = [path.name for path in listed(root) if not _is_of_interrupted_start(path)]
-    if foreign:
+    if foreign := [path.name for path in listed(root) if not _is_of_interrupted_start(path)]:
         raise CheckpointError(
             f"{root} is not empty (found {foreign[0]}) and not a run; choose a directory that is empty or new."
         )
@@ -408,8 +383,7 @@ def _check_deletable(root: Path, *, locked: bool) -> None:
         raise CheckpointError(f"{root} is a link; to overwrite the run that it leads to, give that directory.")
     read_run(root)
     _check_plain(root)
-    foreign = [path.name for path in listed(root) if not _is_part(path)]
-    if foreign:
+    if foreign := [path.name for path in listed(root) if not _is_part(path)]:
         raise CheckpointError(
             f"{root} holds {shown(foreign[0])}, which is not part of a run, so the run is not overwritten; move that "
             "elsewhere, or choose another directory."
@@ -423,14 +397,11 @@ def _is_part(path: Path) -> bool:
 
 
 def delete_run(root: Path) -> None:
-    """Delete a run, ``run.json`` last: if this is interrupted, it can be done again. Does nothing where none is.
-
-    The directory and its lock stay. Raises CheckpointError for a directory that holds more than a run.
-    """
+    """Delete a run if there is one, ``run.json`` last, so that it can be repeated; keeps the lock."""
     if not (root / "run.json").exists():
         return
     _check_deletable(root, locked=True)
-    parts = [path for path in listed(root) if _is_part(path) and path.name not in (_LOCK, "run.json")]
+    parts = [path for path in listed(root) if path.name not in (_LOCK, "run.json")]
     try:
         for path in [*parts, root / "run.json"]:
             if path.is_dir():
@@ -456,35 +427,29 @@ def _sha256(config: Any) -> str:
 
 
 class DirectoryLock:
-    """An exclusive lock on a file, taken at construction; the system releases it when the process dies.
-
-    Raises CheckpointError at once, with the owner's process id, if another process holds it.
-    """
+    """An exclusive lock on a file until ``release`` or death; raises CheckpointError, naming the owner, if taken."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor: int | None = None
-        try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | PLAIN_FILE, 0o666)
-        except OSError as error:
-            raise CheckpointError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
-        try:
-            locked = filelock.lock_descriptor(descriptor, blocking=False)
-        except OSError as error:
-            os.close(descriptor)
-            raise CheckpointError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
-        if not locked:
-            owner = _owner(descriptor)
-            os.close(descriptor)
-            raise CheckpointError(
-                f"{path.parent} is in use by {owner}. Wait until it ends, stop it, or choose another directory."
-            )
-        try:
-            os.ftruncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
-        except OSError as error:
-            os.close(descriptor)
-            raise WriteError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
+        with ExitStack() as opened:
+            try:
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | PLAIN_FILE, 0o666)
+                opened.callback(os.close, descriptor)
+                locked = filelock.lock_descriptor(descriptor, blocking=False)
+            except OSError as error:
+                raise CheckpointError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
+            if not locked:
+                raise CheckpointError(
+                    f"{path.parent} is in use by {_owner(descriptor)}. Wait until it ends, stop it, or choose another "
+                    "directory."
+                )
+            try:
+                os.ftruncate(descriptor, 0)
+                os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
+            except OSError as error:
+                raise WriteError(f"{path.parent} cannot be locked: {error.strerror or error}.") from error
+            opened.pop_all()  # it stays open as long as the lock is held
         self._descriptor = descriptor
         _held.add(self)
 
@@ -556,15 +521,12 @@ def collect_versions() -> dict[str, str | None]:
 
 
 def collect_hardware() -> dict[str, Any]:
-    """Return {platform, cpu, cores, memory_bytes, cuda}: ``cores`` are those that this process may use.
-
-    Imports torch to list the CUDA devices; each is {name, memory_bytes, capability}.
-    """
+    """Return the machine: ``cores`` are those of this process, ``cuda`` {name, memory_bytes, capability} each."""
     return {
         "platform": platform.platform(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": memory_bytes(),
         "cuda": _cuda_devices(),
     }
 
@@ -580,13 +542,6 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
-        return None
-
-
 def _cuda_devices() -> list[dict[str, Any]]:
     try:
         import torch  # Slow to import, and only needed here.
@@ -594,5 +549,5 @@ def _cuda_devices() -> list[dict[str, Any]]:
         return []
     if not torch.cuda.is_available():
         return []
-    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [{"name": d.name, "memory_bytes": d.total_memory, "capability": f"{d.major}.{d.minor}"} for d in found]
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [{"name": d.name, "memory_bytes": d.total_memory, "capability": f"{d.major}.{d.minor}"} for d in devices]

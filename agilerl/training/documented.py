@@ -6,9 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from agilerl.algorithms import ALGORITHMS, LLMPPO, LLMREINFORCE, LLMAlgorithm
 from agilerl.algorithms.codec import save_llm_checkpoint
@@ -80,7 +78,7 @@ def create_population(
     """Return a population of an algorithm by name, its hyperparameters in capitals as in ``INIT_HP``.
 
     ``INIT_HP`` also holds what belongs to loops (``POP_SIZE``, ``TOURN_SIZE``), which is left out here; a key that is
-    nobody's is said. ``LR`` is also PPO's ``lr_actor``. ``algo_kwargs`` are the agents' own keywords, and win.
+    unknown is warned of. ``LR`` is also PPO's ``lr_actor``. ``algo_kwargs`` are the agents' own keywords, and win.
     ``net_config`` and spaces have no meaning for a language model. Raises ConfigError for an unknown algorithm.
     """
     cls = _NAMES.get(algo.upper().replace("-", "_"), _NAMES.get(algo))
@@ -90,7 +88,7 @@ def create_population(
         given = "net_config" if net_config is not None else next(name for name in unused if unused[name] is not None)
         raise ConfigError(f"create_population: {given} is for other networks than language models; leave it out")
     values = _agent_keywords(cls, INIT_HP or {})
-    own: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "model_name": model_name,
         "actor_network": actor_network,
         "lora_config": lora_config,
@@ -103,7 +101,7 @@ def create_population(
     }
     if actor_network is not None:
         values.pop("model_name", None)
-    values |= {name: value for name, value in own.items() if value is not None} | dict(algo_kwargs or {})
+    values |= {name: value for name, value in arguments.items() if value is not None} | dict(algo_kwargs or {})
     agents = cls.population(population_size, hp_config=hp_config, **values)
     if tokenizer is not None and agents[0].runtime.tokenizer is None:
         agents[0].runtime.tokenizer = tokenizer
@@ -113,30 +111,30 @@ def create_population(
 def _agent_keywords(cls: type[LLMAlgorithm], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords of an agent that ``INIT_HP`` means."""
     known = {*cls.Config.model_fields, *SharedOptions.model_fields, *_OF_AGENTS}
-    found: dict[str, Any] = {}
+    keywords: dict[str, Any] = {}
     unknown = []
     for key, value in given.items():
         name = key.lower()
         if name == "lr" and "lr_actor" in known:
-            found.setdefault("lr_actor", given.get("LR_ACTOR", value))
+            keywords.setdefault("lr_actor", given.get("LR_ACTOR", value))
         elif name in known:
-            found[name] = value
+            keywords[name] = value
         elif name == "quantization":
-            found["quantization_config"] = value
+            keywords["quantization_config"] = value
         elif name == "cosine_lr_scheduler" and value is not None:
-            found["cosine_lr_schedule_config"] = CosineLRScheduleConfig(**value)
+            keywords["cosine_lr_schedule_config"] = CosineLRScheduleConfig(**value)
         elif key not in _OF_LOOPS and key not in _LORA:
             unknown.append(key)
     lora = {_LORA[key]: value for key, value in given.items() if key in _LORA}
     if lora.get("target_modules"):
-        found["lora_config"] = imported_peft().LoraConfig(**{"lora_alpha": 64, "r": 16, **lora})
+        keywords["lora_config"] = imported_peft().LoraConfig(**{"lora_alpha": 64, "r": 16, **lora})
     if unknown:
         warnings.warn(
             f"INIT_HP: {', '.join(unknown)} {'is not a setting' if len(unknown) == 1 else 'are not settings'} of "
             f"{cls.__name__} and ignored",
             stacklevel=4,
         )
-    return found
+    return keywords
 
 
 class AutoModelForCausalLMWithValueHead:
@@ -206,10 +204,11 @@ def aggregate_metrics_across_gpus(accelerator: Any, metric_tensor: Any = None) -
     """Return the mean of a metric over all processes of an accelerator (None: over the numbers alone)."""
     if metric_tensor is None:  # the accelerator may be left out
         accelerator, metric_tensor = None, accelerator
-    _check_accelerator(accelerator)
+    if accelerator is not None and not hasattr(accelerator, "num_processes"):
+        raise ConfigError(f"accelerator: expected an accelerate.Accelerator, found {described(accelerator)}")
     try:
-        values = torch.as_tensor(np.asarray(metric_tensor) if not isinstance(metric_tensor, Tensor) else metric_tensor)
-    except (TypeError, ValueError):
+        values = torch.as_tensor(metric_tensor)
+    except (TypeError, ValueError, RuntimeError):
         raise ConfigError(f"metric_tensor: expected numbers, found {described(metric_tensor)}") from None
     values = values.detach().float().reshape(-1)
     if accelerator is not None and accelerator.num_processes > 1:
@@ -217,16 +216,8 @@ def aggregate_metrics_across_gpus(accelerator: Any, metric_tensor: Any = None) -
     return float(values.mean())
 
 
-def _check_accelerator(given: Any) -> None:
-    if given is not None and not hasattr(given, "num_processes"):
-        raise ConfigError(f"accelerator: expected an accelerate.Accelerator, found {described(given)}")
-
-
 def create_llm_accelerator(*, deepspeed_plugin: Any = None) -> Any:
-    """Return an ``accelerate.Accelerator``, or None where there is neither a GPU nor a launcher.
-
-    Without a GPU agents need none; DeepSpeed is not required.
-    """
+    """Return an ``accelerate.Accelerator``, or None where there is neither a GPU nor a launcher to need one."""
     from accelerate import Accelerator, PartialState
 
     if deepspeed_plugin is None and not torch.cuda.is_available() and PartialState().num_processes == 1:
@@ -251,8 +242,8 @@ def sample_eval_prompts(env: Any, n: Count = 5, seed: Seed = 0) -> list[EvalSamp
     task = env.task if isinstance(env, ReasoningGym | DataGym) else env
     if not isinstance(task, Task):
         raise ConfigError(f"expected a ReasoningGym, SFTGym, PreferenceGym or task as env, found {described(env)}")
-    places = stream(seed, "eval prompts").permutation(task.exam_prompts)[:n]
-    rows = [task.row("exam", int(place)) for place in places]
+    numbers = stream(seed, "eval prompts").permutation(task.exam_prompts)[:n]
+    rows = [task.row("exam", int(number)) for number in numbers]
     return [(str(row["question"]), task.demonstration(row), task.counterexample(row)) for row in rows]
 
 
@@ -268,10 +259,7 @@ def compare_responses(
     skip_special_tokens: bool = True,
     show_base_model: bool = True,
 ) -> list[dict[str, str]]:
-    """Print the base model's and the agent's answer to each prompt, beside those of the data; also return them.
-
-    On a terminal it waits for Enter after each sample; ``q`` ends it.
-    """
+    """Print and return the base's and the agent's answer to each prompt, beside those of the data; ``q`` ends it."""
     drawn = temperature if do_sample else 0.0
     slots = {**({"base model": None} if show_base_model else {}), "agent": agent.selected_slot}
     requests = []
@@ -281,15 +269,15 @@ def compare_responses(
         settings = SamplingSettings(max_new_tokens=max(1, min(max_new_tokens, room)), temperature=drawn)
         requests += [GenerationRequest(slot, ids, 1, settings, "act", (number,)) for slot in slots.values()]
     groups = agent.runtime.complete(requests)
-    said = [tokenizer.decode(c.token_ids, skip_special_tokens=skip_special_tokens).strip() for (c,) in groups]
-    found = []
+    texts = [tokenizer.decode(c.token_ids, skip_special_tokens=skip_special_tokens).strip() for (c,) in groups]
+    compared = []
     for number, (prompt, chosen, rejected) in enumerate(samples):
-        answers = dict(zip(slots, said[number * len(slots) : (number + 1) * len(slots)]))
-        told = {"prompt": prompt, "chosen": chosen, "rejected": rejected, **answers}
-        found.append({name: text for name, text in told.items() if text is not None})
+        answers = dict(zip(slots, texts[number * len(slots) : (number + 1) * len(slots)]))
+        of_data = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        compared.append({name: text for name, text in (of_data | answers).items() if text is not None})
         print(f"--- {number + 1} of {len(samples)}")
-        for name, text in found[-1].items():
+        for name, text in compared[-1].items():
             print(f"{name}: {text}")
         if sys.stdin.isatty() and number + 1 < len(samples) and input("Enter, or q: ").strip() == "q":
             break
-    return found
+    return compared

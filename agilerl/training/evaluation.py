@@ -17,7 +17,7 @@ from agilerl.rollouts.engine import check_error_rate
 from agilerl.runs.diagnosis import Symptom
 from agilerl.runs.hacks import hacks
 from agilerl.templates import at_date
-from agilerl.training.probe import Answer, answers_of
+from agilerl.training.probe import Answer, answers_of, finite
 from agilerl.training.setup import Session
 
 
@@ -48,7 +48,7 @@ class Results:
         unbiased; questions with fewer than k grades are left out.
         """
         most = max(map(len, self.samples), default=0)
-        found = {}
+        passed = {}
         for k in (1 << power for power in range(most.bit_length())):
             counts = [
                 (len(graded), sum(score >= full - 1e-9 for score in graded))
@@ -56,8 +56,17 @@ class Results:
                 if len(graded := [a.score for a in one if math.isfinite(a.score)]) >= k
             ]
             if counts:
-                found[k] = Fitness.from_scores([1 - comb(n - c, k) / comb(n, k) for n, c in counts])
-        return found
+                passed[k] = Fitness.from_scores([1 - comb(n - c, k) / comb(n, k) for n, c in counts])
+        return passed
+
+    def answers(self, number: int) -> dict[str, Any]:
+        """Return the answers to a question as plain data."""
+        return {"greedy": asdict(self.greedy[number]), "samples": [asdict(one) for one in self.samples[number]]}
+
+    def document(self, full: float) -> dict[str, Any]:
+        """Return the means as plain data."""
+        passed = {f"pass@{k}": _shown(value) for k, value in self.passed(full).items()}
+        return {"greedy": _shown(self.fitness), **passed}
 
 
 @dataclass(frozen=True)
@@ -81,8 +90,8 @@ class Evaluation:
         """Adapter less base, question by question."""
         if self.base is None:
             return None
-        own, other = ([a.score for a in one.greedy] for one in (self.adapter, self.base))
-        return paired_difference(Fitness(math.nan, scores=tuple(own)), Fitness(math.nan, scores=tuple(other)))
+        adapter, base = (tuple(answer.score for answer in one.greedy) for one in (self.adapter, self.base))
+        return paired_difference(Fitness(math.nan, scores=adapter), Fitness(math.nan, scores=base))
 
     @property
     def probability_better(self) -> float:
@@ -93,15 +102,15 @@ class Evaluation:
         known = [pair for pair in pairs if all(map(math.isfinite, pair))]
         if not known:
             return math.nan
-        own, other = map(Fitness.from_scores, zip(*known))
-        return probability_better(own, other)
+        adapter, base = map(Fitness.from_scores, zip(*known))
+        return probability_better(adapter, base)
 
     @property
     def hacks(self) -> list[Symptom]:
         """The alarms if the adapter's greedy answers earn more than the base's and look like none."""
         if self.base is None or "question" not in self.rows[0]:
             return []
-        of_adapter, of_base = ([*map(_as_written, self.rows, one.greedy)] for one in (self.adapter, self.base))
+        of_adapter, of_base = ([*map(_written, self.rows, one.greedy)] for one in (self.adapter, self.base))
         return hacks(of_adapter, of_base)
 
     def worst(self, count: int) -> list[int]:
@@ -109,50 +118,42 @@ class Evaluation:
         better. Questions whose every answer is right, or without a grade, are left out.
         """
 
-        def mean(results: Results, place: int) -> float:
-            answers = [results.greedy[place], *results.samples[place]]
-            known = [a.score for a in answers if math.isfinite(a.score)]
-            return float(np.mean(known)) if known else math.nan
+        def means(results: Results | None) -> list[float]:
+            if results is None:
+                return [0.0] * len(self.rows)
+            answers = [[first, *more] for first, more in zip(results.greedy, results.samples)]
+            scores = [[answer.score for answer in one if math.isfinite(answer.score)] for one in answers]
+            return [float(np.mean(known)) if known else math.nan for known in scores]
 
-        own = {place: mean(self.adapter, place) for place in range(len(self.rows))}
-        base = {place: mean(self.base, place) if self.base is not None else 0.0 for place in own}
-        missed = [place for place, score in own.items() if score < self.full - 1e-9]  # False for NaN
-        return sorted(missed, key=lambda place: (own[place], -base[place], place))[:count]
+        adapter, base = means(self.adapter), means(self.base)
+        missed = [number for number, score in enumerate(adapter) if score < self.full - 1e-9]  # False for NaN
+        return sorted(missed, key=lambda number: (adapter[number], -base[number], number))[:count]
 
     def document(self) -> dict[str, Any]:
         """Return all of it as plain data for JSON; numbers that are not finite become None."""
-        base, difference = self.base, self.difference
-        result: dict[str, Any] = {"task": self.task, "settings": self.settings, "questions": len(self.rows)}
-        result["adapter"] = self._of(self.adapter)
-        result["base"] = None if base is None else self._of(base)
-        result["cut"] = {"adapter": self.adapter.cut, "base": None if base is None else base.cut}
-        result["difference"] = None
+        both = {"adapter": self.adapter, "base": self.base}
+        difference = None if self.difference is None else _shown(self.difference)
         if difference is not None:
-            result["difference"] = {**_shown(difference), "probability_better": _number(self.probability_better)}
-        result["hacks"] = [asdict(symptom) for symptom in self.hacks]
-        result["answers"] = [
-            {
-                **_question(row),
-                "adapter": _answers(self.adapter, place),
-                "base": None if base is None else _answers(base, place),
-            }
-            for place, row in enumerate(self.rows)
-        ]
-        return result
-
-    def _of(self, results: Results) -> dict[str, Any]:
-        passed = {f"pass@{k}": _shown(value) for k, value in results.passed(self.full).items()}
-        return {"greedy": _shown(results.fitness), **passed}
+            difference["probability_better"] = self.probability_better
+        document: dict[str, Any] = {
+            "task": self.task,
+            "settings": self.settings,
+            "questions": len(self.rows),
+            **{who: results and results.document(self.full) for who, results in both.items()},
+            "cut": {who: results and results.cut for who, results in both.items()},
+            "difference": difference,
+            "hacks": [asdict(symptom) for symptom in self.hacks],
+            "answers": [
+                {**_question(row), **{who: results and results.answers(number) for who, results in both.items()}}
+                for number, row in enumerate(self.rows)
+            ],
+        }
+        return {name: finite(value) for name, value in document.items()}
 
 
 @checked
 def evaluate(
-    session: Session,
-    *,
-    samples: Whole = 0,
-    temperature: NotNegative = 1.0,
-    full: float = 1.0,
-    with_base: bool = True,
+    session: Session, *, samples: Whole = 0, temperature: NotNegative = 1.0, full: float = 1.0, with_base: bool = True
 ) -> Evaluation:
     """Ask the first agent of a session, and the base, the questions of the test, greedy and ``samples`` times each.
 
@@ -177,7 +178,7 @@ def before_and_after(population: Population, elite: LLMAlgorithm, count: int = 1
     """Return the first test questions with the greedy answers of the base and of an agent, as plain data."""
     rows = [place.row for place in population.places("test")[:count]]
     groups, _ = population.answers("test", [(None, None), (elite.selected_slot, elite)], first=count)
-    answers = [_plain(answers_of(group, 1)[0]) for group in groups]
+    answers = [finite(asdict(answers_of(group, 1)[0])) for group in groups]
     return [
         {**_question(row), "base": base, "elite": after}
         for row, base, after in zip(rows, answers[: len(rows)], answers[len(rows) :])
@@ -195,24 +196,19 @@ def _asked(session: Session, who: Sequence[Any], samples: int, temperature: floa
     return [[answers_of(group, samples) for group in groups[k * size : (k + 1) * size]] for k in range(len(who))]
 
 
-def _as_written(row: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
+def _written(row: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
     """Return an answer as a row of a completions file."""
-    right = row.get("answer")
     return {
         "prompt": str(row["question"]),
         "completion": answer.text,
-        "answer": "" if right is None else str(right),
-        "reward": _number(answer.score),
+        "answer": _question(row)["answer"] or "",
+        "reward": finite(answer.score),
         "finish_reason": answer.finish_reason,
     }
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _shown(fitness: Fitness) -> dict[str, Any]:
-    return {**fitness.to_dict(), "ci95": [_number(end) for end in fitness.interval]}
+    return {**fitness.to_dict(), "ci95": list(fitness.interval)}
 
 
 def _question(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,11 +216,3 @@ def _question(row: Mapping[str, Any]) -> dict[str, Any]:
         "question": str(row.get("question", f"seed {row.get('seed')}")),
         "answer": None if row.get("answer") is None else str(row["answer"]),
     }
-
-
-def _plain(answer: Answer) -> dict[str, Any]:
-    return {**asdict(answer), "score": _number(answer.score)}
-
-
-def _answers(results: Results, place: int) -> dict[str, Any]:
-    return {"greedy": _plain(results.greedy[place]), "samples": [_plain(one) for one in results.samples[place]]}

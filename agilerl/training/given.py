@@ -14,14 +14,14 @@ from agilerl.runs.directory import check_vacant
 
 
 def in_manifest(dataset: Any, reward: Any, environment: Any) -> tuple[dict[str, Any], Any]:
-    """Return the keys ``dataset`` and ``graders`` of the section environment, and the rows if they are in memory.
-
-    Raises ConfigError if the program's own ``environment`` section has one of them too.
-    """
+    """Return ``dataset`` and ``graders`` as keys of an environment that has neither, and rows that are in memory."""
     values: dict[str, Any] = {}
     rows = None
     if reward is not None:
-        values["graders"] = [{"name": _grader(one)} for one in listed(reward)]
+        for one in listed(reward):
+            if not isinstance(one, str) and not callable(one):
+                raise ConfigError(f"reward: expected a function, a grader or the name of one, found {described(one)}")
+        values["graders"] = [{"name": one if isinstance(one, str) else given_name(one)} for one in listed(reward)]
     if isinstance(dataset, str | Path):
         values["dataset"] = str(dataset)
     elif dataset is not None:
@@ -46,7 +46,7 @@ def rows_beside(root: Path, rows: Any) -> Iterator[str | None]:
         yield None
         return
     check_vacant(root)
-    place = root.with_name(f"{root.name}.rows.jsonl").absolute()
+    file = root.with_name(f"{root.name}.rows.jsonl").absolute()
     lines = []
     for number, row in enumerate(rows):
         try:
@@ -56,12 +56,12 @@ def rows_beside(root: Path, rows: Any) -> Iterator[str | None]:
                 f"row {number} of the dataset cannot be written as JSON ({error}); convert its columns to text, "
                 "numbers, lists and dicts, or leave them out"
             ) from error
-    place.parent.mkdir(parents=True, exist_ok=True)
-    write_text(place, "".join(f"{line}\n" for line in lines))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, "".join(f"{line}\n" for line in lines))
     try:
-        yield str(place)
+        yield str(file)
     except BaseException:
-        place.unlink(missing_ok=True)
+        file.unlink(missing_ok=True)
         raise
 
 
@@ -70,12 +70,3 @@ def listed(reward: Any) -> list[Any]:
     if reward == []:
         raise ConfigError("reward: expected at least one in the list, found none; leave it out for the task's own")
     return reward if isinstance(reward, list) else [reward]
-
-
-def _grader(reward: Any) -> str:
-    """Return the name by which a manifest can refer to a grader: its own, its place in a module, or one made up."""
-    if isinstance(reward, str):
-        return reward
-    if not callable(reward):
-        raise ConfigError(f"reward: expected a function, a grader or the name of one, found {described(reward)}")
-    return given_name(reward)

@@ -1,6 +1,6 @@
 """The training loops that AgileRL documents: agents, environment, selection and mutation of your own in one call.
 
-Each is :class:`agilerl.population.Population` in a loop: all agents sample, learn and sit the exam together.
+Each is :class:`agilerl.population.Population` in a loop: all agents sample, learn and take the exam together.
 ``max_steps`` and ``checkpoint_steps`` count samples of all agents (prompts; rows, or pairs, of data; turns of
 episodes), ``evo_steps`` and ``evaluation_interval`` count iterations, in each of which every agent learns once. A run
 that can be killed and resumed, with a report, is ``agilerl train`` (:mod:`agilerl.training.loop`).
@@ -10,7 +10,8 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from pathlib import Path
@@ -45,11 +46,11 @@ from agilerl.hpo.mutation import Mutations
 from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.training.events import Event, Evolved, ExamDone, IterationDone
-from agilerl.training.loop import evolved
+from agilerl.training.loop import evolve
 from agilerl.training.trackers import CSVFile, Trackers, check_trackers
 
 Finetuned = tuple[list[Any], list[float]]
-"""The population, and the fitness of each of its agents, NaN for one that sat no exam."""
+"""The population, and the fitness of each of its agents, NaN for one that took no exam."""
 
 EXAM = 128
 """Most questions (rows, episodes) of an exam, unless ``eval_loop`` says otherwise."""
@@ -81,8 +82,7 @@ class LoopOptions:
     save_elite: bool | None = None
     """Save the best agent before each selection, and at the end."""
     elite_path: Location | None = None
-    """Where; replaced each time. None: ``saved_checkpoints/ALGORITHM``. Alone, it is where the best agent is saved at
-    the end."""
+    """Where; replaced each time. None: ``saved_checkpoints/ALGORITHM``. Alone: save the best agent at the end."""
     checkpoint_steps: Count | None = None
     """Samples between checkpoints of the agent that is best so far."""
     checkpoint_path: Location | None = None
@@ -104,8 +104,7 @@ class LoopOptions:
     tensorboard: bool = False
     """Log to TensorBoard."""
     tensorboard_log_dir: Location | None = None
-    """Where; each run has a folder in it, by its time. None: ``tensorboard_logs``, or the run directory if there is
-    one."""
+    """Where; each run has a folder in it, by its time. None: ``tensorboard_logs``, or the run directory."""
     csv: bool = False
     """Log to a file with the columns step, name and value; ``agilerl train`` writes metrics.jsonl as well."""
     csv_log_dir: Location | None = None
@@ -118,15 +117,14 @@ class LoopOptions:
         if self.selection_strategy is not None and self.tournament is not None:
             raise ConfigError("selection_strategy and tournament are one argument under two names; give one of them")
         self.selection_strategy = self.selection_strategy or self.tournament
-        given = {"selection_strategy": self.selection_strategy, "mutation": self.mutation}
-        missing = [name for name, value in given.items() if value is None]
-        if len(missing) == 1:
+        parts = {"selection_strategy": self.selection_strategy, "mutation": self.mutation, "evo_steps": self.evo_steps}
+        missing = [name for name, value in parts.items() if value is None]
+        if len(missing) == 1 or missing[1:] == ["evo_steps"]:
             raise ConfigError(
-                f"evolution needs a selection strategy and mutations, found no {missing[0]}; pass both, or neither"
+                "evolution needs a selection strategy, mutations and evo_steps, the iterations between selections, "
+                f"found no {' and no '.join(missing)}; pass all of them, or none"
             )
-        if not missing and self.evo_steps is None:
-            raise ConfigError("expected evo_steps, the iterations between selections, found None; pass evo_steps=10")
-        if missing and self.evo_steps is not None:
+        if missing == ["selection_strategy", "mutation"]:
             warnings.warn(
                 f"evo_steps={self.evo_steps} has no effect: there are no selection strategy and mutations to evolve "
                 "agents with",
@@ -145,29 +143,26 @@ def documented_loop(**defaults: Any) -> Callable[[LoopT], LoopT]:
     """Give a loop the arguments of :class:`LoopOptions`, which it gets as ``options``."""
 
     def decorate(loop: LoopT) -> LoopT:
-        own = [p for p in inspect.signature(loop).parameters.values() if p.name != "options"]
-        body = checked(loop)
-        known = {one.name: defaults.get(one.name, one.default) for one in fields(LoopOptions)}
+        body, parameters = checked(loop), dict(inspect.signature(loop).parameters)
+        del parameters["options"]
+        options = {one.name: defaults.get(one.name, one.default) for one in fields(LoopOptions)}
+        for name, value in options.items():
+            parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value)
 
         @wraps(loop)
-        def door(*args: Any, **kwargs: Any) -> Finetuned:
-            unknown = [name for name in kwargs if name not in known and name not in (p.name for p in own)]
-            if unknown:
-                names = [*(p.name for p in own), *known]
-                raise ConfigError(f"{loop.__name__} has no argument {unknown[0]!r}; {nearest(unknown[0], names)}")
-            given = {name: kwargs.pop(name) for name in list(kwargs) if name in known}
-            found = body(*args, **kwargs, options=LoopOptions(**{**defaults, **given}))
-            mine = args[0] if args else kwargs.get("pop")
-            if isinstance(mine, list):  # programs read their list afterwards, and who was replaced is gone
-                mine[:] = found[0]
-            return found
+        def with_options(*args: Any, **kwargs: Any) -> Finetuned:
+            for name in kwargs:
+                if name not in parameters:
+                    raise ConfigError(f"{loop.__name__} has no argument {name!r}; {nearest(name, parameters)}")
+            given = {name: kwargs.pop(name) for name in options if name in kwargs}
+            result = body(*args, **kwargs, options=LoopOptions(**{**defaults, **given}))
+            population = args[0] if args else kwargs.get("pop")
+            if isinstance(population, list):  # programs read their list afterwards, and who was replaced is gone
+                population[:] = result[0]
+            return result
 
-        parameters = [
-            *own,
-            *(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value) for name, value in known.items()),
-        ]
-        door.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return door  # type: ignore[return-value]
+        with_options.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
+        return with_options  # type: ignore[return-value]
 
     return decorate
 
@@ -184,13 +179,12 @@ def finetune_llm_reasoning(
     *,
     options: LoopOptions,
 ) -> Finetuned:
-    """Train agents by the rewards of their answers to single questions.
+    """Train agents by the rewards of their answers to single questions; return them and each agent's fitness.
 
-    With ``env`` the agents share one stream of questions and take its batches in turns; with ``env_fn`` each agent
-    reads all of them. An environment is a function of the position in its stream, so ``env_fn`` is called once.
-    Returns the population and each agent's fitness.
+    With ``env`` the agents share one stream of questions and take its batches in turns; with ``env_fn``, called once,
+    each agent reads all of them.
     """
-    agents, gym = _checked(pop, ("reasoning",)), _gym(ReasoningGym, env, env_fn)
+    agents, gym = _checked(pop, "reasoning"), _gym(ReasoningGym, env, env_fn)
     task, rows = copy.copy(gym.task), gym.data_batch_size_per_gpu
     if isinstance(task, DatasetTask) and not isinstance(task, CuratedTask):
         task.exam_prompts = min(task.exam_prompts, EXAM if options.eval_loop is None else options.eval_loop * rows)
@@ -206,11 +200,8 @@ def finetune_llm_preference(
     *,
     options: LoopOptions,
 ) -> Finetuned:
-    """Train DPO agents on pairs of answers; fitness is the share of held-out pairs that they order rightly.
-
-    Environments as in :func:`finetune_llm_reasoning`.
-    """
-    return _from_data(pop, _gym(PreferenceGym, env, env_fn), env is not None, init_hp, options)
+    """Train DPO agents as :func:`finetune_llm_reasoning`; fitness: share of held-out pairs that they order rightly."""
+    return _from_data(PreferenceGym, pop, env, env_fn, init_hp, options)
 
 
 @documented_loop()
@@ -222,11 +213,8 @@ def finetune_llm_sft(
     *,
     options: LoopOptions,
 ) -> Finetuned:
-    """Train SFT agents on demonstrations; fitness is the mean log-prob of held-out ones.
-
-    Environments as in :func:`finetune_llm_reasoning`.
-    """
-    return _from_data(pop, _gym(SFTGym, env, env_fn), env is not None, init_hp, options)
+    """Train SFT agents as :func:`finetune_llm_reasoning`; fitness is the mean log-prob of held-out demonstrations."""
+    return _from_data(SFTGym, pop, env, env_fn, init_hp, options)
 
 
 @documented_loop(max_steps=32768, evaluation_interval=50)
@@ -245,7 +233,7 @@ def finetune_llm_multiturn(
     ``reset`` and ``step`` speak text. An iteration plays ``init_hp["BATCH_SIZE"]`` seeds (by default the first agent's
     ``batch_size`` divided by its ``group_size``, at least one), ``group_size`` times each.
     """
-    agents = _checked(pop, ("reasoning",))
+    agents = _checked(pop, "reasoning")
     task, tokenizer = _episodes(agents, max_turns, env_factory, dict(env_config or {}), options)
     return _Loop(agents, task, tokenizer, options, init_hp=init_hp).run()
 
@@ -274,44 +262,37 @@ def train_llm_dataset(
     options: LoopOptions,
 ) -> Finetuned:
     """Train DPO, KTO or SFT agents on data: the loop of AgileRL 2.58 over a ``DatasetEnv``."""
-    return _from_data(pop, _gym(DataGym, env, env_fn), env is not None, init_hp, options)
+    return _from_data(DataGym, pop, env, env_fn, init_hp, options)
 
 
 # -- the agents and the environment -----------------------------------------------------------------------------------
 
 
-def _checked(pop: Sequence[LLMAlgorithm], kinds: Sequence[str]) -> list[LLMAlgorithm]:
-    """Return the agents; raises ConfigError unless they learn from one of these kinds of environment."""
+def _checked(pop: Sequence[LLMAlgorithm], kind: str) -> list[LLMAlgorithm]:
+    """Return the agents, all on the first one's base; raises ConfigError unless they learn from this kind of source."""
     if not pop:
         raise ConfigError("expected a population of at least one agent as pop, found none")
-    wrong = next((agent for agent in pop if agent.env_type not in kinds), None)
+    wrong = next((agent for agent in pop if agent.env_type != kind), None)
     if wrong is not None:
         loops = {"reasoning": "finetune_llm_reasoning", "sft": "finetune_llm_sft", "unpaired": "train_llm_dataset"}
         loop = loops.get(wrong.env_type, "finetune_llm_preference")
         raise ConfigError(f"{wrong.algo} does not learn from this environment; call {loop}")
-    return _on_one_base(pop)
-
-
-def _on_one_base(agents: Sequence[LLMAlgorithm]) -> list[LLMAlgorithm]:
-    """Return the agents, those on another copy of the first one's base moved to it, which is said."""
-    runtime = agents[0].runtime
-    apart = [agent for agent in agents if agent.runtime is not runtime]
+    runtime = pop[0].runtime
+    apart = [agent for agent in pop if agent.runtime is not runtime]
     if not apart or any(agent.runtime.base.source != runtime.base.source for agent in apart):
-        return list(agents)  # different models have an error of their own
+        return list(pop)  # different models have an error of their own
     warnings.warn(
-        f"{len(apart)} of {len(agents)} agents have a separate copy of the base model: they are moved to that of "
+        f"{len(apart)} of {len(pop)} agents have a separate copy of the base model: they are moved to that of "
         "the first; make them with population(), or pass runtime=pop[0].runtime, to load it once",
-        stacklevel=6,
+        stacklevel=5,
     )
-    found = []
-    for agent in agents:
+    agents = list(pop)
+    for number, agent in enumerate(agents):
         if agent in apart:
-            moved = type(agent).from_state(agent.state(), runtime, agent.loss)
-            moved.hp_config = agent.hp_config
+            agents[number] = type(agent).from_state(agent.state(), runtime, agent.loss)
+            agents[number].hp_config = agent.hp_config
             agent.clean_up()
-            agent = moved
-        found.append(agent)
-    return found
+    return agents
 
 
 def _gym(kind: Any, env: Any, env_fn: Any) -> Any:
@@ -319,21 +300,27 @@ def _gym(kind: Any, env: Any, env_fn: Any) -> Any:
     if (env is None) == (env_fn is None):
         raise ConfigError(f"expected exactly one of env and env_fn, found {'neither' if env is None else 'both'}")
     try:
-        made = env if env is not None else env_fn()
+        gym = env if env is not None else env_fn()
     except AgileRLError:
         raise
     except Exception as error:  # a factory may raise anything; report its reason
         raise EnvError(f"env_fn could not make an environment: {reason(error)}") from error
-    if not isinstance(made, kind):
-        raise ConfigError(f"expected a {kind.__name__} as the environment, found {described(made)}")
-    return made
+    if not isinstance(gym, kind):
+        raise ConfigError(f"expected a {kind.__name__} as the environment, found {described(gym)}")
+    return gym
 
 
 def _from_data(
-    pop: Sequence[LLMAlgorithm], gym: DataGym, shared: bool, init_hp: Mapping[str, Any] | None, options: LoopOptions
+    kind: Any,
+    pop: Sequence[LLMAlgorithm],
+    env: DataGym | None,
+    env_fn: Callable[[], DataGym] | None,
+    init_hp: Mapping[str, Any] | None,
+    options: LoopOptions,
 ) -> Finetuned:
-    agents = _checked(pop, (gym.kind,))
-    return _Loop(agents, gym.task, gym.tokenizer, options, gym=gym, shared=shared, init_hp=init_hp).run()
+    gym: DataGym = _gym(kind, env, env_fn)
+    agents = _checked(pop, gym.kind)
+    return _Loop(agents, gym.task, gym.tokenizer, options, gym=gym, shared=env is not None, init_hp=init_hp).run()
 
 
 def _episodes(
@@ -369,7 +356,7 @@ def _episodes(
         step_timeout=options.io_timeout_s,
         **settings,
     )
-    for limit in {one for one in limits if one is not None}:
+    for limit in filter(None, limits):
         for agent in agents:
             if limit < agent.context_length:
                 agent.set_hyperparameters({"max_model_len": limit})
@@ -400,80 +387,70 @@ class _Loop:
     generation: int = 0
 
     def __post_init__(self) -> None:
-        o, runtime = self.options, self.agents[0].runtime
+        o, runtime, first = self.options, self.agents[0].runtime, self.agents[0].config
         runtime.accelerate(o.accelerator)
-        world = runtime.processes.size
-        self.batch = self._batch() * world
-        self.population = Population(self.agents, self.task, tokenizer=self.tokenizer, prompts_per_step=self.batch)
         self.rows = len(self.gym) if self.gym is not None else 0
         """Rows of one epoch; 0: endless."""
-        self.budget = self._budget()
-        self.writes = runtime.processes.rank == 0
-        self.consumers: list[Callable[[Event], None]] = [announce] if o.verbose and self.writes else []
-        self.trackers = trackers(o)
-        check_trackers(self.trackers)
-
-    def _batch(self) -> int:
         if self.gym is not None:
-            return self.gym.data_batch_size_per_gpu
-        first = self.agents[0]
-        default = max(1, first.config.batch_size // first.config.group_size)  # type: ignore[attr-defined]
-        return int(taken(Count, (self.init_hp or {}).get("BATCH_SIZE", default), "init_hp", "BATCH_SIZE"))
-
-    def _budget(self) -> int:
-        o = self.options
+            batch = self.gym.data_batch_size_per_gpu
+        else:
+            default = max(1, first.batch_size // first.group_size)  # type: ignore[attr-defined]
+            batch = taken(Count, (self.init_hp or {}).get("BATCH_SIZE", default), "init_hp", "BATCH_SIZE")
+        self.batch = batch * runtime.processes.size
         if o.num_epochs is None and o.max_steps is not None:
-            return o.max_steps
-        if not self.rows:
+            self.budget = o.max_steps
+        elif self.rows:
+            self.budget = (o.num_epochs or 1) * self.rows * (1 if self.shared else len(self.agents))
+        else:
             raise ConfigError("this environment has no end, so there are no epochs; pass max_steps=")
-        return (o.num_epochs or 1) * self.rows * (1 if self.shared else len(self.agents))
+        self.population = Population(self.agents, self.task, tokenizer=self.tokenizer, prompts_per_step=self.batch)
 
     def run(self) -> Finetuned:
         """Train to the end of the budget."""
-        followed = Trackers(self.trackers, None, self.init_hp or {}) if self.trackers and self.writes else None
-        if followed is not None:
-            self.consumers.append(followed)
-        try:
-            return self._train()
-        finally:
-            if followed is not None:
-                followed.finish()
+        wanted, consumers = trackers(self.options), list[Callable[[Event], None]]()
+        check_trackers(wanted)
+        with ExitStack() as opened:
+            opened.callback(self.population.task.close)
+            if self.agents[0].runtime.processes.rank == 0:
+                consumers += [announce] if self.options.verbose else []
+                if wanted:
+                    tracked = Trackers(wanted, None, self.init_hp or {})
+                    opened.callback(tracked.finish)
+                    consumers.append(tracked)
+            for event in self._train():
+                for consumer in consumers:
+                    consumer(event)
+        return self.population.agents, [self.fitness[agent.index].mean for agent in self.population.agents]
 
-    def _train(self) -> Finetuned:
-        o, population = self.options, self.population
-        began, checkpoints = monotonic(), 0
-        while self.samples < self.budget and not self._is_late(began):
-            self._iterate()
-            last = self.samples >= self.budget or self._is_late(began)
+    def _train(self) -> Iterator[Event]:
+        o = self.options
+        start, checkpoints = monotonic(), 0
+        while self.samples < self.budget and not self._is_late(start):
+            yield self._iterate()
+            last = self.samples >= self.budget or self._is_late(start)
             if self.iteration % o.evaluation_interval == 0:
-                self._examine()
+                yield from self._examine()
             if o.checkpoint_steps is not None and self.samples // o.checkpoint_steps > checkpoints:
                 checkpoints = self.samples // o.checkpoint_steps
                 self._save(o.checkpoint_path or o.elite_path)
             if o.mutation is not None and not last and self.iteration % (o.evo_steps or 1) == 0:
-                self._evolve()
-        if not self.fitness:
-            self._examine()
+                yield from self._evolve()
+        yield from self._examine()
         if o.save_elite or (o.save_elite is None and o.elite_path is not None):
             self._save(o.elite_path)
         if o.checkpoint_path is not None or (o.checkpoint_steps is not None and o.elite_path is None):
             self._save(o.checkpoint_path)
-        population.task.close()
-        return population.agents, [self.fitness[agent.index].mean for agent in population.agents]
 
-    def _is_late(self, began: float) -> bool:
+    def _is_late(self, start: float) -> bool:
         """Return whether time is up, by the first process's clock."""
         limit, processes = self.options.max_wall_seconds, self.agents[0].runtime.processes
-        if limit is None:
-            return False
-        late = monotonic() - began >= limit
-        return late if processes.size == 1 else processes.gather(bytes([late]))[0] == b"\1"
+        return limit is not None and processes.gather(bytes([monotonic() - start >= limit]))[0] == b"\1"
 
-    def _iterate(self) -> None:
+    def _iterate(self) -> IterationDone:
         population, start = self.population, perf_counter()
-        for place, agent in enumerate(population.agents):
-            if self.shared and self.gym is not None:
-                agent.position = (self.iteration * len(population) + place) * self.batch
+        for number, agent in enumerate(population.agents):
+            if self.shared:
+                agent.position = (self.iteration * len(population) + number) * self.batch
             # A pass over the data makes the present policy the reference, as documented.
             if self.rows and getattr(agent.config, "use_separate_reference_adapter", False):
                 read = self.samples if self.shared else agent.position
@@ -483,57 +460,48 @@ class _Loop:
         self.iteration += 1
         self.fitness = {}
         for agent in population.agents:
-            rows, values = rollout.trajectories[agent.index], metrics[agent.index]
-            self.samples += self.batch if self.gym is not None else sum(_turns(rows))
+            ends, values = _episode_ends(rollout.trajectories[agent.index]), metrics[agent.index]
+            self.samples += (
+                self.batch if self.gym is not None else sum(t.outcome.turns if t.outcome else 1 for t in ends)
+            )
             agent.scores.append(values.get("reward", float("nan")))
             if self.options.max_reward is not None:
-                earned = [t.episode_return for t in _episode_ends(rows)]
-                values["accuracy"] = sum(r >= self.options.max_reward for r in earned) / max(len(earned), 1)
+                perfect = sum(t.episode_return >= self.options.max_reward for t in ends)
+                values["accuracy"] = perfect / max(len(ends), 1)
             values["step_time"] = perf_counter() - start
             agent.metrics = dict(values)
         spent = min(self.samples / self.budget, 1.0)
         outcomes = {agent.index: agent.outcome for agent in population.agents}
-        self._tell(IterationDone(self.generation, self.iteration, spent, metrics, outcomes))
+        return IterationDone(self.generation, self.iteration, spent, metrics, outcomes)
 
-    def _examine(self) -> None:
-        if self.fitness:
+    def _examine(self) -> Iterator[Event]:
+        if self.fitness:  # no agent has learned since
             return
         population, start = self.population, perf_counter()
         if population.learns_from_data:
             assert self.gym is not None
-            rows = self._exam_rows(self.gym)
+            batches = self.options.eval_loop
+            if batches is None:
+                with self.gym.eval_mode():
+                    batches = -(-min(len(self.gym), EXAM) // self.batch)
             for agent in population.agents:
-                self.fitness[agent.index] = Fitness.from_scores(agent.test(self.gym, rows).tolist())
+                self.fitness[agent.index] = Fitness.from_scores(agent.test(self.gym, batches).tolist())
         else:
             self.fitness = population.evaluate("exam")
         tokens = {agent.index: dict(agent.tokens) for agent in population.agents}
         seconds = perf_counter() - start
-        self._tell(ExamDone(self.generation, self.fitness, self.iteration, tokens, seconds))
+        yield ExamDone(self.generation, self.fitness, self.iteration, tokens, seconds)
 
-    def _exam_rows(self, gym: Gym[Any]) -> int:
-        """Return the batches of an exam of data."""
-        if self.options.eval_loop is not None:
-            return self.options.eval_loop
-        with gym.eval_mode():
-            return -(-min(len(gym), EXAM) // self.batch)
-
-    def _evolve(self) -> None:
-        self._examine()
-        o, population, start = self.options, self.population, perf_counter()
+    def _evolve(self) -> Iterator[Event]:
+        yield from self._examine()
+        o, population = self.options, self.population
         if o.save_elite:
             self._save(o.elite_path)  # before anything mutates
         assert o.selection_strategy is not None
         assert o.mutation is not None
-        fitness, seed = self.fitness, o.mutation.rand_seed
-        change = population.evolve(
-            fitness,
-            o.selection_strategy,
-            o.mutation,
-            generation=self.generation,
-            seed=population.agents[0].config.seed if seed is None else seed,
-        )
-        seconds = perf_counter() - start
-        self._tell(evolved(population.everyone, change, self.generation, self.iteration, fitness, seconds))
+        seed = population.agents[0].config.seed if o.mutation.rand_seed is None else o.mutation.rand_seed
+        now = {"generation": self.generation, "iteration": self.iteration}
+        yield evolve(population, self.fitness, o.selection_strategy, o.mutation, **now, seed=seed)
         self.generation += 1
         self.fitness = {}
 
@@ -548,37 +516,29 @@ class _Loop:
         best = population.agent(ranking(quarantined(latest, sick))[0])
         save_llm_checkpoint(best, path or Path("saved_checkpoints") / best.algo, overwrite=True)
 
-    def _tell(self, event: Event) -> None:
-        for consumer in self.consumers:
-            consumer(event)
-
 
 def _episode_ends(rows: Sequence[Trajectory]) -> list[Trajectory]:
     """Return one row of each episode: one may have several, each with the whole return."""
     return list({(t.group, t.episode, number if t.episode is None else 0): t for number, t in enumerate(rows)}.values())
 
 
-def _turns(rows: Sequence[Trajectory]) -> list[int]:
-    return [t.outcome.turns if t.outcome is not None else 1 for t in _episode_ends(rows)]
-
-
-# -- those who follow -------------------------------------------------------------------------------------------------
+# -- consumers of events ----------------------------------------------------------------------------------------------
 
 
 def trackers(options: LoopOptions) -> dict[str, Any]:
-    """Return the trackers that were asked for, with the keywords of their libraries' start."""
-    found: dict[str, Any] = {}
+    """Return the trackers that the options ask for, with the keywords of their libraries' start."""
+    wanted: dict[str, Any] = {}
     if options.wb:
-        found["wandb"] = dict(options.wandb_kwargs or {})
+        wanted["wandb"] = dict(options.wandb_kwargs or {})
         if options.wandb_api_key is not None:
             # Not by wandb.login, which would write it to the user's .netrc.
-            found["wandb"]["settings"] = {"api_key": options.wandb_api_key, **found["wandb"].get("settings", {})}
+            wanted["wandb"]["settings"] = {"api_key": options.wandb_api_key, **wanted["wandb"].get("settings", {})}
     if options.tensorboard:
-        where = options.tensorboard_log_dir
-        found["tensorboard"] = {} if where is None else {"logging_dir": str(where)}
+        folder = options.tensorboard_log_dir
+        wanted["tensorboard"] = {} if folder is None else {"logging_dir": str(folder)}
     if options.csv:
-        found["csv"] = CSVFile(options.csv_log_dir or "csv_logs")
-    return found
+        wanted["csv"] = CSVFile(options.csv_log_dir or "csv_logs")
+    return wanted
 
 
 def announce(event: Event) -> None:

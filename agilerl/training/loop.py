@@ -2,9 +2,8 @@
 
 import math
 import sys
-import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -12,16 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
+from agilerl.algorithms import LLMAlgorithm
 from agilerl.algorithms.state import AgentState, soup
 from agilerl.arguments import Location, checked
 from agilerl.errors import ConfigError, RewardError
 from agilerl.hpo.fitness import Fitness, pareto_front, probability_better, ranking
 from agilerl.hpo.guard import quarantined
-from agilerl.hpo.mutation import Change, Mutation
+from agilerl.hpo.mutation import Change, Mutation, Mutations
 from agilerl.hpo.parameters import values_of
-from agilerl.hpo.selection import Best, Standing
-from agilerl.population import Evolution, Known
+from agilerl.hpo.selection import Best, SelectionStrategy, Standing
+from agilerl.population import Population
 from agilerl.rollouts.engine import Rollout
 from agilerl.runs.checkpoints import agent_files
 from agilerl.runs.completions import CompletionRecord
@@ -46,20 +45,7 @@ from agilerl.training.setup import Session
 from agilerl.training.trackers import Trackers, Wanted, check_trackers
 
 CANDIDATE = 0.8
-"""Probability of being better, by the second panel, with which an earlier agent is handed over in place of the last."""
-
-
-@dataclass(frozen=True)
-class Tested:
-    """The best agent of a run and its test result."""
-
-    index: int
-    hyperparameters: dict[str, Any]
-    result: Fitness
-    answers: list[dict[str, Any]]
-    """Its answers to a few of the questions, beside the base's."""
-    soup: dict[str, Any] | None = None
-    """What came of the soup of the candidates; None without one."""
+"""Probability of being better, by the second panel, needed to prefer an earlier agent to the last."""
 
 
 def samples_per_iteration(session: Session) -> int:
@@ -84,28 +70,25 @@ def train(
 ) -> Generator[Event, None, None]:
     """Run a session to its end in a new run directory; yields each event once it is in the run's files.
 
-    First the agents answer training questions; a run that could learn nothing from the answers does not begin.
     Closing the iterator closes the run, which can be resumed. With several processes, one writes; the others do their
     part and yield the same events. ``trackers`` follow the run in place of those of its configuration: names, objects
     with ``log(values, step)``, or names with the keywords of their libraries' start (docs/trackers.md). With
     ``overwrite`` a run in the directory is deleted first, unless it is in use, or other things lie beside it.
-    Raises ConfigError for a tracker that is not installed or does not start, and, having written nothing, if no answer
-    differs from another in its reward (see ``training.preflight``); CheckpointError, having written nothing,
-    if the directory is in use or holds a run; and Interrupted, after a checkpoint, if ``stop`` requests it in any
-    process.
+    Raises ConfigError for a tracker that is not installed or does not start; having written nothing, ConfigError if no
+    answer to training questions differs in its reward (``training.preflight``), and CheckpointError if the directory is
+    in use or holds a run; and Interrupted, after a checkpoint, if ``stop`` requests it in any process.
     """
     out = Path(out)
     session.check_new()
     preflight(session)
     if not session.topology.is_writer:
-        yield from _work(session, out, None, None, stop or StopRequest())
+        yield from _work(session, out, None, stop)
         return
     check_trackers(trackers or (), list(session.trackers))
-    config = session.config
     run = RunDirectory.create(
         out,
         session.resolved.document(),
-        config.training.seed,
+        session.config.training.seed,
         given=session.resolved.given(),
         command=command,
         files=session.files,
@@ -114,7 +97,7 @@ def train(
         usual_rate=session.usual_rate,
     )
     with run:
-        yield from _work(session, out, run, None, stop or StopRequest(), trackers)
+        yield from _work(session, out, run, stop, trackers)
 
 
 @checked
@@ -130,75 +113,58 @@ def resume(
 
     What the run wrote after that checkpoint is discarded and written again, the same to the bit on a CPU. Closes the
     run directory. Non-writing processes pass no ``run``, and at most its ``root``. ``trackers`` are those of
-    :func:`train`, and go on where they ended. Raises Interrupted as :func:`train`
-    does.
+    :func:`train`, and continue where they ended. Raises ConfigError if prompts would show another date than before, and
+    Interrupted as :func:`train` does.
     """
     if run is None:
         session.check_new()
-        yield from _work(session, root or Path(), None, session.saved, stop or StopRequest())
+        yield from _work(session, root or Path(), None, stop, resumes=True)
         return
     with run:
         session.check_new()
-        _check_date(session, run)
+        date = run_date(run.info)
+        if asks_for_date(session.population.runtime.tokenizer) and session.date != date:
+            raise ConfigError(
+                f"the chat template of this run shows the date, which was {date} and is {session.date} in this "
+                "session; build the session from the configuration that open_run returns"
+            )
         check_trackers(trackers or (), list(session.trackers))
-        yield from _work(session, run.root, run, session.saved, stop or StopRequest(), trackers, resumes=True)
-
-
-def _check_date(session: Session, run: RunDirectory) -> None:
-    """Raise ConfigError if prompts would show a different date than before; warn if the date is unknown."""
-    date = run_date(run.info)
-    if not asks_for_date(session.population.runtime.tokenizer):
-        return
-    if session.date != date:
-        raise ConfigError(
-            f"the chat template of this run shows the date, which was {date} and is {session.date} in this session; "
-            "build the session from the configuration that open_run returns"
-        )
-    if "date" not in run.info:
-        warnings.warn(
-            f"the chat template of this run shows the date, which is missing from its run.json: prompts are rendered "
-            f"with {date}, the date when the run was started",
-            stacklevel=2,
-        )
+        yield from _work(session, run.root, run, stop, trackers, resumes=True)
 
 
 def _work(
     session: Session,
     root: Path,
     run: RunDirectory | None,
-    saved: SavedCheckpoint | None,
-    stop: StopRequest,
+    stop: StopRequest | None,
     trackers: Wanted | None = None,
     *,
     resumes: bool = False,
 ) -> Iterator[Event]:
-    writer = None if run is None else RunWriter(run, saved)
-    followed: Trackers | None = None
+    writer: RunWriter | None = None
+    tracked: Trackers | None = None
+    saved = session.saved if resumes else None
     progress = Progress() if saved is None else saved.progress
-    checkpoints = _Checkpoints(session, writer, saved)
-    try:
-        if saved is not None:
-            checkpoints.prune(progress)
-        wanted = session.config.training.trackers if trackers is None else trackers
-        if run is not None and wanted:
-            at = progress.iteration if resumes else None
-            followed = Trackers(wanted, run, session.resolved.document(), own=session.trackers, resumed_at=at)
+    wanted = session.config.training.trackers if trackers is None else trackers
+    with ExitStack() as opened, at_date(session.date):
+        opened.callback(session.task.close)
+        if run is not None:
+            writer = RunWriter(run, saved)
+            opened.callback(writer.close)
+            if saved is not None:  # a crash right after the newest commit may have left old ones behind
+                writer.prune(progress, keep=session.config.training.keep_checkpoints)
+            if wanted:
+                at = progress.iteration if resumes else None
+                tracked = Trackers(wanted, run, session.resolved.document(), own=session.trackers, resumed_at=at)
+                opened.callback(tracked.finish)
         session.begun = True
-        with at_date(session.date):
-            for event in _run(session, root, writer, checkpoints, progress, stop):
-                if writer is not None:
-                    writer.write(event)  # before any consumer sees it, so that a failing consumer cannot lose it
-                if followed is not None:
-                    followed(event)
-                yield event
-    finally:
-        try:
-            if followed is not None:
-                followed.finish()
-        finally:
+        checkpoints = _Checkpoints(session, writer, saved)
+        for event in _run(session, root, writer, checkpoints, progress, stop or StopRequest()):
             if writer is not None:
-                writer.close()
-            session.task.close()
+                writer.write(event)  # before any consumer sees it, so that a failing consumer cannot lose it
+            if tracked is not None:
+                tracked(event)
+            yield event
 
 
 def _run(
@@ -211,13 +177,12 @@ def _run(
 ) -> Iterator[Event]:
     config, population = session.config, session.population
     t = config.training
-    total = progress.iteration + max(1, planned_iterations(session) - progress.iteration)
-    founders = _genes(population.everyone) if progress.base is None else {}
+    total = max(progress.iteration + 1, planned_iterations(session))
+    founders = {} if progress.base is not None else {a.index: dict(a.hyperparameters) for a in population.everyone}
     yield RunStarted(root, total, -(-total // session.evo_steps), founders)
-    answered = preflight_event(session)
-    if answered is not None and progress.base is None:
-        yield answered
     if progress.base is None:
+        if session.preflight is not None:
+            yield preflight_event(session, session.preflight)
         yield PhaseStarted("base test")
         progress.base = population.evaluate_base("test")
         yield HeldOutTest("base", None, progress.base)
@@ -241,7 +206,7 @@ def _run(
         assert progress.exam is not None
         if progress.median is None:
             ranked = ranking(progress.exam)
-            middle = ranked[(len(ranked) - 1) // 2]
+            middle = ranked[(len(ranked) - 1) // 2]  # the better of the two in the middle
             progress.median = (middle, population.evaluate_agent(middle, "test"))
             yield HeldOutTest("median_first_generation", *progress.median)
         if _spent(session, progress) < 1:
@@ -252,12 +217,21 @@ def _run(
         if _asked(session, stop):
             raise Interrupted(stop.code, root)
     yield PhaseStarted("test")
-    front = _front(session, progress)
-    tested = _test_elite(session, writer, progress)
+    summary = _summary(session, progress)
+    tested = _tested_elite(session, writer, progress)
     if tested is not None:
-        yield HeldOutTest("elite", tested.index, tested.result)
-    summary = session.topology.peers.first(lambda: _finish(session, writer, progress, tested, front))
-    yield RunFinished(root, {"status": "finished", **summary})
+        elite, fitness, answers = tested
+        yield HeldOutTest("elite", elite["index"], fitness)
+        summary["test"]["elite"] = fitness.to_dict()
+        summary |= {"elite": elite, "answers": answers}
+    summary["seconds"] = progress.seconds
+
+    def finish() -> dict[str, Any]:
+        if writer is not None:
+            writer.finish(summary, None if tested is None else tested[0]["index"])
+        return summary
+
+    yield RunFinished(root, {"status": "finished", **session.topology.peers.first(finish)})
 
 
 def _spent(session: Session, progress: Progress) -> float:
@@ -269,46 +243,39 @@ def _spent(session: Session, progress: Progress) -> float:
 
 def _asked(session: Session, stop: StopRequest) -> bool:
     """Return whether any process was signalled to stop; then all stop for the same signal."""
-    found = [number for number in session.topology.world.all(stop.signal) if number is not None]
-    stop.signal = found[0] if found else stop.signal
-    return bool(found)
+    signals = [number for number in session.topology.world.all(stop.signal) if number is not None]
+    stop.signal = signals[0] if signals else stop.signal
+    return bool(signals)
 
 
 class _Checkpoints:
     """When the population is saved, and by which process."""
 
     def __init__(self, session: Session, writer: RunWriter | None, saved: SavedCheckpoint | None) -> None:
-        t = session.config.training
-        self._population, self._writer = session.population, writer
-        # Only the writer's column sends agents to it; the other processes of an island hold the same ones.
-        self._sends = session.topology.island.rank == 0
-        self._steps, self._seconds, self._keep = t.checkpoint_steps, t.checkpoint_seconds, t.keep_checkpoints
-        self._last = perf_counter()
+        self._session, self._writer, self._time = session, writer, perf_counter()
         self._saved = None if saved is None else saved.progress.iteration
 
     def is_due(self, progress: Progress) -> bool:
         """Return whether to save now, within a generation."""
-        by_steps = self._steps is not None and progress.iteration % self._steps == 0
-        by_seconds = self._seconds is not None and perf_counter() - self._last >= self._seconds
+        t = self._session.config.training
+        by_steps = t.checkpoint_steps is not None and progress.iteration % t.checkpoint_steps == 0
+        by_seconds = t.checkpoint_seconds is not None and perf_counter() - self._time >= t.checkpoint_seconds
         if by_steps or by_seconds:
-            self._last = perf_counter()
+            self._time = perf_counter()
         return by_steps or by_seconds
 
     def save(self, progress: Progress) -> None:
         """Commit a checkpoint, or send the agents of this island to the process that does."""
         if progress.iteration == self._saved:
             return  # time ran out before another iteration, so there is nothing new to save
+        population = self._session.population
         if self._writer is not None:
-            self._writer.checkpoint(self._population, progress, keep=self._keep)
-        elif self._sends:
-            for _ in self._population.states():
+            self._writer.checkpoint(population, progress, keep=self._session.config.training.keep_checkpoints)
+        # Only the writer's column sends agents to it; the other processes of an island hold the same ones.
+        elif self._session.topology.island.rank == 0:
+            for _ in population.states():
                 pass
         self._saved = progress.iteration
-
-    def prune(self, progress: Progress) -> None:
-        """Delete the old checkpoints that a crash right after the newest commit left behind."""
-        if self._writer is not None:
-            self._writer.prune(progress, keep=self._keep)
 
 
 def _iterate(session: Session, progress: Progress) -> IterationDone:
@@ -335,7 +302,7 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         "time/elapsed": progress.seconds,
         "memory/peak": _peak_memory(population.runtime.base.device),
     }
-    own: dict[int, dict[str, Any]] = {}
+    results: dict[int, dict[str, Any]] = {}
     for agent in population.active:
         spent = {name: count - before[agent.index][name] for name, count in agent.tokens.items()}
         agent.scores.append(learned[agent.index].get("reward", float("nan")))
@@ -343,8 +310,8 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         rate = sum(spent.values()) / (end - start)
         values = {**learned[agent.index], **shared, "tokens_per_second": rate}
         samples = len(rollout.trajectories[agent.index])
-        own[agent.index] = {"metrics": values, "outcome": agent.outcome, "tokens": spent, "samples": samples}
-    merged = session.topology.peers.merged(own)
+        results[agent.index] = {"metrics": values, "outcome": agent.outcome, "tokens": spent, "samples": samples}
+    merged = session.topology.peers.merged(results)
     for index, done in merged.items():
         progress.samples += done["samples"]
         if session.config.equal_tokens:
@@ -358,7 +325,7 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         progress=min(_spent(session, progress), 1.0),
         metrics={index: done["metrics"] for index, done in merged.items()},
         outcomes={index: done["outcome"] for index, done in merged.items()},
-        completions=[] if population.learns_from_data else _of_all(session, _completions(session, progress, rollout)),
+        completions=[] if population.learns_from_data else _completions(session, progress, rollout),
         changes=changes,
     )
 
@@ -398,36 +365,26 @@ def _waiting(session: Session, progress: Progress) -> frozenset[int]:
 
 
 def _completions(session: Session, progress: Progress, rollout: Rollout) -> list[CompletionRecord]:
-    """Return the first completions of each agent's batch, in order."""
+    """Return the first completions of the batch of each agent of the run, in the order of the population."""
     tokenizer: Any = session.population.tokenizer
     rows = []
     for index, trajectories in rollout.trajectories.items():
         for number, t in enumerate(trajectories[: session.config.training.log_completions]):
-            reward = t.episode_return
-            rows.append(
-                CompletionRecord(
-                    generation=progress.generation,
-                    step=progress.iteration,
-                    agent=index,
-                    group=t.group,
-                    sample=sum(1 for other in trajectories[:number] if other.group == t.group),
-                    prompt=str(t.row.get("question", tokenizer.decode(t.prompt_ids))),
-                    completion=t.text,
-                    answer="" if t.row.get("answer") is None else str(t.row["answer"]),
-                    reward=reward if np.isfinite(reward) else None,
-                    length=len(t.token_ids),
-                    finish_reason=t.finish_reason,
-                )
-            )
-    return rows
-
-
-def _of_all(session: Session, rows: list[CompletionRecord]) -> list[CompletionRecord]:
-    """Return the rows of all islands, in the order of the population."""
-    peers = session.topology.peers
-    if peers.size == 1:
-        return rows
-    return [CompletionRecord(**row) for part in peers.all([asdict(row) for row in rows]) for row in part]
+            row: dict[str, Any] = {
+                "generation": progress.generation,
+                "step": progress.iteration,
+                "agent": index,
+                "group": t.group,
+                "sample": sum(1 for other in trajectories[:number] if other.group == t.group),
+                "prompt": str(t.row.get("question", tokenizer.decode(t.prompt_ids))),
+                "completion": t.text,
+                "answer": "" if t.row.get("answer") is None else str(t.row["answer"]),
+                "reward": t.episode_return if np.isfinite(t.episode_return) else None,
+                "length": len(t.token_ids),
+                "finish_reason": t.finish_reason,
+            }
+            rows.append(row)
+    return [CompletionRecord(**row) for part in session.topology.peers.all(rows) for row in part]
 
 
 def _exam(session: Session, progress: Progress) -> ExamDone:
@@ -448,19 +405,14 @@ def _exam(session: Session, progress: Progress) -> ExamDone:
         progress.best = sound[best].mean
         progress.elite = population.state_of(best)
         progress.elite_iteration = progress.iteration
-    _keep(session, progress, best, sound[best])
+    most, exam = session.config.kept_exams, sound[best]
+    full = len(progress.kept) >= most
+    if exam.is_finite and most and not (full and exam.mean < progress.kept[-1].fitness.mean):
+        is_elite = progress.elite_iteration == progress.iteration
+        state = progress.elite if is_elite else population.state_of(best)
+        progress.keep(Kept(best, progress.iteration, exam, state), most)
     progress.exam = dict(fitness)
     return ExamDone(progress.generation, fitness, progress.iteration, tokens, seconds, progress.seconds)
-
-
-def _keep(session: Session, progress: Progress, best: int, exam: Fitness) -> None:
-    """Keep the best agent of an exam if the exam is one of the best of the run."""
-    most = session.config.kept_exams
-    full = len(progress.kept) >= most
-    if not exam.is_finite or not most or (full and exam.mean < progress.kept[-1].fitness.mean):
-        return
-    state = progress.elite if progress.elite_iteration == progress.iteration else session.population.state_of(best)
-    progress.keep(Kept(best, progress.iteration, exam, state), most)
 
 
 def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
@@ -468,8 +420,8 @@ def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
     population = session.population
     if any(math.isfinite(score) for f in fitness.values() for score in f.scores):
         return
-    own = all(population.ungraded[a.index] and all(map(math.isnan, a.scores)) for a in population.agents)
-    if all(session.topology.peers.all(own)):
+    ungraded = all(population.ungraded[a.index] and all(map(math.isnan, a.scores)) for a in population.agents)
+    if all(session.topology.peers.all(ungraded)):
         size = len(population.places("exam"))
         error = RewardError(
             f"expected {session.task.grader} to return a number for completions, found None (no grade) for all "
@@ -481,37 +433,44 @@ def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
 
 
 def _evolve(session: Session, progress: Progress, exam: Mapping[int, Fitness]) -> Evolved:
-    config, population = session.config, session.population
-    start = perf_counter()
+    config = session.config
     best = progress.kept[0] if progress.kept else None
-    seed = config.training.seed if config.mutation.rand_seed is None else config.mutation.rand_seed
-    evolution = population.evolve(
+    event = evolve(
+        session.population,
         exam,
         session.selection,
-        session.mutations,
+        session.resolved.mutations,
+        iteration=progress.iteration,
         generation=progress.generation,
-        seed=seed,
+        seed=config.training.seed if config.mutation.rand_seed is None else config.mutation.rand_seed,
         collapse_guard=config.selection_strategy.collapse_guard,
         standing=Standing(min(_spent(session, progress), 1.0), Best(best.agent, best.fitness) if best else None),
         best=best.state if best else None,
     )
-    seconds = perf_counter() - start
-    elite = evolution.plan.elite
     if config.sharing.elite_teaches:
-        progress.teacher = elite if elite in evolution.plan.slots and elite not in evolution.sick else None
-    return evolved(population.everyone, evolution, progress.generation, progress.iteration, exam, seconds)
+        elite = event.plan.elite
+        progress.teacher = elite if elite in event.plan.slots and elite not in event.sick else None
+    return event
 
 
-def evolved(
-    agents: Sequence[Known],
-    change: Evolution,
-    generation: int,
-    iteration: int,
+def evolve(
+    population: Population,
     fitness: Mapping[int, Fitness],
-    seconds: float,
+    selection: SelectionStrategy,
+    mutations: Mutations,
+    *,
+    iteration: int,
+    generation: int,
+    **settings: Any,
 ) -> Evolved:
-    """Return the event of a selection that was applied to these agents."""
-    elite = change.plan.elite
+    """Let a population evolve with the ``settings`` of :meth:`Population.evolve`, and return the event."""
+    start = perf_counter()
+    change = population.evolve(fitness, selection, mutations, generation=generation, **settings)
+    seconds, elite, agents = perf_counter() - start, change.plan.elite, population.everyone
+    spreads = [
+        float(np.std([agent.genes[name].to_unit(agent.hyperparameters[name]) for agent in agents]))
+        for name in agents[0].genes
+    ]
     return Evolved(
         generation=generation,
         iteration=iteration,
@@ -522,41 +481,41 @@ def evolved(
         inherited=change.inherited,
         changes=change.mutations,
         mutations={agent.index: agent.mut for agent in agents},
-        hyperparameters=_genes(agents),
-        diversity=_diversity(agents),
+        hyperparameters={agent.index: dict(agent.hyperparameters) for agent in agents},
+        diversity=float(np.mean(spreads)) if spreads else 0.0,
         seconds=seconds,
     )
 
 
-def _genes(agents: Iterable[Known]) -> dict[int, dict[str, Any]]:
-    return {agent.index: dict(agent.hyperparameters) for agent in agents}
-
-
-def _diversity(agents: Iterable[Known]) -> float:
-    """Return the diversity: mean over genes of the spread of unit positions, 0 if all are equal."""
-    members = list(agents)
-    spreads = [
-        float(np.std([a.genes[name].to_unit(a.hyperparameters[name]) for a in members])) for name in members[0].genes
-    ]
-    return float(np.mean(spreads)) if spreads else 0.0
-
-
-def _test_elite(session: Session, writer: RunWriter | None, progress: Progress) -> Tested | None:
-    """Save and test the best agent of the run, on the first island."""
+def _tested_elite(
+    session: Session, writer: RunWriter | None, progress: Progress
+) -> tuple[dict[str, Any], Fitness, list[dict[str, Any]]] | None:
+    """Save and test the best agent, on the first island; return its part of the summary, its result, some answers."""
     peers, population = session.topology.peers, session.population
     if progress.elite_iteration is None:
         return None
-    # Every process takes part in this: an agent's state may be on another one.
-    last = _last(session, progress) if session.config.candidates > 1 else None
+    last = None
+    if session.config.candidates > 1:  # the agent that was best in the last exam, as it is now
+        present = {agent.index for agent in population.everyone}
+        best = ranking({index: fitness for index, fitness in progress.fitness.items() if index in present})[0]
+        # Every process takes part in this: an agent's state may be on another one.
+        last = Kept(best, progress.iteration, progress.fitness[best], population.state_of(best))
     if peers.rank > 0:
         return None
-    elite, mixed = _chosen(session, progress, last)
+    agent, mixed = _chosen(session, progress, last)
     if writer is not None:
-        writer.elite(elite)
-    tested = population.evaluate("test", agents=[elite])[elite.index]
-    answers = before_and_after(population, elite)
-    elite.clean_up()
-    return Tested(elite.index, dict(elite.hyperparameters), tested, answers, mixed)
+        writer.elite(agent)
+    fitness = population.evaluate("test", agents=[agent])[agent.index]
+    answers = before_and_after(population, agent)
+    agent.clean_up()
+    elite = {
+        "index": agent.index,
+        "adapter": "elite",
+        "exam": progress.best,
+        "step": progress.elite_iteration,
+        "hyperparameters": dict(agent.hyperparameters),
+    }
+    return elite | ({} if mixed is None else {"soup": mixed}), fitness, answers
 
 
 def _chosen(session: Session, progress: Progress, last: Kept | None) -> tuple[LLMAlgorithm, dict[str, Any] | None]:
@@ -564,58 +523,50 @@ def _chosen(session: Session, progress: Progress, last: Kept | None) -> tuple[LL
 
     The best of many exams is partly luck, and an agent is on average better at the end of its training than before. So
     the best agent of the last exam is a candidate too, and an earlier one takes its place only on evidence. So does the
-    soup of all candidates, if there is to be one; the second value says what came of it.
+    soup of all candidates, if there is to be one; the second value reports its result.
     """
     population, wanted, result = session.population, session.config.selection_strategy.soup, None
 
-    def revived(state: AgentState | None) -> LLMAlgorithm:
-        assert state is not None
-        return ALGORITHMS[state.algorithm].from_state(state, population.runtime, population.agents[0].loss)
-
     def assess(state: AgentState | None) -> Fitness:
-        agent = revived(state)
+        agent = population.revived(state)
         before = agent.tokens["evaluated"]
-        found = population.evaluate("second", agents=[agent])[agent.index]
+        fitness = population.evaluate("second", agents=[agent])[agent.index]
         progress.tokens["evaluated"] += agent.tokens["evaluated"] - before
         agent.clean_up()
-        return found
+        return fitness
 
-    earlier = (
-        [] if last is None else [k for k in progress.kept if (k.agent, k.iteration) != (last.agent, last.iteration)]
-    )
+    candidates = [] if last is None else [last]
+    # The last exam may itself be one of the best ones.
+    candidates += [k for k in progress.kept if last and (k.agent, k.iteration) != (last.agent, last.iteration)]
     # A task with few questions may have none left for a second panel.
-    if last is not None and earlier and population.places("second"):
-        candidates = [last, *earlier]
+    if len(candidates) > 1 and population.places("second"):
         panel = [assess(kept.state) for kept in candidates]
         # At equal results the better exam's; kept exams are in that order.
-        best = max(range(1, len(panel)), key=lambda place: panel[place].value)
-        sure = probability_better(panel[best], panel[0])
-        place = best if sure >= CANDIDATE else 0
-        chosen = candidates[place]
+        best = max(range(1, len(panel)), key=lambda number: panel[number].value)
+        number = best if probability_better(panel[best], panel[0]) >= CANDIDATE else 0
+        chosen = candidates[number]
         progress.elite, progress.elite_iteration, progress.best = chosen.state, chosen.iteration, chosen.fitness.mean
         if wanted is not None:
-            states = [kept.state for kept in (chosen, *candidates) if kept.state is not None]
-            del states[place + 1]  # the chosen one stands at the front already
+            # The soup has the state of the first one apart from the adapter.
+            first = sorted(candidates, key=lambda kept: kept is not chosen)
+            states = [kept.state for kept in first if kept.state is not None]
             mixed = soup(states, [1 / len(states)] * len(states))
-            found = assess(mixed)
-            sure = probability_better(found, panel[place])
+            fitness = assess(mixed)
+            sure = probability_better(fitness, panel[number])
             result = {
                 "of": [{"agent": kept.agent, "step": kept.iteration} for kept in candidates],
-                "second": found.to_dict(),
-                "candidate": panel[place].to_dict(),
+                "second": fitness.to_dict(),
+                "candidate": panel[number].to_dict(),
                 "probability_better": sure,
                 "is_elite": sure >= wanted and sure > 0.5,
             }
             if result["is_elite"]:
                 progress.elite = mixed
-    return revived(progress.elite), result
+    return population.revived(progress.elite), result
 
 
 def _front(session: Session, progress: Progress) -> list[dict[str, Any]]:
-    """Return the members of the last exam's front, best reward first; none if the exam has one objective.
-
-    They are the agents of the last checkpoint, which holds their adapters.
-    """
+    """Return the members of the last exam's front, best reward first; none if the exam has one objective."""
     population = session.population
     if len(population.objectives) < 2:
         return []
@@ -634,21 +585,8 @@ def _front(session: Session, progress: Progress) -> list[dict[str, Any]]:
     ]
 
 
-def _last(session: Session, progress: Progress) -> Kept:
-    """Return the agent that was best in the last exam, as it is now."""
-    present = {agent.index for agent in session.population.everyone}
-    best = ranking({index: fitness for index, fitness in progress.fitness.items() if index in present})[0]
-    return Kept(best, progress.iteration, progress.fitness[best], session.population.state_of(best))
-
-
-def _finish(
-    session: Session,
-    writer: RunWriter | None,
-    progress: Progress,
-    tested: Tested | None,
-    front: Sequence[Mapping[str, Any]],
-) -> dict[str, Any]:
-    """Write the summary and the report, and return the summary."""
+def _summary(session: Session, progress: Progress) -> dict[str, Any]:
+    """Return the summary of the run, as far as it goes without an elite."""
     base, median = progress.base, progress.median
     assert base is not None
     summary: dict[str, Any] = {
@@ -660,25 +598,10 @@ def _finish(
         "fitness": {str(index): f.to_dict() for index, f in sorted(progress.fitness.items())},
         "elite": None,
     }
-    if front:
+    if front := _front(session, progress):
         summary["front"] = front
     if median is not None:
         summary["test"]["median_first_generation"] = {"index": median[0], **median[1].to_dict()}
-    if tested is not None:
-        summary["test"]["elite"] = tested.result.to_dict()
-        summary["elite"] = {
-            "index": tested.index,
-            "adapter": "elite",
-            "exam": progress.best,
-            "step": progress.elite_iteration,
-            "hyperparameters": tested.hyperparameters,
-        }
-        if tested.soup is not None:
-            summary["elite"]["soup"] = tested.soup
-        summary["answers"] = tested.answers
-    summary["seconds"] = progress.seconds
-    if writer is not None:
-        writer.finish(summary, None if tested is None else tested.index)
     return summary
 
 
@@ -688,10 +611,10 @@ def _peak_memory(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     try:
         import resource
-    except ImportError:  # Windows, which keeps the peak of its own
+    except ImportError:  # Windows, which keeps the peak itself
         import psutil
 
-        found = psutil.Process().memory_info()
-        return int(getattr(found, "peak_wset", found.rss))
+        memory = psutil.Process().memory_info()
+        return int(getattr(memory, "peak_wset", memory.rss))
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

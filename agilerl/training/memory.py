@@ -14,7 +14,7 @@ from agilerl.config.vllm import VLLMConfig
 from agilerl.envs.core import Split
 from agilerl.errors import ConfigError
 from agilerl.models.slots import LinearShape
-from agilerl.planning.footprint import Held, bank_bytes, cached_tokens, footprint, gib, is_too_much, peak
+from agilerl.planning.footprint import cached_tokens, footprint, gib, is_too_much, peak
 from agilerl.planning.time import Widths, rows_at_once, tokens_at_once
 from agilerl.population import Population
 from agilerl.runtime import Runtime
@@ -45,12 +45,7 @@ def largest_rank(config: RunConfig) -> int:
     return max(start, config.mutation.rank_range[1]) if config.mutation.probabilities.arch_mut > 0 else start
 
 
-def adapter_bytes(config: RunConfig, algorithm: type[LLMAlgorithm], layers: Sequence[LinearShape]) -> int:
-    """Return the bytes of the slots of all agents and the elite, at the largest rank they may get."""
-    return bank_bytes(_adapter(config, layers), config.training.pop_size, adapter_slots(config, algorithm))
-
-
-def _adapter(config: RunConfig, layers: Sequence[LinearShape]) -> int:
+def adapter_numbers(config: RunConfig, layers: Sequence[LinearShape]) -> int:
     """Return D: the numbers of one adapter at its largest rank."""
     return largest_rank(config) * sum(layer.in_features + layer.out_features for layer in layers)
 
@@ -79,10 +74,10 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
     tokens = tokens_at_once(max(micro for micro, _ in passes), len(agents), runtime.max_tokens or runtime.pass_tokens)
     vllm = _vllm(runtime) if options.use_vllm else {}
     samples = not options.use_vllm or (options.vllm_config or VLLMConfig()).exams == "torch"
-    held = Held(
+    parts: dict[str, float] = footprint(
         widths=Widths.of(runtime.base),
         base=runtime.base.weight_bytes,
-        adapter=_adapter(config, runtime.store.layers),
+        adapter=adapter_numbers(config, runtime.store.layers),
         agents=len(agents),
         slots=adapter_slots(config, type(agents[0])),
         decoded=max(trained, examined) if samples else None,
@@ -97,8 +92,8 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
         chunk_rows=options.fused_logprobs_chunk_rows,
         vllm=vllm,
     )
-    found = footprint(held) | {"rollouts": sum(rows) * (_ROW_BYTES + longest * _TOKEN_BYTES)}
-    return found | ({"prompts": float(runtime.prompts.most)} if runtime.invocation else {})
+    parts["rollouts"] = sum(rows) * (_ROW_BYTES + longest * _TOKEN_BYTES)
+    return parts | ({"prompts": float(runtime.prompts.most)} if runtime.invocation else {})
 
 
 def _kept(population: Population, rows: Sequence[int], exam: int) -> int:
@@ -109,10 +104,7 @@ def _kept(population: Population, rows: Sequence[int], exam: int) -> int:
 
 
 def _passes(agent: LLMAlgorithm, rows: int, length: int) -> tuple[int, int]:
-    """Return the tokens of the largest forward with and without gradient of an agent with rows of one length.
-
-    No prompt is counted as shared, because every row might have its own.
-    """
+    """Return the tokens of the largest forward with and without gradient of an agent whose rows share no prompts."""
     most, workers = agent.micro_batch, agent.runtime.processes.size
 
     def largest(count: int) -> int:
@@ -144,44 +136,32 @@ def vllm_part(settings: VLLMConfig, weights: int, device_bytes: int | None, *, o
     trainer's base leaves the GPU while vLLM samples.
     """
     if device_bytes is None:
-        return {"vllm": weights + _cpu_cache(settings)}
+        # vLLM's own environment variable overrides the setting.
+        gibibytes = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
+        chosen = int(gibibytes) * 2**30 if gibibytes.isdecimal() else 0
+        return {"vllm": weights + (chosen or settings.kv_cache_memory_bytes or VLLM_CPU_CACHE)}
     size = int(settings.gpu_memory_utilization * device_bytes)
     if settings.kv_cache_memory_bytes is not None:
         size = weights // settings.tensor_parallel_size + settings.kv_cache_memory_bytes
     return {("vllm_alone" if offload else "vllm_awake") if settings.sleep_mode else "vllm": size}
 
 
-def _cpu_cache(settings: VLLMConfig) -> int:
-    """Return the bytes of vLLM's cache on a CPU; vLLM's own environment variable overrides the setting."""
-    gibibytes = os.environ.get("VLLM_CPU_KVCACHE_SPACE", "")
-    if gibibytes.isdecimal() and int(gibibytes):
-        return int(gibibytes) * 2**30
-    return settings.kv_cache_memory_bytes or VLLM_CPU_CACHE
-
-
 def check_memory(parts: Mapping[str, float], device: str) -> None:
-    """Raise ConfigError when the parts together need more than the device has (for rollouts: the machine).
-
-    Processes that a launcher has started on one machine may each use an equal part of its memory.
-    """
+    """Raise ConfigError when the parts need more than this process may use of the device (rollouts: the machine)."""
     groups = [list(parts)] if device == "cpu" else [[n for n in parts if n != "rollouts"], ["rollouts"]]
-    for place, names in zip((device, "cpu"), groups):
+    for where, names in zip((device, "cpu"), groups):
         sizes = {name: parts[name] for name in names if name in parts}
-        there, processes = available_bytes(place), _processes_here() if place == "cpu" else 1
+        # Processes of a run share a machine; torchrun and accelerate tell each of them how many there are.
+        launched = os.environ.get("LOCAL_WORLD_SIZE", "") if where == "cpu" else ""
+        there, processes = available_bytes(where), max(int(launched), 1) if launched.isdecimal() else 1
         if there is not None and is_too_much(sizes, there / processes):
             largest = max(sizes, key=lambda name: sizes[name])
             several = f" for {processes} processes that each need that" if processes > 1 else ""
             fewer = ", or start fewer processes on a machine" if processes > 1 else ""
             raise ConfigError(
                 f"this run needs about {gib(peak(sizes))} of memory, most of it for {largest.replace('_', ' ')} "
-                f"({gib(sizes[largest])}), and {place} has {gib(there)}{several}; {_CURES[largest]}{fewer}"
+                f"({gib(sizes[largest])}), and {where} has {gib(there)}{several}; {_CURES[largest]}{fewer}"
             )
-
-
-def _processes_here() -> int:
-    """Return how many processes of a run share this machine, as torchrun and accelerate tell each of them."""
-    count = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(int(count), 1) if count.isdecimal() else 1
 
 
 def check_weights(name: str, device: str, quantization: QuantizationConfig | None = None) -> None:

@@ -1,20 +1,18 @@
 """The preflight: a run without a signal stops before its first update, with what to change."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 from agilerl.config.run import RunConfig, SelectionConfig, SharingConfig
-from agilerl.distributed.topology import SOLITARY
 from agilerl.errors import ConfigError
 from agilerl.population import Population
 from agilerl.runtime import Runtime
 from agilerl.templates import at_date
 from agilerl.training.events import PreflightDone
 from agilerl.training.probe import Answer, Group, Probe, probe
-from agilerl.training.resolved import Resolved, resolve
-from agilerl.training.setup import Session, first_generation, load, lone_agent, start_sampling
+from agilerl.training.resolved import Resolved
+from agilerl.training.setup import Session, build, check, load_runtime, lone_agent
 
 QUESTIONS, MOST = 16, 64
 """Questions that a preflight asks at a time, and those without a signal after which it gives up. If only one group in
@@ -39,36 +37,34 @@ def preflight(session: Session) -> Probe | None:
     Raises ConfigError, with what to change, if none has after ``MOST`` questions, unless ``training.preflight`` is
     ``warn``. Every process of the run calls it. A second call asks nothing.
     """
-    found = session.preflight
-    if found is None and is_due(session):
+    result = session.preflight
+    if result is None and is_due(session):
         with at_date(session.date):
-            while found is None or (len(found.groups) < MOST and not found.has_signal):
-                known: list[Group] = [] if found is None else found.groups
-                part = probe(session.population, QUESTIONS, first=len(known))
-                asked = [g for plain in session.topology.peers.all(_plain(part.groups)) for g in _groups(plain)]
-                found = replace(part, groups=[*known, *asked])
-        session.preflight = found
-    if found is not None and not found.has_signal and session.config.training.preflight == "stop":
+            while result is None or (len(result.groups) < MOST and not result.has_signal):
+                groups: list[Group] = [] if result is None else result.groups
+                part = probe(session.population, QUESTIONS, first=len(groups))
+                for plain in session.topology.peers.all([asdict(group) for group in part.groups]):
+                    groups = [*groups, *(Group(**{**g, "answers": [Answer(**a) for a in g["answers"]]}) for g in plain)]
+                result = replace(part, groups=groups)
+        session.preflight = result
+    if result is not None and not result.has_signal and session.config.training.preflight == "stop":
         raise ConfigError(
-            f"nothing could be learned: {problem(session.config, session.population, found)}; or start anyway, with "
+            f"nothing could be learned: {problem(session.config, session.population, result)}; or start anyway, with "
             "--force (training.preflight=warn)"
         )
-    return found
+    return result
 
 
-def event_of(found: Probe, advice: str = "") -> PreflightDone:
+def event_of(probed: Probe, advice: str = "") -> PreflightDone:
     """Return the event of a preflight."""
-    first = found.groups[0]
+    first = probed.groups[0]
     answer = next(iter(first.answers), Answer("", math.nan, 0, "error"))
-    return PreflightDone(found.metrics, str(found), advice, first.prompt, answer.text, answer.score)
+    return PreflightDone(probed.metrics, str(probed), advice, first.prompt, answer.text, answer.score)
 
 
-def preflight_event(session: Session) -> PreflightDone | None:
-    """Return the event of a run's preflight, None if it has none."""
-    found = session.preflight
-    if found is None:
-        return None
-    return event_of(found, "" if found.has_signal else problem(session.config, session.population, found))
+def preflight_event(session: Session, probed: Probe) -> PreflightDone:
+    """Return the event of a run's preflight."""
+    return event_of(probed, "" if probed.has_signal else problem(session.config, session.population, probed))
 
 
 def tried(session: Session) -> PreflightDone | None:
@@ -84,30 +80,22 @@ def tried(session: Session) -> PreflightDone | None:
         return event_of(probe(population, 1, 1))
 
 
-def _plain(groups: Sequence[Group]) -> list[dict[str, Any]]:
-    return [asdict(group) for group in groups]
-
-
-def _groups(plain: Sequence[dict[str, Any]]) -> list[Group]:
-    return [Group(**{**one, "answers": [Answer(**a) for a in one["answers"]]}) for one in plain]
-
-
-def problem(config: RunConfig, population: Population, found: Probe) -> str:
+def problem(config: RunConfig, population: Population, probed: Probe) -> str:
     """Return why no answers differ in reward, and what to change: the first cause that explains all of them."""
     e, algorithm = config.environment, config.algorithm["name"]
-    groups = f"all {len(found.answers)} answers to {len(found.groups)} training questions"
+    groups = f"all {len(probed.answers)} answers to {len(probed.groups)} training questions"
     limit = getattr(population.agents[0].config, "max_output_tokens", None)
     scored = e.task is not None and e.env_type == "reasoning" and e.graders is None and e.reward == "exact"
     easier = ", a reward that also pays partly right answers (environment.reward=score)" if scored else ""
-    if math.isnan(found.reward):
+    if math.isnan(probed.reward):
         return f"none of {groups} has a grade; check the graders"
-    if found.reward and not found.differ:
-        return f"{groups} earn alike ({found.reward:g}); take harder questions (environment.params), or another reward"
-    if found.cut == 1:
-        return f"{groups} earn {found.reward:g} and are cut at {limit or 'the end of the context'}" + (
+    if probed.reward and not probed.differ:
+        return f"{groups} earn alike ({probed.reward:g}); take harder questions (environment.params), or another reward"
+    if probed.cut == 1:
+        return f"{groups} earn {probed.reward:g} and are cut at {limit or 'the end of the context'}" + (
             " tokens; raise algorithm.max_output_tokens" if limit else "; shorten the prompts or raise max_model_len"
         )
-    if found.empty == 1 and e.answer_format != "whole":
+    if probed.empty == 1 and e.answer_format != "whole":
         return (
             f"in {groups} there is no answer in the format environment.answer_format={e.answer_format}; take after, "
             "with its phrase as a prefill (environment.conversation_template)"
@@ -115,7 +103,7 @@ def problem(config: RunConfig, population: Population, found: Probe) -> str:
     formats = e.answer_format == "whole" and e.env_type == "reasoning" and e.graders is None
     asked = "let the prompt ask for a format (environment.answer_format=after), " if formats else ""
     return (
-        f"{groups} earn {found.reward:g}, so {algorithm} has nothing to compare; {asked}take easier questions "
+        f"{groups} earn {probed.reward:g}, so {algorithm} has nothing to compare; {asked}take easier questions "
         f"(environment.params), a stronger base{easier}, or more answers to each (algorithm.group_size)"
     )
 
@@ -123,59 +111,36 @@ def problem(config: RunConfig, population: Population, found: Probe) -> str:
 # -- one row of a table: settings without a run -----------------------------------------------------------------------
 
 
-def alone(config: RunConfig) -> RunConfig:
-    """Return the settings of one agent that only answers training questions: the smallest panels, no selection."""
-    return config.replaced(
-        training=config.training.model_copy(update={"pop_size": 1, "init": "same"}),
-        environment=config.environment.model_copy(update={"eval_prompts": 2, "test_prompts": 2}),
-        selection_strategy=SelectionConfig(name="none"),
-        sharing=SharingConfig(),
-    )
-
-
 class Bases:
     """The last base that was loaded, for settings that differ only in their task."""
 
-    def __init__(self) -> None:
-        self._key: Any = None
-        self._runtime: Runtime | None = None
+    key: Any = None
+    runtime: Runtime | None = None
 
-    def of(self, resolved: Resolved) -> Runtime | None:
-        """Return the base if it is the one that these settings ask for."""
-        return self._runtime if self._key == self._key_of(resolved) else None
-
-    def keep(self, resolved: Resolved, runtime: Runtime) -> None:
-        """Keep a base."""
-        self._key, self._runtime = self._key_of(resolved), runtime
-
-    def _key_of(self, resolved: Resolved) -> Any:
-        t = resolved.config.training
-        own = (t.seed, t.device, t.dtype, t.threads, t.max_tokens_in_flight, t.max_rows_in_flight)
-        return resolved.config.network.model_dump(), resolved.options, own
+    def of(self, resolved: Resolved) -> Runtime:
+        """Return the base that these settings ask for."""
+        t, network = resolved.config.training, resolved.config.network.model_dump()
+        sizes = (t.seed, t.device, t.dtype, t.threads, t.max_tokens_in_flight, t.max_rows_in_flight)
+        key = (network, resolved.options, sizes)
+        if self.runtime is None or self.key != key:
+            self.runtime = None  # first, so that memory never holds two
+            self.key, self.runtime = key, load_runtime(resolved)
+        return self.runtime
 
 
 def population_of_one(config: RunConfig, bases: Bases, *, allow_code: bool = False) -> Population:
     """Return one agent on the task of a configuration; ``close`` its task and ``clean_up`` the agent afterwards.
 
-    Raises ConfigError or EnvError as ``agilerl.training.setup.build`` does, and for algorithms that learn from data.
+    It only answers training questions: the panels are the smallest, and nothing is selected. Raises ConfigError or
+    EnvError as ``agilerl.training.setup.build`` does, and for algorithms that learn from data.
     """
-    config = alone(config)
-    resolved = resolve(config)
+    config = config.replaced(
+        training=config.training.model_copy(update={"pop_size": 1, "init": "same"}),
+        environment=config.environment.model_copy(update={"eval_prompts": 2, "test_prompts": 2}),
+        selection_strategy=SelectionConfig(name="none"),
+        sharing=SharingConfig(),
+    )
+    resolved = check(config)
     if resolved.algorithm.env_type != "reasoning":
         raise ConfigError(f"{resolved.algorithm.__name__} learns from data: there are no answers to sample; name GRPO")
-    loaded = load(resolved, allow_code=allow_code, runtime=bases.of(resolved))
-    bases.keep(resolved, loaded.runtime)
-    (agent,) = first_generation(loaded.resolved, loaded.runtime, SOLITARY)
-    try:
-        made = Population(
-            [agent],
-            loaded.task,
-            prompts_per_step=config.environment.data_batch_size_per_gpu,
-            max_error_rate=config.training.max_error_rate,
-        )
-        start_sampling(config, made)
-    except BaseException:
-        agent.clean_up()
-        loaded.task.close()
-        raise
-    return made
+    return build(config, allow_code=allow_code, runtime=bases.of(resolved)).population

@@ -119,29 +119,21 @@ class Probe:
 
     def document(self) -> dict[str, Any]:
         """Return the numbers, and the first question with an answer, as plain data for JSON."""
-        numbers = {name.partition("/")[2]: value for name, value in self.metrics.items()}
+        numbers: dict[str, Any] = {name.partition("/")[2]: value for name, value in self.metrics.items()}
         first = self.groups[0]
         sample = {**asdict(first.answers[0]), "graded": first.graded[0]} if first.answers else {}
-        found: dict[str, Any] = {
-            **numbers,
-            "start": self.start,
-            "prompt": first.prompt,
-            "expected": first.expected,
-            "answer": sample,
-        }
-        return finite(found)
+        shown = {"start": self.start, "prompt": first.prompt, "expected": first.expected, "answer": sample}
+        document: dict[str, Any] = finite(numbers | shown)
+        return document
 
 
-def finite(values: dict[str, Any]) -> dict[str, Any]:
-    """Return nested values with None in place of numbers that are not finite."""
-    return {
-        name: finite(one)
-        if isinstance(one, dict)
-        else None
-        if isinstance(one, float) and not math.isfinite(one)
-        else one
-        for name, one in values.items()
-    }
+def finite(values: Any) -> Any:
+    """Return nested plain data with None in place of numbers that are not finite."""
+    if isinstance(values, dict):
+        return {name: finite(value) for name, value in values.items()}
+    if isinstance(values, list):
+        return [finite(value) for value in values]
+    return None if isinstance(values, float) and not math.isfinite(values) else values
 
 
 @checked
@@ -162,14 +154,14 @@ def answered(population: Population, asks: Sequence[Ask]) -> Probe:
     check_error_rate(
         sum(ask.samples for ask in asks), report.failures, population.max_error_rate, episodes=task.multi_turn
     )
-    found = []
+    results = []
     for ask, group in zip(asks, groups):
         answers, row = answers_of(group, ask.samples), ask.place.row
         read = [task.graded_text(a.text, row) if isinstance(task, Task) else a.text for a in answers]
         prompt = tokenizer.decode(ask.place.prompt_ids) if ask.place.prompt_ids else f"seed {row.get('seed')}"
         expected = None if row.get("answer") is None else str(row["answer"])
-        found.append(Group(prompt, expected, answers, read))
-    return Probe(found, isinstance(population.agents[0].config, GroupConfig))
+        results.append(Group(prompt, expected, answers, read))
+    return Probe(results, isinstance(population.agents[0].config, GroupConfig))
 
 
 def answers_of(group: Sequence[Trajectory], samples: int) -> list[Answer]:
@@ -177,11 +169,10 @@ def answers_of(group: Sequence[Trajectory], samples: int) -> list[Answer]:
     rows: dict[int, list[Trajectory]] = {}
     for number, trajectory in enumerate(group):
         rows.setdefault(number if trajectory.episode is None else trajectory.episode, []).append(trajectory)
-    lost = [Answer("", math.nan, 0, "error")] * (samples - len(rows))
-    return [_answer(rows[number]) for number in sorted(rows)] + lost
-
-
-def _answer(rows: Sequence[Trajectory]) -> Answer:
-    failed = any(row.finish_reason in ("error", "oom") for row in rows)
-    score = math.nan if failed else rows[0].episode_return
-    return Answer(rows[-1].text, score, sum(sum(row.action_mask) for row in rows), rows[-1].finish_reason)
+    answers = []
+    for _, turns in sorted(rows.items()):
+        failed = any(row.finish_reason in ("error", "oom") for row in turns)
+        score = math.nan if failed else turns[0].episode_return
+        length = sum(sum(row.action_mask) for row in turns)
+        answers.append(Answer(turns[-1].text, score, length, turns[-1].finish_reason))
+    return answers + [Answer("", math.nan, 0, "error")] * (samples - len(rows))

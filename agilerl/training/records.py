@@ -46,8 +46,7 @@ class RunWriter:
         """Write an event; kinds not handled here are already in the files, or in the next checkpoint."""
         if isinstance(event, Evolved):
             plan, sick = event.plan.to_dict(), {str(index): reason for index, reason in sorted(event.sick.items())}
-            place = {"generation": event.generation, "step": event.iteration}
-            self.journal.append({"kind": "evolution", **place, "plan": plan, "sick": sick})
+            self.journal.append({"kind": "evolution", **_when(event), "plan": plan, "sick": sick})
         for line in lineage_lines(event):
             self.lineage.write(line)
         for line in metric_lines(event):
@@ -124,18 +123,20 @@ def metric_lines(event: Event) -> Iterator[dict[str, Any]]:
     match event:
         case IterationDone():
             for index, values in event.metrics.items():
-                place = {"kind": "train", "generation": event.generation, "step": event.iteration, "agent": index}
-                yield {**values, **place, "outcome": event.outcomes[index]}
+                yield {**values, "kind": "train", **_when(event), "agent": index, "outcome": event.outcomes[index]}
         case ExamDone():
-            place = {"kind": "eval", "generation": event.generation, "step": event.iteration}
             for index, values in event.metrics.items():
-                yield {**place, "agent": index, **values}
+                yield {"kind": "eval", **_when(event), "agent": index, **values}
         case Evolved():
-            yield {"kind": "evolution", "generation": event.generation, "step": event.iteration, **event.metrics}
+            yield {"kind": "evolution", **_when(event), **event.metrics}
         case PreflightDone():
             yield {"kind": "preflight", **event.metrics}
         case HeldOutTest():
             yield {"kind": "test", "who": event.who, "agent": event.agent, **event.metrics}
+
+
+def _when(event: IterationDone | ExamDone | Evolved) -> dict[str, int]:
+    return {"generation": event.generation, "step": event.iteration}
 
 
 def lineage_lines(event: Event) -> Iterator[lineage.Record]:
@@ -152,24 +153,17 @@ def lineage_lines(event: Event) -> Iterator[lineage.Record]:
             for index, fitness in event.fitness.items():
                 yield lineage.fitness_record(index, g, step, fitness, event.tokens[index])
         case Evolved():
-            yield from _selection_lines(event)
-
-
-def _selection_lines(event: Evolved) -> Iterator[lineage.Record]:
-    """Yield the elite, births, deaths, verdicts and mutations of a generation change."""
-    plan, g = event.plan, event.generation
-    if event.elite is not None:
-        yield lineage.elite_record(event.elite, g)
-    for birth in plan.births:
-        values = event.inherited[birth.child]
-        yield lineage.birth_record(
-            birth.child, birth.parent, g, event.iteration, values, from_best=birth.from_best, mate=birth.mate
-        )
-    for index, reason in event.deaths.items():
-        yield lineage.death_record(index, g, reason)
-    for index, reason in plan.verdicts.items():
-        if index not in plan.deaths:
-            yield lineage.verdict_record(index, g, reason)
-    for mutation in event.changes:
-        if mutation.kind != "none":
-            yield lineage.mutation_record(mutation, g, event.mutations[mutation.agent])
+            plan, g, step = event.plan, event.generation, event.iteration
+            if event.elite is not None:
+                yield lineage.elite_record(event.elite, g)
+            for b in plan.births:
+                values = event.inherited[b.child]
+                yield lineage.birth_record(b.child, b.parent, g, step, values, from_best=b.from_best, mate=b.mate)
+            for index, reason in event.deaths.items():
+                yield lineage.death_record(index, g, reason)
+            for index, reason in plan.verdicts.items():
+                if index not in plan.deaths:
+                    yield lineage.verdict_record(index, g, reason)
+            for mutation in event.changes:
+                if mutation.kind != "none":
+                    yield lineage.mutation_record(mutation, g, event.mutations[mutation.agent])

@@ -3,7 +3,8 @@
 All later code reads the typed result. It is written to run.json, and restored from there.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -32,7 +33,7 @@ from agilerl.hpo.parameters import (
 from agilerl.hpo.selection import SelectionStrategy
 from agilerl.hpo.spread import EMBEDDED_RATE, around, lora_rate
 from agilerl.hpo.strategies import ANNEALED, defaults_of, make_strategy
-from agilerl.models.base import EMBEDDED
+from agilerl.models.base import EMBEDDED, BaseModel
 from agilerl.runs.directory import run_date
 from agilerl.training.tasks import own_weights
 from agilerl.validation import grouped, idle, validated
@@ -41,9 +42,10 @@ COMPLETION = 128
 """Most tokens of a completion in a run that bounds neither completions nor the context."""
 
 
-def usual_rate(base_name: str, hidden_size: int, family: str) -> float:
+def usual_rate(base: BaseModel) -> float:
     """Return the learning rate with which a search on this base begins."""
-    return EMBEDDED_RATE if base_name == EMBEDDED else lora_rate(hidden_size, family)
+    family = str(base.model.config.get_text_config().model_type)
+    return EMBEDDED_RATE if base.name == EMBEDDED else lora_rate(base.hidden_size, family)
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,16 @@ class Resolved:
     """Of the first algorithm, with the run's seed unless set; pydantic records which fields were set."""
     options: SharedOptions
     """Options of the base: those under ``algorithm``, and their equivalents under ``network``."""
-    own_options: SharedOptions
-    """Only those under ``algorithm``, as in run.json."""
     genes: Mapping[str, Gene]
     """What evolves: the ranges of ``mutation.rl_hp_selection``, else those that the algorithms declare."""
     mutations: Mutations
     selection: SelectionStrategy | None
     """None for custom code until it is loaded (``agilerl.training.setup``)."""
+
+    @property
+    def own_options(self) -> SharedOptions:
+        """The options of the base under ``algorithm`` only, as in run.json."""
+        return _own_options(self.config)
 
     @property
     def algorithm(self) -> type[LLMAlgorithm]:
@@ -77,14 +82,10 @@ class Resolved:
         given = "max_output_tokens" in self.config.algorithm
         return not given and getattr(self.hyperparameters, "max_output_tokens", None) == COMPLETION
 
-    def with_rate(self, base_name: str, hidden_size: int, family: str) -> "Resolved":
-        """Return the settings with a learning rate for this base, if none was given and one is known.
-
-        The documented tournament keeps the algorithm's own default, and so do algorithms that learn from data.
-        """
+    def with_rate(self, rate: float) -> "Resolved":
+        """Return the settings with the usual learning rate of the base, if none was given and the search goes by it."""
         if self.config.selection_strategy.strategy == "tournament" or self.algorithm.env_type != "reasoning":
             return self
-        rate = usual_rate(base_name, hidden_size, family)
         replay = self.config.training.replay
         given = {*self.config.algorithm, *(replay.genes if replay else ())}
         missing = [name for name in LEARNING_RATES if name in self.algorithm.Config.model_fields and name not in given]
@@ -96,11 +97,11 @@ class Resolved:
     @property
     def without_effect(self) -> list[str]:
         """Sentences about settings that change nothing."""
-        found = dict[str, str]()
+        reasons = dict[str, str]()
         if "algorithm" not in self.genes:  # agents of other algorithms may use what the first one does not
-            found = idle(self.hyperparameters, "algorithm", self.config, self.options, self.genes)
-            found |= idle(self.own_options, "algorithm", self.config, evolving=self.genes)
-        return [*self.config.without_effect, *grouped(found)]
+            reasons = idle(self.hyperparameters, "algorithm", self.config, self.options, self.genes)
+            reasons |= idle(self.own_options, "algorithm", self.config, evolving=self.genes)
+        return [*self.config.without_effect, *grouped(reasons)]
 
     def founder_genes(self) -> dict[str, Gene]:
         """Return the ranges in which the first generation starts: a gene's own if the user gave it, else one around."""
@@ -113,15 +114,14 @@ class Resolved:
             for name, gene in self.genes.items()
         }
 
-    def with_evo_steps(self, steps: int) -> "Resolved":
-        """Return the settings with this number of iterations between selections."""
-        return replace(self, config=_derived(self.config, evo_steps=steps))
+    def derived(self, **training: Any) -> "Resolved":
+        """Return the settings with values of ``training`` that do not count as set by the user."""
+        section = self.config.training.model_copy(update=training)
+        section.model_fields_set.difference_update(training)
+        return replace(self, config=self.config.replaced(training=section))
 
     def with_epochs(self, rows: int | None) -> "Resolved":
-        """Return the settings with the ``max_steps`` that ``num_epochs`` passes over so many training rows take.
-
-        Raises ConfigError for a task without rows.
-        """
+        """Return the settings with the ``max_steps`` of ``num_epochs``; raises ConfigError for a task without rows."""
         training = self.config.training
         if training.num_epochs is None:
             return self
@@ -131,19 +131,16 @@ class Resolved:
                 "fixed number; set training.max_steps"
             )
         samples = training.num_epochs * rows * training.pop_size * self.hyperparameters.group_size  # type: ignore[attr-defined]
-        return replace(self, config=_derived(self.config, max_steps=samples))
+        return self.derived(max_steps=samples)
 
     def seen_from(self, topology: Topology) -> "Resolved":
         """Return the settings of one process: its device, its share of the agents, its vLLM server."""
         here = local_share(self.config, topology)
-        return self if here is self.config else replace(self, config=here, options=_options(here, _own_options(here)))
+        return self if here is self.config else replace(self, config=here, options=_options(here))
 
     def document(self) -> dict[str, Any]:
-        """Return the resolved manifest, defaults included, as plain data; it reproduces the run.
-
-        It does not include the number of processes: any number can resume the run.
-        """
-        return _document(self.config, self.algorithms, self.hyperparameters, self.own_options)
+        """Return the resolved manifest, defaults included, as plain data; any number of processes can resume it."""
+        return _document(self.config, self.algorithms, self.hyperparameters)
 
     def given(self) -> dict[str, Any]:
         """Return what was set, as plain data, without defaults: an explicit default can mean something else."""
@@ -153,13 +150,6 @@ class Resolved:
         algorithm = {"name": self.config.algorithm["name"], **values, **shared}
         whole = self.config.model_dump(mode="json", exclude_unset=True, exclude={"distributed"})
         return {**whole, "algorithm": algorithm}
-
-
-def _derived(config: RunConfig, **values: Any) -> RunConfig:
-    """Return the configuration with values of ``training`` that do not count as set by the user."""
-    training = config.training.model_copy(update=values)
-    training.model_fields_set.difference_update(values)
-    return config.replaced(training=training)
 
 
 @checked
@@ -174,8 +164,7 @@ def resolve(config: RunConfig) -> Resolved:
     # First: with the wrong algorithm, errors about other settings would not help.
     check_source(algorithms[0].__name__, algorithms[0].env_type, config.environment.env_type)
     starts = list[AlgorithmConfig]()
-    own_options = _own_options(config)
-    options = _options(config, own_options)
+    options = _options(config)
     genes: dict[str, Gene] = {}
     for algorithm in algorithms:
         # The last result holds for all: a range that an algorithm does not declare is taken from the first.
@@ -185,26 +174,34 @@ def resolve(config: RunConfig) -> Resolved:
         names = tuple(algorithm.__name__ for algorithm in algorithms)
         genes["algorithm"] = Gene("algorithm", "choice", scale="choice", choices=names)
     starts = [_replayed(config, start) for start in starts]
-    _check_adapters(config)
+    (low, high), lora = config.mutation.rank_range, config.network.lora_config
+    if config.mutation.probabilities.arch_mut > 0 and not low <= lora.r <= high:
+        raise ConfigError(
+            f"mutation.rank_range=[{low}, {high}] excludes the start, network.lora_config.r={lora.r}; widen the range "
+            "or move the start"
+        )
+    if isinstance(lora.target_modules, str):
+        where = "network.lora_config.target_modules (all-linear, a list of names, or a pattern)"
+        compiled_pattern(lora.target_modules, where)
     if config.sharing.experience:
-        _check_sharing(config, algorithms, starts)
-    return Resolved(config, algorithms, starts[0], options, own_options, genes, _mutations(config), _selection(config))
+        for algorithm, start in zip(algorithms, starts):
+            check_borrows(algorithm.__name__, start)
+        if "beta" in config.genes:
+            raise ConfigError(
+                "sharing.experience needs agents without a KL, found the gene mutation.rl_hp_selection.beta; remove "
+                "one of the two"
+            )
+    return Resolved(config, algorithms, starts[0], options, genes, _mutations(config), _selection(config))
 
 
 def _algorithms(config: RunConfig) -> tuple[type[LLMAlgorithm], ...]:
-    """Return the class that ``algorithm.name`` stands for, or those of ``choice[GRPO, CISPO]``: a gene.
-
-    Raises ConfigError for an unknown name, and for a choice among algorithms that cannot turn into one another.
-    """
+    """Return the class that ``algorithm.name`` stands for, or those of ``choice[GRPO, CISPO]``: a gene."""
     names = chosen(config.algorithm["name"], ALGORITHMS, GRPO.family())
     return tuple(ALGORITHMS[name] for name in names)
 
 
 def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> AlgorithmConfig:
-    """Return the checked hyperparameters of an algorithm; the default seed is the run's.
-
-    Raises ConfigError for an unknown one, a value out of range, and conflicting context limits.
-    """
+    """Return the checked hyperparameters of an algorithm; the default seed is the run's."""
     model = algorithm.Config
     values = {key: value for key, value in split_options(config.algorithm)[0].items() if key != "name"}
     check_hyperparameters(config, model.model_fields, GRPO.Config.model_fields)
@@ -254,8 +251,9 @@ def _own_options(config: RunConfig) -> SharedOptions:
     return validated(SharedOptions, split_options(config.algorithm)[1], "algorithm")
 
 
-def _options(config: RunConfig, options: SharedOptions) -> SharedOptions:
+def _options(config: RunConfig) -> SharedOptions:
     """Return the options under ``algorithm`` with their equivalents under ``network``, unless they conflict."""
+    options = _own_options(config)
     same = {"quantization": "quantization_config", "attn_implementation": "attn_implementation"}
     for name, option in same.items():
         value, present = getattr(config.network, name), getattr(options, option)
@@ -269,46 +267,24 @@ def _options(config: RunConfig, options: SharedOptions) -> SharedOptions:
     return options
 
 
-def _document(
-    config: RunConfig, algorithms: tuple[type[LLMAlgorithm], ...], made: AlgorithmConfig, options: SharedOptions
-) -> dict[str, Any]:
-    values = made.model_dump(mode="json")
+def _document(config: RunConfig, algorithms: tuple[type[LLMAlgorithm], ...], start: AlgorithmConfig) -> dict[str, Any]:
+    values = start.model_dump(mode="json", exclude_unset=True)
     # Algorithms have different defaults, so with several of them defaults are not written out. Neither are they if one
     # setting replaces others, because an explicit default would contradict it.
-    if len(algorithms) > 1 or not _is_valid(type(made), values):
-        values = made.model_dump(mode="json", exclude_unset=True)
+    if len(algorithms) == 1:
+        with suppress(ConfigError):
+            whole = start.model_dump(mode="json")
+            validated(type(start), whole)
+            values = whole
     resolved = config.model_dump(mode="json", exclude={"distributed"})
     resolved["selection_strategy"] = _strategy_document(config)
     resolved["mutation"]["rl_hp_selection"] = {
         name: gene.model_dump(mode="json") for name, gene in config.genes.items()
     }
     resolved["training"]["lr_schedule"] = asdict(config.lr_schedule)
-    if config.training.replay is None:
-        del resolved["training"]["replay"]  # so that the files of runs without one keep their bytes
     # One of the two decides.
     del resolved["training"]["num_epochs" if config.training.num_epochs is None else "max_steps"]
-    for name, usual in (
-        ("eval_temperature", 0.0),
-        ("eval_samples", 1),
-        ("price_per_hour", None),
-        ("preflight", "stop"),
-    ):
-        if resolved["training"][name] == usual:
-            del resolved["training"][name]
-    for name in ("chat_template_path", "chat_template_kwargs"):
-        if not resolved["network"][name]:
-            del resolved["network"][name]
-    for name in ("dataset", "dataset_exam", "dataset_test"):
-        for part in resolved["environment"][name] or ():
-            if part["rows"] is None:
-                del part["rows"]  # the same
-    if not config.training.trackers:
-        del resolved["training"]["trackers"]
-    shared = options.model_dump(mode="json")
-    if not options.stop_sequences:
-        del shared["stop_sequences"]
-    if shared["vllm_config"] and not shared["vllm_config"]["engine_kwargs"]:
-        del shared["vllm_config"]["engine_kwargs"]
+    shared = _own_options(config).model_dump(mode="json")
     return {**resolved, "algorithm": {"name": config.algorithm["name"], **values, **shared}}
 
 
@@ -317,22 +293,26 @@ def _strategy_document(config: RunConfig) -> dict[str, Any]:
     s = config.selection_strategy
     values = {"name": s.strategy, "tournament_size": config.tournament_size, "elitism": s.elitism}
     if names_code(s.strategy):
-        own: dict[str, Any] = {"params": s.params}
+        settings: dict[str, Any] = {"params": s.params}
     else:
-        own = {**defaults_of(s.strategy), **s.settings}
-        if "pulses" in own:
-            own["pulses"] = (s.pulses or PulseConfig()).model_dump(mode="json")
-    own = {name: value for name, value in own.items() if name not in values}
-    # Only if given, so that the files of runs without it keep their bytes.
-    values |= {} if s.objectives is None else {"objectives": s.objectives}
-    values |= {"candidates": config.candidates, "soup": s.soup, "equal_tokens": config.equal_tokens}
-    return {**values, "collapse_guard": s.collapse_guard, **own}
+        settings = {**defaults_of(s.strategy), **s.settings}
+        if "pulses" in settings:
+            settings["pulses"] = (s.pulses or PulseConfig()).model_dump(mode="json")
+    return {
+        **settings,
+        **values,
+        "objectives": s.objectives,
+        "candidates": config.candidates,
+        "soup": s.soup,
+        "equal_tokens": config.equal_tokens,
+        "collapse_guard": s.collapse_guard,
+    }
 
 
 def document_of(config: RunConfig) -> dict[str, Any]:
     """Return the document without checking the genes: with today's defaults they may exclude the start."""
     algorithms = _algorithms(config)
-    return _document(config, algorithms, _hyperparameters(config, algorithms[0]), _own_options(config))
+    return _document(config, algorithms, _hyperparameters(config, algorithms[0]))
 
 
 def _genes_of(
@@ -341,15 +321,21 @@ def _genes_of(
     """Return the start within the genes, and the genes, checked against it; a ``known`` gene keeps its range."""
     model = algorithm.Config
     names = [*genes_from(model), *(name for name in gene_names(model) if "." in name)]
-    found = {}
+    genes = {}
     for name, wanted in config.genes.items():
         where = f"mutation.rl_hp_selection.{name}"
         check_gene(name, algorithm.__name__, model.model_fields, names)
         declared = declared_gene(model, name)
         if declared is None:
             raise ConfigError(f"{where}: this hyperparameter does not evolve; {nearest(name, names)}")
-        found[name] = gene = known.get(name) or _gene(declared, wanted, where)
-        _check_ends(gene, start, where)
+        genes[name] = gene = known.get(name) or _gene(declared, wanted, where)
+        # A mutation must not reach a value that the algorithm refuses, given the other starts.
+        for end in gene.choices or (gene.min, gene.max):
+            number = int(end) if gene.dtype == "int" else end
+            try:
+                validated(model, with_changes(start.model_dump(exclude_unset=True), {name: number}))
+            except ConfigError as error:
+                raise ConfigError(f"{where} allows {number!r}, which the algorithm does not: {error}") from None
         # A range that was given outweighs the start, and any range outweighs a default.
         given = wanted.model_fields_set & {"min", "max"} or name.partition(".")[0] not in config.algorithm
         if given and (moved := moved_into_range({name: gene}, values_of(start, [name]))):
@@ -359,17 +345,7 @@ def _genes_of(
                 f"{where}: the range {gene.span()} excludes the start, algorithm.{name}={value!r}"
                 f"{'' if name in config.algorithm else ', which is the default'}; widen the range or move the start"
             )
-    return start, found
-
-
-def _check_ends(gene: Gene, start: AlgorithmConfig, where: str) -> None:
-    """Raise ConfigError if a mutation could reach a value that the algorithm refuses, given the other starts."""
-    for value in gene.choices or (gene.min, gene.max):
-        number = int(value) if gene.dtype == "int" else value
-        try:
-            validated(type(start), with_changes(start.model_dump(exclude_unset=True), {gene.name: number}))
-        except ConfigError as error:
-            raise ConfigError(f"{where} allows {number!r}, which the algorithm does not: {error}") from None
+    return start, genes
 
 
 def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
@@ -398,30 +374,6 @@ def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
         return gene
     factors = RLParameter(low, high, wanted.shrink_factor or 0.8, wanted.grow_factor or 1.2)
     return replace(gene, factors=(factors.shrink_factor, factors.grow_factor))
-
-
-def _check_adapters(config: RunConfig) -> None:
-    low, high = config.mutation.rank_range
-    rank, pattern = config.network.lora_config.r, config.network.lora_config.target_modules
-    if config.mutation.probabilities.arch_mut > 0 and not low <= rank <= high:
-        raise ConfigError(
-            f"mutation.rank_range=[{low}, {high}] excludes the start, network.lora_config.r={rank}; widen the range or "
-            "move the start"
-        )
-    if isinstance(pattern, str):
-        compiled_pattern(pattern, "network.lora_config.target_modules (all-linear, a list of names, or a pattern)")
-
-
-def _check_sharing(
-    config: RunConfig, algorithms: Sequence[type[LLMAlgorithm]], starts: Sequence[AlgorithmConfig]
-) -> None:
-    for algorithm, start in zip(algorithms, starts):
-        check_borrows(algorithm.__name__, start)
-    if "beta" in config.genes:
-        raise ConfigError(
-            "sharing.experience needs agents without a KL, found the gene mutation.rl_hp_selection.beta; remove one of "
-            "the two"
-        )
 
 
 def _mutations(config: RunConfig) -> Mutations:
@@ -460,39 +412,28 @@ def _selection(config: RunConfig) -> SelectionStrategy | None:
 def recorded(info: Mapping[str, Any]) -> RunConfig:
     """Return a run's configuration from its ``run.json``, with its date and its explicitly set values.
 
-    A default that has changed since keeps its recorded value. If an old run did not record what was set, all of it
-    counts as set. Raises ConfigError as :meth:`RunConfig.from_dict` does.
+    A default that has changed since keeps its recorded value. If a run did not record what was set, all of it counts
+    as set. Raises ConfigError as :meth:`RunConfig.from_dict` does.
     """
-    return _with_defaults_of(info["config"], info.get("given")).dated(run_date(info))
-
-
-def _with_defaults_of(whole: Mapping[str, Any], was_set: Mapping[str, Any] | None) -> RunConfig:
-    if was_set is None:
-        return RunConfig.from_dict(whole)
+    whole, date = info["config"], run_date(info)
+    was_set = info.get("given", whole)
     config = RunConfig.from_dict(was_set)
-    if (now := document_of(config)) == whole:
-        return config
-    config = RunConfig.from_dict(_with_differences(was_set, now, whole))
-    return config if document_of(config) == whole else RunConfig.from_dict(whole)
+    if (now := document_of(config)) != whole:
+        config = RunConfig.from_dict(_with_differences(was_set, now, whole))
+        if document_of(config) != whole:
+            config = RunConfig.from_dict(whole)
+    return config.dated(date)
 
 
 def _with_differences(values: Mapping[str, Any], now: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
     """Return what was set, plus the entries of ``whole`` whose value ``now`` differs or is missing."""
-    found = {name: value for name, value in values.items() if name in whole or name not in now}
+    merged = {name: value for name, value in values.items() if name in whole or name not in now}
     for name, value in whole.items():
         if name in now and now[name] == value:
             continue
-        inner, before = found.get(name, {}), now.get(name)
+        inner, before = merged.get(name, {}), now.get(name)
         if isinstance(value, Mapping) and isinstance(before, Mapping) and isinstance(inner, Mapping):
-            found[name] = _with_differences(inner, before, value)
+            merged[name] = _with_differences(inner, before, value)
         else:
-            found[name] = value
-    return found
-
-
-def _is_valid(model: type[AlgorithmConfig], values: Mapping[str, Any]) -> bool:
-    try:
-        validated(model, values)
-    except ConfigError:
-        return False
-    return True
+            merged[name] = value
+    return merged

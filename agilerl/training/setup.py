@@ -1,7 +1,8 @@
 """From a checked configuration to the objects of a run: resolved, loaded, assembled."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import partial
@@ -16,7 +17,7 @@ from agilerl.algorithms.codec import warn_of_another_base
 from agilerl.algorithms.sharing import Sharing
 from agilerl.algorithms.state import differences
 from agilerl.arguments import checked, shown
-from agilerl.config.base_model import NetworkConfig, SharedOptions
+from agilerl.config.base_model import SharedOptions
 from agilerl.config.named_files import digests
 from agilerl.config.run import TEACHER_KEY, RunConfig
 from agilerl.config.vllm import API_KEY, VLLMConfig, lora_capacity
@@ -29,20 +30,20 @@ from agilerl.envs.prompts import generation_prompt, text_ids
 from agilerl.errors import AgileRLError, CheckpointError, ConfigError, EnvError, lacks_memory
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.knockout import KnockoutSelection, Pace, PulseSelection, shared_steps
-from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models.adapters import lora_layers, lora_scaling, read_adapter, read_config
 from agilerl.models.base import check_device, is_of_hub, load_base, load_tokenizer, resolve_model, tokenizer_fingerprint
 from agilerl.models.model_config import model_config
 from agilerl.models.quantised import imported_peft
+from agilerl.planning.footprint import bank_bytes
 from agilerl.population import Population
 from agilerl.rollouts.activated import invocations
 from agilerl.rollouts.vllm.colocated import check_installed
 from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.runtime import Runtime
 from agilerl.templates import at_date
-from agilerl.training.memory import adapter_bytes, check_memory, check_weights, estimate, largest_rank
+from agilerl.training.memory import adapter_numbers, adapter_slots, check_memory, check_weights, estimate, largest_rank
 from agilerl.training.probe import Probe
 from agilerl.training.resolved import COMPLETION, Resolved, resolve, usual_rate
 from agilerl.training.saved import SavedCheckpoint, received
@@ -111,25 +112,25 @@ class Session:
     @property
     def without_effect(self) -> list[str]:
         """Sentences about what was asked for and will not happen."""
-        found = self.resolved.without_effect
+        sentences = self.resolved.without_effect
         strategy, t = self.resolved.selection, self.config.training
         if t.max_seconds is not None or not isinstance(strategy, KnockoutSelection) or strategy.floor > 1:
-            return found  # how much a second does is not known before
+            return sentences  # how much a second does is not known before
         later = strategy.later
         if not isinstance(later, PulseSelection) or not later.factors or not later.until:
-            return found
+            return sentences
         iterations, exam = lone_agent(self.config, self.population)
         pace = Pace(self.evo_steps, 1 / iterations, 0 if t.max_tokens is None else exam / iterations)
         first = pace.first_pulse(t.pop_size, strategy.period, later.every)
         if first >= later.until:
             alone = min(pace.knockout(t.pop_size, strategy.period)[1], 1)
-            found.append(
+            sentences.append(
                 f"no challengers (selection_strategy.pulses): with {t.pop_size} agents the knockout takes up to "
                 f"{alone:.0%} of the budget and the first challenger is due at up to {first:.0%}, but none comes after "
                 f"pulses.until={later.until:g}; raise the budget or until, or lower training.evo_steps or "
                 "training.pop_size"
             )
-        return found
+        return sentences
 
     @property
     def selection(self) -> SelectionStrategy:
@@ -140,27 +141,7 @@ class Session:
     @property
     def usual_rate(self) -> float | None:
         """The learning rate that is usual for the base; None if the algorithm does not learn from rewards."""
-        if self.resolved.algorithm.env_type != "reasoning":
-            return None
-        base = self.population.runtime.base
-        return usual_rate(base.name, base.hidden_size, str(base.model.config.get_text_config().model_type))
-
-    @property
-    def mutations(self) -> Mutations:
-        """The mutation operators."""
-        return self.resolved.mutations
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What agents need: the base with its engine, and a task."""
-
-    resolved: Resolved
-    here: Resolved
-    """The settings as seen by this process."""
-    task: Task | EpisodeTask
-    runtime: Runtime
-    topology: Topology
+        return usual_rate(self.population.runtime.base) if self.resolved.algorithm.env_type == "reasoning" else None
 
 
 @checked
@@ -171,30 +152,78 @@ def build(
     allow_code: bool = False,
     topology: Topology = SOLITARY,
     all_rows: bool = False,
+    runtime: Runtime | None = None,
 ) -> Session:
     """Load the base, make the task and the population, new or from a ``checkpoint`` folder; nothing is written.
 
     ``allow_code`` runs Python that the configuration names, such as ``rewards.py:my_reward``: never allow it for a file
     that you have not read. Each process makes its island's share of the agents; only the writer needs the
     ``checkpoint``, and sends the others theirs. Chat templates that ask for the date get ``config.date``. ``all_rows``
-    puts every row of a dataset into the test, for an evaluation.
+    puts every row of a dataset into the test, for an evaluation. ``runtime`` is the base if it is loaded already.
 
     Raises ConfigError or EnvError for problems that can be found before training, and CheckpointError for a checkpoint
     that does not fit.
     """
-    topology.check(config.training.pop_size)
     _check_islands(config, topology)
-    resolved = resolve(config)
+    resolved = check(config)
     trackers = load_trackers(config, allow_code=allow_code)
+    if resolved.selection is None:
+        resolved = replace(resolved, selection=selection_strategy(config, allow_code=allow_code))
     # Without microseconds: run.json stores seconds, and a resumed run must see the same date.
     date = (config.date or datetime.now()).replace(microsecond=0)
+    here = resolved.seen_from(topology)
     with at_date(date):
-        session = assemble(load(resolved, topology, allow_code=allow_code, all_rows=all_rows), checkpoint, date)
-    session.trackers = trackers
-    return session
+        source = task(here.config, allow_code=allow_code, all_rows=all_rows)
+        try:
+            runtime = load_runtime(here) if runtime is None else runtime
+            runtime.share(topology.island, here.config.distributed.base_sharding())
+            resolved = resolved.with_rate(usual_rate(runtime.base))
+            saved = received(topology, checkpoint, runtime)
+            population = _population(resolved, here.config, source, runtime, topology, saved)
+            try_prompts(population)
+            resolved = resolved.with_epochs(source.train_size if isinstance(source, Task) else None)
+            steps, population.exam_prompts = _generation(resolved, population)
+            check_memory(estimate(here.config, population), here.config.training.device)
+            start_sampling(here.config, population)
+        except BaseException:
+            source.close()
+            raise
+    if config.training.evo_steps is None:
+        resolved = resolved.derived(evo_steps=steps)
+    return Session(resolved, source, population, saved, digests(here.config), topology, date, trackers)
+
+
+def _population(
+    resolved: Resolved,
+    here: RunConfig,
+    source: Task | EpisodeTask,
+    runtime: Runtime,
+    topology: Topology,
+    saved: SavedCheckpoint | None,
+) -> Population:
+    """Assemble the population of this process, which has the settings ``here``, new or from a checkpoint."""
+    agents = first_generation(resolved, runtime, topology) if saved is None else _survivors(here, saved, runtime)
+    t, islands = here.training, topology.peers.size > 1
+    population = (partial(IslandPopulation, exchange=topology.peers) if islands else Population)(
+        agents,
+        source,
+        prompts_per_step=here.environment.data_batch_size_per_gpu,
+        eval_max_new_tokens=t.eval_max_new_tokens or getattr(resolved.hyperparameters, "max_output_tokens", None),
+        eval_temperature=t.eval_temperature,
+        eval_samples=t.eval_samples,
+        max_error_rate=t.max_error_rate,
+        test_prompts=here.environment.test_prompts,
+        objectives=here.selection_strategy.objectives or ("reward",),
+        sharing=Sharing(**here.sharing.model_dump()),
+    )
+    if saved is not None:
+        population.next_index = saved.next_index
+        runtime.limits.train_tokens, runtime.limits.decode_rows = saved.memory.train_tokens, saved.memory.decode_rows
+    return population
 
 
 def _check_islands(config: RunConfig, topology: Topology) -> None:
+    topology.check(config.training.pop_size)
     islands, left = topology.peers.size, config.smallest_population
     if islands > 1 and (config.sharing.distillation or config.sharing.experience):
         raise ConfigError(
@@ -211,53 +240,19 @@ def _check_islands(config: RunConfig, topology: Topology) -> None:
         )
 
 
-def check(config: RunConfig) -> None:
-    """Check what needs no model: hyperparameters, genes and their start, operators, adapters, this machine.
-
-    Raises ConfigError.
-    """
-    _check_loadable(resolve(config))
-
-
-def _check_loadable(resolved: Resolved) -> None:
-    trackers = resolved.config.training.trackers
+def check(config: RunConfig) -> Resolved:
+    """Return what a configuration resolves to; raises ConfigError for all that needs no model, this machine too."""
+    resolved = resolve(config)
+    trackers = config.training.trackers
     check_trackers(trackers, own=filter(names_code, trackers))
-    check_sampling(resolved.config, resolved.options)
-    check_device(resolved.config.training.device, "training.device")
-
-
-def load(
-    resolved: Resolved,
-    topology: Topology = SOLITARY,
-    *,
-    allow_code: bool = False,
-    all_rows: bool = False,
-    runtime: Runtime | None = None,
-) -> Loaded:
-    """Make the task and load the base, on the device of this process, unless it is loaded as ``runtime``."""
-    _check_loadable(resolved)
-    if resolved.selection is None:
-        resolved = replace(resolved, selection=selection_strategy(resolved.config, allow_code=allow_code))
-    here = resolved.seen_from(topology)
-    check_device(here.config.training.device, "training.device")
-    torch.set_num_threads(here.config.training.threads)
-    made = task(here.config, allow_code=allow_code, all_rows=all_rows)
-    runtime = load_runtime(here) if runtime is None else runtime
-    base = runtime.base
-    family = str(base.model.config.get_text_config().model_type)
-    resolved, here = (one.with_rate(base.name, base.hidden_size, family) for one in (resolved, here))
-    runtime.share(topology.island, here.config.distributed.base_sharding())
-    return Loaded(resolved, here, made, runtime, topology)
+    check_sampling(config, resolved.options)
+    check_device(config.training.device, "training.device")
+    return resolved
 
 
 def load_agent(config: RunConfig) -> LLMAlgorithm:
-    """Load the base, and one agent with the adapter ``network.adapter``, without a task.
-
-    Raises as :func:`build` does.
-    """
+    """Load the base, and one agent with the adapter ``network.adapter``, without a task; raises as :func:`build`."""
     resolved = resolve(config)
-    check_device(config.training.device, "training.device")
-    torch.set_num_threads(config.training.threads)
     return first_generation(resolved, load_runtime(resolved), SOLITARY)[0]
 
 
@@ -292,41 +287,9 @@ def merged_model(folder: Path, config: RunConfig, *, dtype: str = "auto") -> tup
     read_adapter(folder, lora_layers(base.model, settings, scope))  # every layer is there, and nothing else
     loaded = {"weights": base.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer), "config_overrides": overrides}
     warn_of_another_base(folder, base, loaded)
-    own = files.dtype or "float32" if dtype == "auto" else dtype
+    kind = files.dtype or "float32" if dtype == "auto" else dtype
     merged = peft.PeftModel.from_pretrained(base.model, str(folder), config=settings).merge_and_unload(safe_merge=True)
-    return merged.to(getattr(torch, str(own).removeprefix("torch."))), tokenizer
-
-
-def assemble(loaded: Loaded, checkpoint: Path | None, date: datetime) -> Session:
-    """Assemble the population, new or from a checkpoint, and try the first prompts."""
-    resolved, runtime, topology = loaded.resolved, loaded.runtime, loaded.topology
-    config, t = loaded.here.config, loaded.here.config.training
-    saved = received(topology, checkpoint, runtime)
-    agents = first_generation(resolved, runtime, topology) if saved is None else _survivors(config, saved, runtime)
-    islands = topology.peers.size > 1
-    population = (partial(IslandPopulation, exchange=topology.peers) if islands else Population)(
-        agents,
-        loaded.task,
-        prompts_per_step=config.environment.data_batch_size_per_gpu,
-        eval_max_new_tokens=t.eval_max_new_tokens or getattr(resolved.hyperparameters, "max_output_tokens", None),
-        eval_temperature=t.eval_temperature,
-        eval_samples=t.eval_samples,
-        max_error_rate=t.max_error_rate,
-        test_prompts=config.environment.test_prompts,
-        objectives=config.selection_strategy.objectives or ("reward",),
-        sharing=Sharing(**config.sharing.model_dump()),
-    )
-    if saved is not None:
-        population.next_index = saved.next_index
-        runtime.limits.train_tokens, runtime.limits.decode_rows = saved.memory.train_tokens, saved.memory.decode_rows
-    try_prompts(population)
-    resolved = resolved.with_epochs(loaded.task.train_size if isinstance(loaded.task, Task) else None)
-    steps, population.exam_prompts = _generation(resolved, population)
-    if config.training.evo_steps is None:
-        resolved = resolved.with_evo_steps(steps)
-    check_memory(estimate(config, population), t.device)
-    start_sampling(config, population)
-    return Session(resolved, loaded.task, population, saved, digests(config), topology, date)
+    return merged.to(getattr(torch, str(kind).removeprefix("torch."))), tokenizer
 
 
 def first_generation(resolved: Resolved, runtime: Runtime, topology: Topology) -> list[LLMAlgorithm]:
@@ -348,8 +311,8 @@ def first_generation(resolved: Resolved, runtime: Runtime, topology: Topology) -
     if network.adapter is not None:
         _start_from(Path(network.adapter).expanduser(), agents)
     if len(resolved.algorithms) > 1 and t.init == "spread":
-        for place, agent in zip(places, agents):
-            agent.set_hyperparameters({"algorithm": resolved.algorithms[place % len(resolved.algorithms)].__name__})
+        for number, agent in zip(places, agents):
+            agent.set_hyperparameters({"algorithm": resolved.algorithms[number % len(resolved.algorithms)].__name__})
     return agents
 
 
@@ -362,9 +325,9 @@ def _survivors(config: RunConfig, saved: SavedCheckpoint, runtime: Runtime) -> l
             "from an older checkpoint"
         )
     for state in saved.states:
-        if state.loaded is not None and (found := differences(state.base, state.loaded, runtime.base, runtime.loaded)):
+        if state.loaded is not None and (why := differences(state.base, state.loaded, runtime.base, runtime.loaded)):
             raise CheckpointError(
-                f"{saved.path} cannot be resumed with this base: {found[0]}; or start another run from its adapters: "
+                f"{saved.path} cannot be resumed with this base: {why[0]}; or start another run from its adapters: "
                 "network.adapter=RUN/elite or an agent of a checkpoint"
             )
     # The bank's width affects the last bits of every agent, even of those with a smaller rank.
@@ -377,18 +340,18 @@ def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
     """Start every agent, and its reference policy, from a PEFT adapter; raises ConfigError if its shape differs."""
     runtime, wanted = agents[0].runtime, agents[0].lora_config
     store = runtime.store
-    factors, found = read_adapter(folder, store.layers)
+    factors, given = read_adapter(folder, store.layers)
     warn_of_another_base(folder, runtime.base, runtime.loaded)
-    if found.alora_invocation_tokens != wanted.alora_invocation_tokens:
+    if given.alora_invocation_tokens != wanted.alora_invocation_tokens:
         raise ConfigError(
-            f"network.adapter={shown(str(folder))} has alora_invocation_tokens={found.alora_invocation_tokens}, this "
+            f"network.adapter={shown(str(folder))} has alora_invocation_tokens={given.alora_invocation_tokens}, this "
             f"run {wanted.alora_invocation_tokens}; set network.lora_config.alora_invocation_tokens to the same"
         )
-    if (found.r, lora_scaling(found)) != (wanted.r, lora_scaling(wanted)):
+    if (given.r, lora_scaling(given)) != (wanted.r, lora_scaling(wanted)):
         raise ConfigError(
-            f"network.adapter={shown(str(folder))} has rank {found.r} and scale {lora_scaling(found):g}, "
-            f"network.lora_config rank {wanted.r} and scale {lora_scaling(wanted):g}; set lora_config r={found.r}, "
-            f"lora_alpha={found.lora_alpha}, use_rslora={str(found.use_rslora).lower()}"
+            f"network.adapter={shown(str(folder))} has rank {given.r} and scale {lora_scaling(given):g}, "
+            f"network.lora_config rank {wanted.r} and scale {lora_scaling(wanted):g}; set lora_config r={given.r}, "
+            f"lora_alpha={given.lora_alpha}, use_rslora={str(given.use_rslora).lower()}"
         )
     store.reserve(store.used + len(agents))
     for agent in agents:
@@ -433,8 +396,7 @@ def question_cost(population: Population, group: int) -> float:
 def lone_agent(config: RunConfig, population: Population) -> tuple[float, float]:
     """Return the iterations that one agent alone would have in the budget, and how many of them an exam costs.
 
-    A completion counts as ``max_output_tokens``, but ``COMPLETION`` at most. Real ones are at most as long, so a
-    budget in tokens gives more iterations, not fewer.
+    A completion counts as ``max_output_tokens``, but ``COMPLETION`` at most: so a budget in tokens gives no fewer.
     """
     rows = population.prompts_per_step * population.group_sizes[0]
     t = config.training
@@ -480,12 +442,11 @@ PartT = TypeVar("PartT")
 
 
 def load_runtime(resolved: Resolved) -> Runtime:
-    """Load the base with its tokenizer according to the options, and make the adapter bank.
-
-    Raises ConfigError for a model that is missing, damaged, too large, or does not fit its tokenizer.
-    """
+    """Load the base with its tokenizer, and make the adapter bank; raises ConfigError if one does not fit."""
     config, options = resolved.config, resolved.options
     t, network, name = config.training, config.network, config.network.pretrained_model_name_or_path
+    check_device(t.device, "training.device")
+    torch.set_num_threads(t.threads)
     path = resolve_model(name)
     check_weights(path, t.device, options.quantization_config)
     _spare_retries(name)
@@ -496,13 +457,14 @@ def load_runtime(resolved: Resolved) -> Runtime:
             f"the tokenizer of {name!r} has {len(tokenizer)} tokens, the model {base.vocabulary_size}; use the "
             "tokenizer that belongs to the model, or resize the model's embeddings"
         )
-    settings = _lora(network, tokenizer)
+    tokens = network.lora_config.alora_invocation_tokens
+    if isinstance(tokens, str):
+        tokens = generation_prompt(tokenizer) if tokens == "generation_prompt" else text_ids(tokenizer, tokens)
+    given = {**network.lora_config.model_dump(), "alora_invocation_tokens": tokens}
+    settings = imported_peft().LoraConfig(**given, task_type="CAUSAL_LM")
     layers = lora_layers(base.model, settings, options.lora_target_scope)
-    sizes = {
-        "base": base.weight_bytes,
-        "adapters": adapter_bytes(config, resolved.algorithm, layers),
-    }
-    check_memory(sizes, t.device)
+    adapters = bank_bytes(adapter_numbers(config, layers), t.pop_size, adapter_slots(config, resolved.algorithm))
+    check_memory({"base": base.weight_bytes, "adapters": adapters}, t.device)
     return Runtime(
         base,
         lora_config=settings,
@@ -526,19 +488,8 @@ def _guarded(name: str, load: Callable[[], PartT]) -> PartT:
         raise ConfigError(f"cannot load the model {name!r}: {type(error).__name__}: {error}") from error
 
 
-def _lora(config: NetworkConfig, tokenizer: Any) -> Any:
-    tokens = config.lora_config.alora_invocation_tokens
-    if isinstance(tokens, str):
-        tokens = generation_prompt(tokenizer) if tokens == "generation_prompt" else text_ids(tokenizer, tokens)
-    given = {**config.lora_config.model_dump(), "alora_invocation_tokens": tokens}
-    return imported_peft().LoraConfig(**given, task_type="CAUSAL_LM")
-
-
 def _spare_retries(name: str) -> None:
-    """Put the hub client into offline mode if a model's name needs the hub and it does not answer.
-
-    Otherwise it would retry for a minute; offline it uses its cache or fails at once.
-    """
+    """Make the hub client offline if a name needs the hub and it is out of reach: else it would retry for a minute."""
     from huggingface_hub import constants
 
     if is_of_hub(name) and is_out_of_reach():
@@ -550,16 +501,15 @@ def _spare_retries(name: str) -> None:
 
 def check_sampling(config: RunConfig, options: SharedOptions) -> None:
     """Raise ConfigError for a missing or unsuitable vLLM, adapters that it cannot hold, or a leaked key."""
-    teacher = config.sharing.teacher_url
-    if teacher is not None and os.environ.get(TEACHER_KEY):
-        where, typed = "sharing.teacher_url", config.typed_addresses
-        check_key(where, TEACHER_KEY, teacher, typed, without=f"unset {TEACHER_KEY}")
+    settings = options.vllm_config or VLLMConfig()
+    servers = {"sharing.teacher_url": (TEACHER_KEY, config.sharing.teacher_url)}
+    if options.use_vllm:
+        servers["algorithm.vllm_config.base_url"] = (API_KEY, settings.base_url)
+    for where, (key, url) in servers.items():
+        if url is not None and os.environ.get(key):
+            check_key(where, key, url, config.typed_addresses, without=f"unset {key}")
     if not options.use_vllm:
         return
-    settings = options.vllm_config or VLLMConfig()
-    if settings.base_url is not None and os.environ.get(API_KEY):
-        where, typed = "algorithm.vllm_config.base_url", config.typed_addresses
-        check_key(where, API_KEY, settings.base_url, typed, without=f"unset {API_KEY}")
     if settings.base_url is None:
         check_installed(settings, config.training.device.partition(":")[0])
     rank, most = largest_rank(config), settings.max_lora_rank
@@ -582,13 +532,14 @@ def check_sampling(config: RunConfig, options: SharedOptions) -> None:
 def start_sampling(config: RunConfig, population: Population) -> None:
     """Start vLLM if it samples, so that problems show before training."""
     engine = population.runtime.engine
-    if isinstance(engine, VLLMEngine):
-        if engine.config.max_model_len is not None:  # before starting vLLM
-            check_room(population, engine.config, engine.config.max_model_len)
-        longest = population.context_length + (population.eval_max_new_tokens or 0)
-        rank = max(largest_rank(config), population.runtime.store.max_rank)
-        engine.start(max(len(population), config.training.pop_size), rank, longest)
-        check_room(population, engine.config, engine.backend.context_length)
+    if not isinstance(engine, VLLMEngine):
+        return
+    if engine.config.max_model_len is not None:  # before starting vLLM
+        check_room(population, engine.config, engine.config.max_model_len)
+    longest = population.context_length + (population.eval_max_new_tokens or 0)
+    rank = max(largest_rank(config), population.runtime.store.max_rank)
+    engine.start(max(len(population), config.training.pop_size), rank, longest)
+    check_room(population, engine.config, engine.backend.context_length)
 
 
 def check_room(population: Population, settings: VLLMConfig, room: int) -> None:
@@ -598,7 +549,11 @@ def check_room(population: Population, settings: VLLMConfig, room: int) -> None:
     by the agents' ``max_model_len`` or the base do not concern vLLM.
     """
     limit, most = population.context_length, population.runtime.base.context_length
-    asked = [] if population.learns_from_data else [_training_row(population, limit)]
+    asked = list[tuple[int, int]]()
+    if not population.learns_from_data:  # the longest prompt, and the longest completion after it
+        prompt = max(population.lengths("train").prompts)
+        longest = max(agent.config.model_dump().get("max_output_tokens") or limit for agent in population.agents)
+        asked.append((prompt, min(longest, limit - prompt)))
     if settings.exams == "vllm":
         exam = max(max(population.lengths(split).prompts) for split in ("exam", "test"))
         asked.append((exam, min(population.eval_max_new_tokens or limit - exam, most - exam)))
@@ -612,24 +567,28 @@ def check_room(population: Population, settings: VLLMConfig, room: int) -> None:
         )
 
 
-def _training_row(population: Population, limit: int) -> tuple[int, int]:
-    """Return the tokens of the longest prompt of the first training rows, and of the longest completion after it."""
-    prompt = max(population.lengths("train").prompts)
-    longest = (agent.config.model_dump().get("max_output_tokens") or limit for agent in population.agents)
-    return prompt, min(max(longest), limit - prompt)
-
-
 # -- custom selection strategies: ``selection_strategy.name: strategy.py:MySelection`` --------------------------------
 
 
 _WHERE = "selection_strategy.name"
 
 
+@contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """Run a user's code; whatever it raises becomes a ConfigError that begins with ``what``."""
+    try:
+        with contained():
+            yield
+    except Exception as error:
+        kind = "" if isinstance(error, AgileRLError) else f"{type(error).__name__}: "
+        raise ConfigError(f"{what}: {kind}{error}") from error
+
+
 class CustomSelection:
     """Calls a custom strategy, and checks that it returns a plan for these agents."""
 
     def __init__(self, name: str, inner: Any) -> None:
-        self.name, self.inner = name, inner
+        self.name, self.inner = f"{_WHERE}={shown(name)}", inner
 
     def plan(
         self,
@@ -640,68 +599,45 @@ class CustomSelection:
         standing: Standing = AT_THE_START,
     ) -> Plan:
         """Return its plan; raises ConfigError for what it raises, and for a plan that does not fit the agents."""
-        try:
-            with contained():
-                plan = self.inner.plan(dict(fitness), generation, seed, next_index, standing)
-        except KeyboardInterrupt:
-            raise
-        except AgileRLError as error:
-            raise ConfigError(f"{_WHERE}={shown(self.name)}: {error}") from error
-        except Exception as error:
-            raise ConfigError(
-                f"{_WHERE}={shown(self.name)} failed in plan(): {type(error).__name__}: {error}"
-            ) from error
+        with _reported(f"{self.name} failed in plan()"):
+            plan = self.inner.plan(dict(fitness), generation, seed, next_index, standing)
         if not isinstance(plan, Plan):
             raise ConfigError(
-                f"{_WHERE}={shown(self.name)}: expected plan() to return an agilerl.hpo.selection.Plan, found "
-                f"{type(plan).__name__}"
+                f"{self.name}: expected plan() to return an agilerl.hpo.selection.Plan, found {type(plan).__name__}"
             )
-        self._check(plan, fitness, next_index, standing)
-        return plan
-
-    def _check(self, plan: Plan, fitness: Mapping[int, Fitness], next_index: int, standing: Standing) -> None:
-        children = [birth.child for birth in plan.births]
+        children, known = [birth.child for birth in plan.births], list(fitness)
+        parents = [birth.parent for birth in plan.births if not birth.from_best]
+        donors = {index for birth in plan.births for index in (birth.hyperparameters_from, birth.mate)}
         wrong = ""
         if children != list(range(next_index, next_index + len(children))):
             wrong = f"children get the indices from next_index={next_index} on, found {children}"
-        elif not plan.slots or (set(plan.slots) - set(children)) | set(plan.deaths) != set(fitness):
+        elif not plan.slots or (set(plan.slots) - set(children)) | set(plan.deaths) != set(known):
             wrong = (
-                f"each of the agents {list(fitness)} is in slots or in deaths and at least one in slots, found slots "
+                f"each of the agents {known} is in slots or in deaths and at least one in slots, found slots "
                 f"{list(plan.slots)} and deaths {list(plan.deaths)}"
             )
-        elif plan.elite not in fitness:
-            wrong = f"the elite is one of the agents {list(fitness)}, found {plan.elite}"
-        elif any(birth.parent not in fitness and not birth.from_best for birth in plan.births):
-            wrong = f"parents are among the agents {list(fitness)}, found {[birth.parent for birth in plan.births]}"
-        elif any({birth.hyperparameters_from, birth.mate} - {None, *fitness} for birth in plan.births):
-            wrong = f"hyperparameters_from and mate are one of the agents {list(fitness)} or None"
-        elif standing.best is None and any(birth.from_best for birth in plan.births):
+        elif plan.elite not in known:
+            wrong = f"the elite is one of the agents {known}, found {plan.elite}"
+        elif not set(parents) <= set(known):
+            wrong = f"parents are among the agents {known}, found {parents}"
+        elif donors - {None, *known}:
+            wrong = f"hyperparameters_from and mate are one of the agents {known} or None"
+        elif standing.best is None and len(parents) < len(children):
             wrong = "from_best needs standing.best, which is None"
         if wrong:
-            raise ConfigError(f"{_WHERE}={shown(self.name)}: in a plan, {wrong}")
+            raise ConfigError(f"{self.name}: in a plan, {wrong}")
+        return plan
 
 
 def selection_strategy(config: RunConfig, *, allow_code: bool) -> SelectionStrategy:
-    """Return the custom strategy that a configuration names, made with ``selection_strategy.params``.
-
-    Raises ConfigError if code is not allowed, cannot be loaded, refuses the parameters, or has no ``plan``.
-    """
-    section = config.selection_strategy
-    assert names_code(section.strategy)
-    found = load_code(_WHERE, section.strategy, allowed=allow_code)
-    try:
-        with contained():
-            inner = found(**section.params or {})
-    except KeyboardInterrupt:
-        raise
-    except Exception as error:
-        raise ConfigError(
-            f"{_WHERE}={shown(section.strategy)} cannot be made with selection_strategy.params="
-            f"{shown(section.params or {})}: {type(error).__name__}: {error}"
-        ) from error
+    """Return the custom strategy that a configuration names, made with ``selection_strategy.params``."""
+    name, params = config.selection_strategy.strategy, config.selection_strategy.params or {}
+    strategy = load_code(_WHERE, name, allowed=allow_code)
+    with _reported(f"{_WHERE}={shown(name)} cannot be made with selection_strategy.params={shown(params)}"):
+        inner = strategy(**params)
     if not callable(getattr(inner, "plan", None)):
         raise ConfigError(
-            f"{_WHERE}={shown(section.strategy)}: expected a class with a method plan(fitness, generation, seed, "
-            f"next_index, standing), found {shown(inner)}"
+            f"{_WHERE}={shown(name)}: expected a class with a method plan(fitness, generation, seed, next_index, "
+            f"standing), found {shown(inner)}"
         )
-    return CustomSelection(section.strategy, inner)
+    return CustomSelection(name, inner)

@@ -49,15 +49,17 @@ class LocalTrainer:
         device: Name = "cpu",
         accelerator: Any = None,
     ) -> None:
-        own = {"name": algorithm} if isinstance(algorithm, str) else dict(algorithm)
-        base = dict(network or {}) | {name: own.pop(name) for name in _OF_NETWORK if name in own}
+        section = {"name": algorithm} if isinstance(algorithm, str) else dict(algorithm)
+        base = dict(network or {}) | {name: section.pop(name) for name in _OF_NETWORK if name in section}
         if load_weights_from is not None:
             base["adapter"] = _adapter(load_weights_from)
         given, self._rows = in_manifest(dataset, reward, environment)
-        named = _environment(environment) if isinstance(environment, str) else environment
+        if isinstance(environment, str):
+            is_task = environment.startswith("reasoning_gym:")
+            environment = {"task": environment} if is_task else {"env_type": "multiturn", "env_id": environment}
         sections = {
-            "algorithm": own,
-            "environment": named if named is None and not given else {**(named or {}), **given},
+            "algorithm": section,
+            "environment": environment if not given else {**(environment or {}), **given},
             "training": {"device": device, **(training or {})},
             "network": base,
             "mutation": mutation,
@@ -81,19 +83,16 @@ class LocalTrainer:
     ) -> Self:
         """Make a trainer from a manifest: a YAML file, or what one holds."""
         adapter = None if load_weights_from is None else _adapter(load_weights_from)
-        given = {"training": {"device": device}, "network": {"adapter": adapter}}
-        own = {name: {k: v for k, v in section.items() if v is not None} for name, section in given.items()}
-        made = cls.__new__(cls)
-        made._rows = None
+        settings = {"training.device": device, "network.adapter": adapter}
+        overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
+        trainer = cls.__new__(cls)
+        trainer._rows = None
         if isinstance(manifest, Mapping):
-            read = {name: manifest.get(name) or {} for name in own}
-            kept = {name: {**read[name], **own[name]} for name in own if isinstance(read[name], Mapping) and own[name]}
-            config = config_of({**manifest, **kept})
+            config = config_of(manifest, overrides)
         else:
-            overrides = [f"{name}.{k}={json.dumps(v)}" for name, section in own.items() for k, v in section.items()]
             config = load_manifest(Path(manifest), overrides)
-        made._begin(config, resume_from_checkpoint, accelerator)
-        return made
+        trainer._begin(config, resume_from_checkpoint, accelerator)
+        return trainer
 
     def _begin(self, config: RunConfig, resume_from: Any, accelerator: Any) -> None:
         if accelerator is not None and not hasattr(accelerator, "num_processes"):
@@ -106,7 +105,7 @@ class LocalTrainer:
         from agilerl.envs.upstream import check_task
         from agilerl.training.resolved import resolve
 
-        resolve(config)
+        resolve(config)  # a wrong setting is reported at once, not by train()
         check_task(config)
         self.config = config
         self.resume_from_checkpoint = None if resume_from is None else Path(resume_from)
@@ -159,6 +158,7 @@ class LocalTrainer:
         ``elite_path`` if one is given. ``wb``, ``tensorboard`` and ``csv`` add to the trackers of the settings.
         ``allow_code`` runs code that the settings name. ``consumers`` are called with every event of the run.
         """
+        from agilerl.algorithms.codec import save_llm_checkpoint
         from agilerl.training.llm import LoopOptions, announce, trackers
         from agilerl.training.loop import resume, train
         from agilerl.training.setup import build
@@ -172,8 +172,7 @@ class LocalTrainer:
             csv=csv,
             csv_log_dir=csv_log_dir,
         )
-        asked = trackers(options)
-        following = [*consumers, *([announce] if verbose else [])]
+        wanted = trackers(options)
         if self.resume_from_checkpoint is None:
             with (
                 place_of_run(self.config, None if out is None else Path(out)) as root,
@@ -183,7 +182,7 @@ class LocalTrainer:
                     environment = {**self._sections["environment"], "dataset": file}
                     self.config = config_of({**self._sections, "environment": environment})
                 self.session = build(self.config, allow_code=allow_code)
-            events = train(self.session, root, trackers={**self.config.training.trackers, **asked})
+            events = train(self.session, root, trackers={**self.config.training.trackers, **wanted})
         else:
             from agilerl.training.saved import open_run
 
@@ -194,33 +193,21 @@ class LocalTrainer:
             except BaseException:
                 saved.run.close()
                 raise
-            events = resume(self.session, saved.run, trackers={**self.config.training.trackers, **asked})
+            events = resume(self.session, saved.run, trackers={**self.config.training.trackers, **wanted})
         self.out = root
         with closing(events):
             for event in events:
-                for follow in following:
+                for follow in (*consumers, *([announce] if verbose else [])):
                     follow(event)
         agents = self.session.population.agents
         if elite_path is not None and save_elite is not False and (root / "elite" / "agent.json").exists():
-            self._save_elite(root / "elite", elite_path)
+            elite = type(agents[0]).load(root / "elite", runtime=agents[0].runtime)
+            save_llm_checkpoint(elite, elite_path, overwrite=True)
+            elite.clean_up()
         return list(agents), [agent.fitness[-1] if agent.fitness else float("nan") for agent in agents]
-
-    def _save_elite(self, elite: Path, path: Location) -> None:
-        from agilerl.algorithms.codec import save_llm_checkpoint
-
-        assert self.session is not None
-        agents = self.session.population.agents
-        agent = type(agents[0]).load(elite, runtime=agents[0].runtime)
-        save_llm_checkpoint(agent, path, overwrite=True)
-        agent.clean_up()
 
 
 def _adapter(path: Location) -> str:
     """Return the adapter's folder of a checkpoint, or of a run's elite."""
     inside = Path(path) / "actor"
     return str(inside if inside.is_dir() else path)
-
-
-def _environment(name: str) -> dict[str, Any]:
-    """Return the section of a task or an environment that is given by its name."""
-    return {"task": name} if name.startswith("reasoning_gym:") else {"env_type": "multiturn", "env_id": name}

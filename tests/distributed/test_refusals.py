@@ -146,7 +146,7 @@ def test_an_address_that_answers_is_left_to_ray() -> None:
 
 
 def test_each_actor_is_told_how_many_share_its_machine() -> None:
-    places = ray_launcher._places([("10.0.0.1", 5), ("10.0.0.1", 6), ("10.0.0.2", 7)], {"VLLM_API_KEY": "k"})
+    places = ray_launcher._variables([("10.0.0.1", 5), ("10.0.0.1", 6), ("10.0.0.2", 7)], {"VLLM_API_KEY": "k"})
     assert {place["VLLM_API_KEY"] for place in places} == {"k"}
     assert [place["LOCAL_WORLD_SIZE"] for place in places] == ["2", "2", "1"]
     assert [place["RANK"] for place in places] == ["0", "1", "2"]

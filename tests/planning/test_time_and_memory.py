@@ -17,7 +17,6 @@ from agilerl.planning.footprint import (
 )
 from agilerl.planning.machines import GPUS, Costs, Machine, PhaseCost, gpu
 from agilerl.planning.time import (
-    Local,
     ModelShape,
     Split,
     Work,
@@ -203,14 +202,14 @@ def test_the_keys_and_values_of_a_prompt_exist_once_for_its_group() -> None:
 
 
 def test_a_training_forward_holds_a_micro_batch_of_each_agent() -> None:
-    one = Local.of(LOAD, Split())
+    one = Split()
     assert tokens_in_flight(LOAD, one) == 2 * 64  # a step is one row
     assert tokens_in_flight(replace(LOAD, window=9), one) == 2 * (32 + 2 * 32)  # an agent has two, with one prompt
     assert tokens_in_flight(replace(LOAD, window=2, micro_tokens=64), one) == 2 * 64
     assert tokens_in_flight(replace(LOAD, window=2, max_tokens=192), one) == 192
     assert tokens_in_flight(replace(LOAD, window=2, max_tokens=64), one) == 32 + 2 * 32  # it is never divided
     assert tokens_in_flight(replace(LOAD, critic=True), one) == 2 * 2 * 64  # in the same forward
-    assert tokens_in_flight(replace(LOAD, window=2), Local.of(LOAD, Split(processes=2))) == 2 * 64
+    assert tokens_in_flight(replace(LOAD, window=2), Split(processes=2)) == 2 * 64
 
 
 def test_a_forward_without_gradient_can_be_the_larger_one() -> None:

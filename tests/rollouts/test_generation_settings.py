@@ -199,10 +199,10 @@ def test_the_plan_and_the_result_say_it(tmp_path: Path) -> None:
     assert "Held-out test (2 samples" in said
 
 
-def test_runs_without_these_settings_keep_their_bytes() -> None:
+def test_run_json_has_these_settings() -> None:
     plain = resolve(load_manifest(None, ["algorithm.use_vllm=true", "algorithm.vllm_config={}"])).document()
-    assert "stop_sequences" not in plain["algorithm"]
-    assert "engine_kwargs" not in plain["algorithm"]["vllm_config"]
+    assert plain["algorithm"]["stop_sequences"] is None
+    assert plain["algorithm"]["vllm_config"]["engine_kwargs"] == {}
     given = ["algorithm.stop_sequences=[e]", "algorithm.use_vllm=true"]
     config = load_manifest(None, [*given, "algorithm.vllm_config.engine_kwargs.block_size=32"])
     document = resolve(config).document()["algorithm"]
@@ -258,7 +258,7 @@ def test_sampled_exams_in_a_manifest() -> None:
     assert (built.eval_temperature, built.eval_samples) == (0.7, 3)
     document = resolve(config).document()
     assert document["training"]["eval_samples"] == 3
-    assert "eval_samples" not in resolve(load_manifest(None, TINY)).document()["training"]
+    assert resolve(load_manifest(None, TINY)).document()["training"]["eval_samples"] == 1
 
 
 @pytest.mark.parametrize("settings", [{"eval_samples": 2}, {"eval_samples": 0}, {"eval_temperature": -1.0}])

@@ -895,7 +895,7 @@ def session_facts(*overrides: str) -> Any:
     adapters = pop.context_length, len(store.layers), float(store.scaling[first.slot]), first.lora_config.lora_dropout
     exam = {agent.index: Fitness.from_scores([s, s]) for agent, s in zip(pop.agents, SCORES[0])}
     members = [Member(i, {"lr": 1e-5, "group_size": 8}, GENES, 8) for i in range(40)]
-    planned = session.mutations and [one.to_dict() for one in session.mutations.plan(members, None, 0, 1)]
+    planned = [one.to_dict() for one in session.resolved.mutations.plan(members, None, 0, 1)]
     change = _evolve(session, Progress(), exam)
     after = [(agent.index, agent.mut, agent.hyperparameters) for agent in pop.agents]
     settings = {name: str(value) for name, value in vars(strategy).items()}

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.selection import Best, Standing
 from agilerl.hpo.spread import lora_rate
 from agilerl.training.loop import train
-from agilerl.training.resolved import resolve
+from agilerl.training.resolved import resolve, usual_rate
 from agilerl.training.setup import Session, build
 from tests.training.small_runs import lines
 
@@ -181,7 +182,9 @@ def test_whose_rate_is_known(overrides: tuple[str, ...], rates: Mapping[str, flo
 
 def test_another_base_takes_the_formula() -> None:
     resolved = resolve(load_manifest(None))
-    found = resolved.with_rate("some/model", 3072, "qwen2").hyperparameters
+    config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="qwen2"))
+    base: Any = SimpleNamespace(name="some/model", hidden_size=3072, model=SimpleNamespace(config=config))
+    found = resolved.with_rate(usual_rate(base)).hyperparameters
     assert found.lr == pytest.approx(lora_rate(3072, "qwen2"))  # type: ignore[attr-defined]
 
 

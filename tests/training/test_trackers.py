@@ -481,7 +481,7 @@ def test_the_ways_to_write_it_are_one_and_survive_run_json(written: str) -> None
 
 
 def test_run_json_of_a_run_without_trackers_has_none() -> None:
-    assert "trackers" not in resolve(load_manifest(None)).document()["training"]
+    assert resolve(load_manifest(None)).document()["training"]["trackers"] == {}
     assert RunConfig.from_dict({}).training.trackers == {}
 
 
