@@ -312,7 +312,7 @@ def test_commands_within_sentences_have_names_and_options_that_exist(command: st
     assert name in program.commands  # type: ignore[attr-defined]
     options = {
         option
-        for parameter in program.commands[name].params  # type: ignore[attr-defined]
+        for parameter in program.get_command(None, name).params  # type: ignore[attr-defined]
         for option in (*parameter.opts, *parameter.secondary_opts, "--help", "-h")
     }
     assert [word for word in rest if word.startswith("-") and word not in options] == []

@@ -17,6 +17,7 @@ from typer import Argument, Option
 from agilerl.arguments import shown
 from agilerl.cli.options import AllowCode, AsJson, OneRun, Price, as_path
 from agilerl.cli.output import columns, console, genes_text, say, tell_line
+from agilerl.cli.running import is_file
 from agilerl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def run_check(
     """
     target, *settings = arguments
     findings: list[dict[str, str]] = []
-    if not _is_manifest(target):
+    if Path(target).suffix not in (".yaml", ".yml") and (target.endswith(".py") or not is_file(target)):
         from agilerl.envs.adapters import make_env  # also tells gymnasium the built-in ids
         from agilerl.envs.check import check_env
 
@@ -82,14 +83,6 @@ def run_check(
         tell_line(f"{target}: {' and '.join(parts) or 'nothing wrong'}")
     if errors:
         sys.exit(1)
-
-
-def _is_manifest(name: str) -> bool:
-    """Return whether a name is a manifest, not an environment: by its suffix, or because the file exists."""
-    try:
-        return Path(name).suffix in (".yaml", ".yml") or (Path(name).is_file() and not name.endswith(".py"))
-    except OSError:  # the name is too long for the file system
-        return False
 
 
 def _keywords(settings: Sequence[str]) -> dict[str, Any]:

@@ -82,34 +82,28 @@ def shape_of(model: Any, lora_config: Any, *, name: str, width: float, scope: st
     """
     base = from_model(model, name)
     layers = lora_layers(model, lora_config, scope)
-    held, active = _matrices(model, model.config.get_text_config())
+    config = model.config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None)  # of a mixture; a dense model has none
+    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    count = next(filter(None, counts), None)
+    share = float(chosen) / float(count) if chosen and count else 1.0
+    outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
+    held, active = 0, 0.0  # parameters in the layers' matrix products: all of them, and those that one token uses
+    for path, parameter in model.named_parameters():
+        if parameter.dim() >= 2 and id(parameter) not in outside:
+            held += parameter.numel()
+            active += parameter.numel() * (share if ".experts." in f".{path}." else 1)
     return ModelShape(
         **asdict(Widths.of(base, width)),
         name=name,
         parameters=base.parameters,
-        linear=active,
+        linear=int(active),
         linear_held=held,
         adapted=sum(layer.in_features + layer.out_features for layer in layers),
         adapted_layers=len(layers),
         context=base.context_length,
         linear_width=width,
     )
-
-
-def _matrices(model: Any, config: Any) -> tuple[int, int]:
-    """Return the parameters in the layers' matrix products: all of them, and those that one token uses."""
-    outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
-    chosen = getattr(config, "num_experts_per_tok", None)  # of a mixture; a dense model has none
-    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    count = next(filter(None, counts), None)
-    share = float(chosen) / float(count) if chosen and count else 1.0
-    held, active = 0, 0.0
-    for name, parameter in model.named_parameters():
-        if parameter.dim() < 2 or id(parameter) in outside:
-            continue
-        held += parameter.numel()
-        active += parameter.numel() * (share if ".experts." in f".{name}." else 1)
-    return held, int(active)
 
 
 # -- the manifest ---------------------------------------------------------------------------------------------------

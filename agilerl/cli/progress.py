@@ -19,7 +19,6 @@ from rich.text import Text
 from agilerl.cli.output import columns, genes_text, json_line, one_line, shown_samples
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
-from agilerl.envs.core import Split
 from agilerl.envs.graded import exam_grader
 from agilerl.envs.shortcuts import shortcuts
 from agilerl.hpo.fitness import Fitness, probability_better, ranking
@@ -47,7 +46,6 @@ from agilerl.training.probe import finite
 from agilerl.training.records import metric_lines
 from agilerl.training.setup import Session
 
-SPLITS: tuple[Split, ...] = ("exam", "test")
 _FEW, _SMALL_SHARE = 32, 0.1
 """Fewer distinct prompts than this, or a smaller share of the rows, are little to train on."""
 _CLEAR = 0.8
@@ -63,7 +61,7 @@ def plan_document(session: Session, out: Path, sampled: PreflightDone | None = N
     iterations = planned_iterations(session)
     groups = population.group_sizes
     completions = [population.prompts_per_step * group for group in groups]
-    limit, lengths = population.context_length, [population.lengths(split) for split in SPLITS]
+    limit, lengths = population.context_length, [population.lengths("exam"), population.lengths("test")]
     prompts = [length for panel in lengths for length in panel.prompts]
     room = limit - max(prompts)
     memory, topology = estimate(config, population), session.topology
@@ -496,19 +494,19 @@ class View:
         def cells(key: str, form: str) -> list[str]:
             return [_cell(m.get(key), form) for m in metrics]
 
-        return [
+        shown = [
             Column("agent", [f"{a.index}{'*' if a.index == self.best else ' '}" for a in agents]),
             Column("parent", ["-" if a.parent is None else str(a.parent) for a in agents], rank=3),
             Column("genes", [genes_text(a.hyperparameters, 2) or "-" for a in agents], "left", 1),
             Column("last mutation", ["-" if a.mut == "None" else a.mut for a in agents], "left", 4),
             Column(what, cells(what, ".3f")),
             Column("fitness", [_score(self.fitness[a.index]) if a.index in self.fitness else "-" for a in agents]),
-            *[Column("failures", [_counts(self.failures.get(a.index, {})) for a in agents], "left")]
-            * any(a.index in self.failures for a in agents),
-            *[Column("KL", cells("kl", ".4f"), rank=6)] * any("kl" in m for m in metrics),
+            Column("failures", [_counts(self.failures.get(a.index, {})) for a in agents], "left"),
+            Column("KL", cells("kl", ".4f"), rank=6),
             Column("entropy", cells("entropy", ".3f"), rank=5),
             Column("tokens/s", cells("tokens_per_second", ",.0f"), rank=2),
         ]
+        return [c for c in shown if c.name not in ("KL", "failures") or set(c.cells) != {"-"}]
 
     def table(self) -> Table:
         """Return one row per agent, with as many columns as fit the terminal."""

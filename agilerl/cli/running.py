@@ -56,10 +56,11 @@ def configuration(arguments: Sequence[str], seed: int | None = None, replay: Pat
 
 def manifests_in(arguments: Sequence[str]) -> list[str]:
     """Return the arguments that are no overrides: an argument with ``=`` that is a file is none either."""
-    return [a for a in arguments if "=" not in a or _is_file(a)]
+    return [a for a in arguments if "=" not in a or is_file(a)]
 
 
-def _is_file(name: str) -> bool:
+def is_file(name: str) -> bool:
+    """Return whether an argument is the name of a file."""
     try:
         return Path(name).is_file()
     except OSError:  # a name too long for the file system
@@ -98,7 +99,7 @@ def stoppable(root: Path, console: Console, *, speaks: bool = True) -> Iterator[
 
 
 def fail_without_elite(root: Path) -> None:
-    """If a finished run has no elite, print the likely cause and exit with code 1."""
+    """If a finished run has no elite, print why no agent was fit, and what to do, and exit with code 1."""
     from agilerl.runs.directory import RunLayout
     from agilerl.runs.journal import read_lines
     from agilerl.runs.strict_json import read_json
@@ -107,26 +108,23 @@ def fail_without_elite(root: Path) -> None:
     if read_json(layout.summary).get("elite") is not None:
         return
     outcomes = Counter(line["outcome"] for line in read_lines(layout.metrics) if line["kind"] == "train")
-    say(f"error: the run has no elite: {_likely_cause(outcomes)}")
-    sys.exit(1)
-
-
-def _likely_cause(outcomes: Counter[str]) -> str:
-    """Return a sentence: why no agent was fit, judged by the outcomes of all iterations, and what to do."""
+    failures = Counter({outcome: count for outcome, count in outcomes.items() if outcome != "ok"})
     if not outcomes:
-        return (
+        cause = (
             "training.max_seconds or max_tokens was used up before the first iteration (the base is tested first); "
             "raise it, or lower environment.test_prompts"
         )
-    failures = Counter({outcome: count for outcome, count in outcomes.items() if outcome != "ok"})
-    if not failures:
-        return (
+    elif not failures:
+        cause = (
             "every agent learned, but no exam gave a finite fitness: the grader returned None (no grade) for a part of "
             "each; return a number for every completion, 0.0 for a wrong one"
         )
-    (outcome, count), total = failures.most_common(1)[0], outcomes.total()
-    many = "every update of every agent" if count == total else f"{count} of {total} updates"
-    return f"{many} ended with {REMEDIES.get(outcome, outcome)}"
+    else:
+        (outcome, count), total = failures.most_common(1)[0], outcomes.total()
+        many = "every update of every agent" if count == total else f"{count} of {total} updates"
+        cause = f"{many} ended with {REMEDIES.get(outcome, outcome)}"
+    say(f"error: the run has no elite: {cause}")
+    sys.exit(1)
 
 
 def resume_text(root: Path, session: "Session") -> str:

@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from agilerl.arguments import nearest, shown
@@ -105,7 +107,9 @@ class Form:
         if self.prompt == "messages":
             return (self.learned and _calling(row)) or _conversation(row, self.needs == "text")
         if self.prompt == "text":
-            return Sample("", _text(row, "text"))
+            if not isinstance(text := _value(row, "text"), str):
+                raise RowFaultError("not_text", f"expected text in the column text, found {shown(text)}")
+            return Sample("", text)
         prompt = _prompt(row, self.prompt)
         if self.pairs:
             chosen, rejected = (_answer(row, column, prompt) for column in ("chosen", "rejected"))
@@ -189,10 +193,10 @@ def renamed(columns: Sequence[str]) -> dict[str, str]:
 def _missing(wanted: Sequence[str], columns: Sequence[str], name: str) -> EnvError:
     guess = renamed(columns).get(wanted[0])
     hint = f"did you mean {guess!r}?" if guess else nearest(wanted[0], columns)
+    hint = f" {hint}" if hint.startswith("did") else ""
     return EnvError(
-        f"expected the column {' or '.join(wanted)} in {name}, found {', '.join(sorted(columns))};"
-        f"{f' {hint}' if hint.startswith('did') else ''} rename a column with columns: "
-        f"{{{wanted[0]}: {guess or '<its name>'}}}"
+        f"expected the column {' or '.join(wanted)} in {name}, found {', '.join(sorted(columns))};{hint} rename a "
+        f"column with columns: {{{wanted[0]}: {guess or '<its name>'}}}"
     )
 
 
@@ -226,12 +230,6 @@ def _value(row: Mapping[str, Any], column: str) -> str | list[Message]:
     if not messages[-1]["content"].strip():
         raise RowFaultError("empty", f"expected text in the last message of the column {column}, found none")
     return messages
-
-
-def _text(row: Mapping[str, Any], column: str) -> str:
-    if not isinstance(value := _value(row, column), str):
-        raise RowFaultError("not_text", f"expected text in the column {column}, found {shown(value)}")
-    return value
 
 
 def _prompt(row: Mapping[str, Any], column: str) -> str | list[Message]:
@@ -427,7 +425,7 @@ def curate(
         fits[split], counted = _usable(rows, form, converse, tokenizer, max_tokens, bad_rows)
         counts += counted
     failure = None
-    for smaller in (sizes, *(_smaller(sources, fits, sizes) if shrink else ())):
+    for smaller in chain([sizes], _smaller(sources, fits, sizes) if shrink else ()):
         try:
             return _divided(sources, fits, smaller, counts)
         except _TooFewError as error:  # also of smaller ones, if splits share prompts, or shares were rounded up
@@ -524,7 +522,7 @@ def _usable(
             counts["special_tokens"] += 1
             continue
         messages = [*converse(row, sample)]
-        key = rank = _digest(json.dumps(messages))
+        key = rank = _digest(json.dumps(messages))  # never the order or a seed: other runs get the same panels
         if tokenizer is not None:
             ids = render_prompt(tokenizer, messages)
             if max_tokens is not None and len(ids) > max_tokens:
@@ -545,21 +543,19 @@ def _usable(
 
 def _panel(rows: Rows, fits: Sequence[_Fit], size: int, taken: Iterable[bytes], split: Split) -> list[_Fit]:
     """Choose rows with distinct prompts, by rank; each part of a mixture gives its share."""
+    order = attrgetter("rank", "index")
     known, panel = set(taken), list[_Fit]()
     for number, share in enumerate(apportion(rows.weights, size)):
-        before = len(panel)
-        able = (fit for fit in fits if fit.part == number and fit.examines)
-        for fit in sorted(able, key=lambda fit: (fit.rank, fit.index)):
-            if len(panel) - before == share:
-                break
-            if fit.key not in known:
-                known.add(fit.key)
-                panel.append(fit)
-        if len(panel) - before < share:
+        able = [fit for fit in fits if fit.part == number and fit.examines and fit.key not in known]
+        distinct = {fit.key: fit for fit in sorted(able, key=order, reverse=True)}  # the first of equal prompts stays
+        if len(distinct) < share:
             raise _TooFewError(
                 f"expected {share} different prompts for the {split} in {rows.parts[number].name}, found "
-                f"{len(panel) - before}; ask for fewer (eval_prompts, test_prompts), or give more rows"
+                f"{len(distinct)}; ask for fewer (eval_prompts, test_prompts), or give more rows"
             )
+        chosen = sorted(distinct.values(), key=order)[:share]
+        known |= {fit.key for fit in chosen}
+        panel += chosen
     return panel
 
 

@@ -267,9 +267,15 @@ class ReasoningGymTask(Task):
         failures = 0
         while len(self._panel) < count:
             if self._draws_since_new >= max(PATIENCE, 20 * len(self._panel)):
-                if not self._shrink():
-                    raise self._exhausted()
-                return
+                if self._shrink():
+                    return
+                other = "" if self.holdout == "any" else ", or set holdout to 'any', for panels of any questions"
+                raise EnvError(
+                    f"expected {self.exam_prompts} exam and {self.test_prompts} test questions from {self.name}, but "
+                    f"with these parameters it has only {len(self._panel)} {self._kind} ({self._panel_draws} draws); "
+                    "ask for fewer (eval_prompts, test_prompts), give shrink_panels=True as runs do, widen its "
+                    f"params{other}"
+                )
             self._draws_since_new += 1
             self._panel_draws += 1
             try:
@@ -297,14 +303,6 @@ class ReasoningGymTask(Task):
         self._panel = self._panel[: sum(sizes)]
         self._panel_questions = {row["question"] for row in self._panel}
         return True
-
-    def _exhausted(self) -> EnvError:
-        other = "" if self.holdout == "any" else ", or set holdout to 'any', which lets panels hold any question"
-        return EnvError(
-            f"expected {self.exam_prompts} exam and {self.test_prompts} test questions from {self.name}, but with "
-            f"these parameters it has only {len(self._panel)} {self._kind} ({self._panel_draws} draws); ask for fewer "
-            f"(eval_prompts, test_prompts), give shrink_panels=True as runs do, widen its params{other}"
-        )
 
     def _draw(self, purpose: str, number: int, level: int) -> Row:
         (chunk, index), params = divmod(number, CHUNK), self.levels[level]

@@ -194,7 +194,7 @@ def test_eval_writes_what_other_programs_read(run: Path, agilerl: Agilerl) -> No
 )
 @pytest.mark.processes
 def test_a_wrong_setting_costs_no_import_of_torch(setting: str, word: str, run: Path, tmp_path: Path) -> None:
-    _, modules, errors = started("eval", str(run), setting, cwd=tmp_path)
+    _, _, modules, errors = started("eval", str(run), setting, cwd=tmp_path)
     assert errors.startswith("error: ")
     assert word in errors
     assert modules.isdisjoint({"torch", "transformers", "peft"})

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.outcome import Outcome
-from tests.cli.test_command_line import imported
+from tests.cli.test_start import started
 
 Agilerl = Callable[..., Outcome]
 
@@ -118,7 +118,7 @@ def test_a_manifest_is_checked_as_by_a_dry_run(agilerl: Agilerl, tmp_path: Path)
 
 @pytest.mark.processes
 def test_help_is_quick_and_says_that_code_is_run(agilerl: Agilerl, tmp_path: Path) -> None:
-    code, packages = imported("check", "--help", cwd=tmp_path)
+    code, _, modules, _ = started("check", "--help", cwd=tmp_path)
     assert code == 0
-    assert packages.isdisjoint({"torch", "transformers", "gymnasium", "textarena", "gem", "openenv"})
+    assert modules.isdisjoint({"torch", "transformers", "gymnasium", "textarena", "gem", "openenv"})
     assert "so their code runs" in " ".join(agilerl("check", "--help").output.split())

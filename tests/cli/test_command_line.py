@@ -4,8 +4,6 @@ import fcntl
 import json
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,30 +12,11 @@ import pytest
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import place_of_run
 from tests.cli.outcome import Outcome
+from tests.cli.test_start import started
 from tests.programs import Program
 from tests.training.small_runs import SMALL, environment
 
 Agilerl = Callable[..., Outcome]
-
-LISTS_IMPORTS = """
-import sys
-sys.argv = ["agilerl", *{arguments!r}]
-from agilerl.cli import main
-try:
-    main()
-except SystemExit as ended:
-    code = ended.code or 0
-print()
-print(code, *sorted({{name.partition(".")[0] for name in sys.modules}}))
-"""
-
-
-def imported(*arguments: str, cwd: Path) -> tuple[int, set[str]]:
-    """Return the exit code, and the packages that a command has imported at its end."""
-    code = LISTS_IMPORTS.format(arguments=arguments)
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=environment(), capture_output=True, text=True)
-    last = done.stdout.splitlines()[-1].split()
-    return int(last[0]), set(last[1:])
 
 
 @pytest.mark.parametrize(
@@ -53,10 +32,10 @@ def imported(*arguments: str, cwd: Path) -> tuple[int, set[str]]:
 )
 @pytest.mark.processes
 def test_help_and_typing_errors_are_quick(arguments: list[str], code: int, tmp_path: Path) -> None:
-    ended, packages = imported(*arguments, cwd=tmp_path)
+    ended, _, modules, _ = started(*arguments, cwd=tmp_path)
     assert ended == code
-    assert packages.isdisjoint({"torch", "transformers", "peft", "scipy", "reasoning_gym", "plotly", "pyarrow"})
-    assert "agilerl" in packages
+    assert modules.isdisjoint({"torch", "transformers", "peft", "scipy", "reasoning_gym", "plotly", "pyarrow"})
+    assert "agilerl" in modules
 
 
 @pytest.mark.parametrize(

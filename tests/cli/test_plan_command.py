@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from tests.cli.outcome import Outcome
-from tests.cli.test_command_line import imported
+from tests.cli.test_start import started
 
 Agilerl = Callable[..., Outcome]
 
@@ -45,7 +45,7 @@ def planned(agilerl: Agilerl, *arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize("arguments", [["--help"], ["plan", "--help"], ["plan", "--gpu", "h2000"], ["plan", "a.b=1"]])
 @pytest.mark.processes
 def test_help_and_typing_errors_load_nothing(arguments: list[str], tmp_path: Path) -> None:
-    _, packages = imported(*arguments, cwd=tmp_path)
+    _, _, packages, _ = started(*arguments, cwd=tmp_path)
     assert packages.isdisjoint({"torch", "transformers", "peft"})
 
 

@@ -44,12 +44,13 @@ print(code, *sorted(sys.modules))
 """
 
 
-def started(*arguments: str, cwd: Path) -> tuple[list[str], set[str], str]:
-    """Return what a command and its imports say, the modules that it has imported at its end, and its errors."""
-    code = TELLS_IMPORTS.format(arguments=arguments)
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=environment(), capture_output=True, text=True)
+def started(*arguments: str, cwd: Path) -> tuple[int, list[str], set[str], str]:
+    """Return the exit code of a command, what it and its imports say, the modules at its end, and its errors."""
+    program = TELLS_IMPORTS.format(arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", program], cwd=cwd, env=environment(), capture_output=True, text=True)
     *said, last = done.stdout.splitlines()
-    return said, set(last.split()[1:]), done.stderr
+    code, *modules = last.split()
+    return int(code), said, set(modules), done.stderr
 
 
 MISSPELT = {
@@ -66,7 +67,7 @@ MISSPELT = {
 @pytest.mark.parametrize(("override", "words"), MISSPELT.values(), ids=MISSPELT)
 @pytest.mark.processes
 def test_a_misspelt_name_costs_no_import(override: str, words: str, tmp_path: Path) -> None:
-    said, modules, errors = started("train", override, cwd=tmp_path)
+    _, said, modules, errors = started("train", override, cwd=tmp_path)
     assert [line for line in said if line] == []
     assert errors.startswith("error: ")
     assert words in errors
@@ -82,7 +83,7 @@ def test_a_misspelt_name_costs_no_import(override: str, words: str, tmp_path: Pa
 )
 @pytest.mark.processes
 def test_a_misspelt_task_or_parameter_is_found_without_torch(override: str, words: str, tmp_path: Path) -> None:
-    _, modules, errors = started("train", override, cwd=tmp_path)
+    _, _, modules, errors = started("train", override, cwd=tmp_path)
     assert errors.startswith("error: ")
     assert words in errors
     assert modules.isdisjoint({"torch", "transformers", "peft"})
@@ -97,7 +98,7 @@ NEEDLESS = (
 @pytest.mark.model
 @pytest.mark.processes
 def test_a_dry_run_speaks_first_and_imports_nothing_needless(tmp_path: Path) -> None:
-    said, modules, errors = started("train", *SMALL, "--dry-run", cwd=tmp_path)
+    _, said, modules, errors = started("train", *SMALL, "--dry-run", cwd=tmp_path)
     assert errors == ""
     assert said[0] == "Checking the embedded default, with your settings: loading the libraries and the model."
     assert "IMPORT torch" in said
