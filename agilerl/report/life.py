@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from agilerl.report.figures import short_value
+from agilerl.report.figures import changed_gene
 from agilerl.report.load import AgentRecord, RunRecord, Score, hyperparameter_at
 
 
@@ -96,10 +96,7 @@ def parents(agent: AgentRecord) -> str:
 
 def changed(mutation: Mapping[str, Any]) -> str:
     """Return what a mutation changed."""
-    changes = [
-        f"{change.get('gene')} {short_value(change.get('old'))} → {short_value(change.get('new'))}"
-        for change in mutation.get("changes") or []
-    ]
+    changes = map(changed_gene, mutation.get("changes") or [])
     return ", ".join(changes) or str(mutation.get("kind"))
 
 
