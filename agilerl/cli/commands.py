@@ -191,7 +191,7 @@ def _check_file(out: Path) -> None:
 
 def run_lineage(run: Path, *, agent: int | None, as_json: bool) -> None:
     """Print all agents of a run, or what happened to one of them; see ``agilerl lineage --help``."""
-    from agilerl.report.life import lives, told_life
+    from agilerl.report.life import lives
     from agilerl.report.load import load_run, trace_family
     from agilerl.runs.strict_json import dumps
 
@@ -205,7 +205,7 @@ def run_lineage(run: Path, *, agent: int | None, as_json: bool) -> None:
     elif agent is None:
         _show_lives(found, trace_family(record).line)
     else:
-        _show_life(found[0], told_life(record, agent))
+        _show_life(found[0])
 
 
 def _show_lives(found: Sequence[dict[str, Any]], line: Sequence[int]) -> None:
@@ -235,7 +235,7 @@ def _show_lives(found: Sequence[dict[str, Any]], line: Sequence[int]) -> None:
     output.print("* winning lineage; left: after this generation. One agent's life: --agent N")
 
 
-def _show_life(life: dict[str, Any], told: Sequence[tuple[int, str]]) -> None:
+def _show_life(life: dict[str, Any]) -> None:
     from rich.table import Table
 
     from agilerl.cli.progress import genes_text
@@ -246,8 +246,8 @@ def _show_life(life: dict[str, Any], told: Sequence[tuple[int, str]]) -> None:
     output.print(f"Its hyperparameters at the end: {genes_text(life['hyperparameters']) or 'none evolved'}")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
     table.add_column(no_wrap=True)
-    for generation, sentence in told:
-        table.add_row(f"generation {generation}", sentence)
+    for event in life["events"]:
+        table.add_row(f"generation {event['generation']}", event["sentence"])
     output.print(table)
 
 

@@ -36,7 +36,7 @@ from agilerl.report.load import (
     load_run,
     number,
     number_or,
-    said_front,
+    summary_front,
     trace_family,
 )
 from agilerl.runs import RunLayout
@@ -524,7 +524,7 @@ def phase_table(run: RunRecord) -> list[tuple[str, str, str]]:
 
 def front_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
     """Return one row per agent on the front of the last generation, best reward first."""
-    said = said_front(run)
+    said = summary_front(run)
     return [
         {
             "agent": index,

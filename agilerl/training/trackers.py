@@ -29,6 +29,7 @@ from agilerl.config.run import TRACKERS, RunConfig
 from agilerl.custom_code import contained, load_code, names_code
 from agilerl.errors import CheckpointError, ConfigError, WriteError, how_to_install
 from agilerl.report.life import changed
+from agilerl.report.load import flat
 from agilerl.runs.atomic import write_json
 from agilerl.runs.directory import RunLayout
 from agilerl.runs.journal import read_lines
@@ -219,6 +220,9 @@ def _lineage(lines: Sequence[Record]) -> dict[str, Any]:
 _UNDERWAY = {"trackio": 5.0}
 """Seconds for which a library may keep what it got in the process; after a crash that is sent again."""
 
+_PLAIN = (bool, int, float, str)
+"""What a library takes as a setting; others get there as JSON."""
+
 
 class _Sent(SavedValues):
     """What a tracker has of a run; the last point is (step, place)."""
@@ -266,7 +270,8 @@ class Trackers:
         self._finished = False
         self._run, self._last, self._followed = run, resumed_at or 0, list[_Followed]()
         self._known, self._resumed_at = {} if run is None else _read(run), resumed_at
-        values = {**_flat(settings), **({} if run is None else {"run": str(run.root)})}
+        values = {n: v if isinstance(v, _PLAIN) else json.dumps(v) for n, v in flat(settings) if v not in (None, {})}
+        values |= {} if run is None else {"run": str(run.root)}
         for name, tracker in _named(wanted).items():
             try:
                 with contained():
@@ -383,17 +388,6 @@ def _read(run: RunLayout) -> dict[str, _Sent]:
     except CheckpointError as error:
         warnings.warn(f"trackers begin new runs, because {run.trackers} is damaged: {error}", stacklevel=2)
         return {}
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return settings by the names of the command line; a list as JSON, and none that is None."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            flat |= _flat(value, f"{prefix}{name}.")
-        elif value is not None:
-            flat[f"{prefix}{name}"] = value if isinstance(value, bool | int | float | str) else json.dumps(value)
-    return flat
 
 
 class CSVFile:
