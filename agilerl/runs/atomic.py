@@ -31,7 +31,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     Raises WriteError if the file cannot be written; the old content is unchanged then.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with _writing(path):
+    with writing(path):
         try:
             temporary.unlink(missing_ok=True)
             with open(temporary, "xb") as file:
@@ -69,7 +69,7 @@ def commit_folder(
     if os.path.lexists(target) and not overwrite:
         raise CheckpointError(f"{target} already exists, and a committed folder is never overwritten.")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    with _writing(target):
+    with writing(target):
         try:
             if temporary.exists():
                 shutil.rmtree(temporary)
@@ -95,16 +95,15 @@ def verify_folder(folder: Path) -> dict[str, Any]:
     or different content.
     """
     manifest = _read_manifest(folder)
-    try:
-        found = _list_files(folder) - {MANIFEST}
-        for name in sorted(found | set(manifest)):
-            if name not in manifest:
-                raise CheckpointError(f"{folder / name} is not in the manifest of {folder}: it does not belong there.")
-            if name not in found:
-                raise CheckpointError(f"{folder / name} is missing, but the manifest of {folder} lists it.")
+    with reading(folder):
+        files = _list_files(folder) - {MANIFEST}
+    for name in sorted(files | set(manifest)):
+        if name not in manifest:
+            raise CheckpointError(f"{folder / name} is not in the manifest of {folder}: it does not belong there.")
+        if name not in files:
+            raise CheckpointError(f"{folder / name} is missing, but the manifest of {folder} lists it.")
+        with reading(folder / name):
             _compare(folder / name, manifest[name])
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error} ({error.filename}).") from error
     return manifest
 
 
@@ -119,7 +118,7 @@ def add_file(folder: Path, name: str, text: str) -> None:
 def remove_folder(folder: Path) -> None:
     """Delete a folder; if the process dies half-way, no half-deleted folder is left under its name."""
     doomed = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    with _writing(folder):
+    with writing(folder):
         if doomed.exists():
             shutil.rmtree(doomed)
         os.rename(folder, doomed)
@@ -128,10 +127,8 @@ def remove_folder(folder: Path) -> None:
 
 def listed(folder: Path) -> list[Path]:
     """Return what is in a folder, in order; raises CheckpointError if it cannot be read."""
-    try:
+    with reading(folder):
         return sorted(folder.iterdir())
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from error
 
 
 def is_leftover(path: Path) -> bool:
@@ -190,10 +187,8 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{linked} is a symbolic link; a committed folder may only hold plain files.")
     manifest = strict_json.read_json(path)
     # The manifest has no checksum of its own: it is written as canonical JSON, so any other form of it is damage.
-    try:
+    with reading(path):
         text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
     if text != (strict_json.dumps(manifest, indent=2) + "\n").encode():
         raise CheckpointError(f"{path} is not what was written; the file is damaged.")
     for name, entry in manifest.items():
@@ -256,12 +251,21 @@ def _fsync(path: Path) -> None:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path, state: str = "Its previous content is unchanged") -> Iterator[None]:
+    """Raise WriteError if the system refuses; ``state`` says what holds for the file then."""
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
         raise WriteError(
-            f"{path} could not be written: {reason}. Its previous content is unchanged; "
+            f"{path} could not be written: {error.strerror or error}. {state}; "
             f"check the space and permissions of {path.parent}."
         ) from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise CheckpointError if the system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
