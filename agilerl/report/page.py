@@ -19,8 +19,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from agilerl.arguments import Count, Location, Positive, checked, shown
-from agilerl.errors import CheckpointError, WriteError
+from agilerl.arguments import Count, Location, Positive, checked
+from agilerl.errors import CheckpointError
 from agilerl.planning.footprint import money
 from agilerl.report import figures, life
 from agilerl.report.figures import row_colour, short_value
@@ -40,7 +40,7 @@ from agilerl.report.load import (
     trace_family,
 )
 from agilerl.runs import RunLayout
-from agilerl.runs.atomic import write_text
+from agilerl.runs.atomic import write_text, writing
 from agilerl.runs.directory import as_written
 
 
@@ -61,17 +61,16 @@ def build_report(
     check_different(run_dirs)
     runs = [load_run(Path(path), price) for path in run_dirs]
     html, out = render(runs, reload), Path(out)
-    try:
+    with writing(out):
         out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise WriteError(f"{shown(str(out))} could not be written: {error.strerror or error}.") from error
     write_text(out, html)
     return out
 
 
 def render(runs: Sequence[RunRecord], reload: int | None = None) -> str:
     """Return the page as a string."""
-    y_range, names = _common_range(runs), _distinct_names(runs)
+    y_range, names = _common_range(runs), [run.name for run in runs]
+    names = [name if names.count(name) == 1 else str(run.path) for name, run in zip(names, runs)]
     views = []
     for position, (run, name) in enumerate(zip(runs, names)):
         with as_written(run.path):
@@ -162,10 +161,9 @@ def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) ->
     lineage = lineage_table(run, family)
     return {
         "position": position,
-        "path": str(run.path),
-        "samples": sample_groups(run),  # may add to the notes
-        "notes": run.notes,
-        "symptoms": run.symptoms,
+        "record": run,
+        "family": family,
+        "samples": sample_groups(run),
         "verdict": verdict(run, family),
         "facts": facts(run),
         "answers": _answers(run),
@@ -179,8 +177,6 @@ def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) ->
         "front": front_table(run, family),
         "constant": constant,
         "rows": [row_colour(row) for row in range(min(family.height, 10))],
-        "winner": family.winner,
-        "line": family.line,
         "tree_width": figures.tree_width(family),
         "lineage": lineage,
         "configuration": configuration(run),
@@ -198,11 +194,6 @@ def _common_range(runs: Sequence[RunRecord]) -> tuple[float, float] | None:
     margin = 0.05 * (high - low or 1.0)
     low, high = low - margin, high + margin
     return (low, high) if math.isfinite(high - low) else None  # then each figure finds its own range
-
-
-def _distinct_names(runs: Sequence[RunRecord]) -> list[str]:
-    names = [run.name for run in runs]
-    return [name if names.count(name) == 1 else str(run.path) for name, run in zip(names, runs)]
 
 
 def _resource(name: str) -> str:

@@ -331,14 +331,13 @@ class Trackers:
             tracker.main_process_only = False  # this process is the one that writes, whatever its rank
         if begin := getattr(tracker, "start", None):
             begin()
-        log = tracker.log
-        if name == "wandb":
-            log = _wandb_log(tracker)
-            if tracker.tracker.offline:  # a folder of its own: the whole run is in it, to be synced alone
-                begins, sent.step, sent.place = True, 0, 0
+        if (
+            name == "wandb" and tracker.tracker.offline
+        ):  # a folder of its own: the whole run is in it, to be synced alone
+            begins, sent.step, sent.place = True, 0, 0
         elif name == "mlflow":
-            log, sent.id = _mlflow_log(tracker), tracker.tracker.info.run_id
-        self._followed.append(_Followed(name, tracker, sent, log))
+            sent.id = tracker.tracker.info.run_id
+        self._followed.append(_Followed(name, tracker, sent, _log_of(name, tracker)))
         if begins and callable(store := getattr(tracker, "store_init_configuration", None)):
             store(values)
         self._known[name] = sent
@@ -476,13 +475,14 @@ def _wandb(settings: dict[str, Any], root: Path | None, known: str) -> tuple[Any
     return WandBTracker(project, **values), values["id"]
 
 
-def _wandb_log(tracker: Any) -> Callable[[dict[str, float | str], int], None]:
-    # W&B drops values of a step that it has passed; rows with the iteration as their axis may come in any order.
-    tracker.tracker.define_metric("iteration")
-    tracker.tracker.define_metric("*", step_metric="iteration")
-    return lambda values, step: tracker.log({**values, "iteration": step})
-
-
-def _mlflow_log(tracker: Any) -> Callable[[dict[str, float | str], int], None]:
-    # MLflow's metrics are numbers.
-    return lambda values, step: tracker.log({n: v for n, v in values.items() if not isinstance(v, str)}, step=step)
+def _log_of(name: str, tracker: Any) -> Callable[[dict[str, float | str], int], None]:
+    """Return how values are sent to a tracker."""
+    if name == "wandb":
+        # W&B drops values of a step that it has passed; rows with the iteration as their axis may come in any order.
+        tracker.tracker.define_metric("iteration")
+        tracker.tracker.define_metric("*", step_metric="iteration")
+        return lambda values, step: tracker.log({**values, "iteration": step})
+    if name == "mlflow":  # its metrics are numbers
+        return lambda values, step: tracker.log({n: v for n, v in values.items() if not isinstance(v, str)}, step=step)
+    log: Callable[[dict[str, float | str], int], None] = tracker.log
+    return log
