@@ -110,9 +110,7 @@ def verify_folder(folder: Path) -> dict[str, Any]:
 def add_file(folder: Path, name: str, text: str) -> None:
     """Write a UTF-8 text file into a committed folder, and enter it in the manifest of the folder."""
     write_text(folder / name, text)
-    data = text.encode()
-    entry = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    write_json(folder / MANIFEST, {**_read_manifest(folder), name: entry})
+    write_json(folder / MANIFEST, {**_read_manifest(folder), name: _entry(folder / name)})
 
 
 def remove_folder(folder: Path) -> None:
@@ -202,12 +200,9 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
 
 def _compare(path: Path, entry: Mapping[str, Any]) -> None:
     check_file(path, memory_bytes(), error=CheckpointError)  # a file larger than the memory could not be loaded
-    size = path.stat().st_size
-    if size != entry["size"]:
-        raise CheckpointError(f"{path} should have {entry['size']} bytes, found {size}; the file is damaged.")
-    digest = _sha256(path)
-    if digest != entry["sha256"]:
-        raise CheckpointError(f"{path} should have sha256 {entry['sha256']}, found {digest}; the file is damaged.")
+    for key, actual in _entry(path).items():
+        if actual != entry[key]:
+            raise CheckpointError(f"{path} should have {key} {entry[key]}, found {actual}; the file is damaged.")
 
 
 def _list_files(folder: Path) -> set[str]:
@@ -226,18 +221,17 @@ def _fsync_tree(folder: Path) -> dict[str, dict[str, Any]]:
     """Sync every file and folder below ``folder`` and return its manifest."""
     entries: dict[str, dict[str, Any]] = {}
     for name in sorted(_list_files(folder)):
-        path = folder / name
-        _fsync(path)
-        entries[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+        _fsync(folder / name)
+        entries[name] = _entry(folder / name)
     for path in folder.rglob("*"):
         if path.is_dir():
             _fsync(path)
     return entries
 
 
-def _sha256(path: Path) -> str:
+def _entry(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _fsync(path: Path) -> None:
