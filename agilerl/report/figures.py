@@ -232,15 +232,11 @@ def fitness_figure(run: RunRecord, family: Family, *, y_range: tuple[float, floa
 
 def _base_line(run: RunRecord, steps: Sequence[int]) -> Trace:
     score = run.tests["base"][1]
-    return _scatter(
-        "lines+text",
-        [(min(0, *steps), score.mean), (max(steps), score.mean)],
-        name="base",
-        text=["base", ""],
-        textposition="top right",
-        line={"color": _GREY, "width": 2, "dash": "dash"},
-        hovertemplate=f"the base on the test: {score.mean:.4f} ± {number_or(score.stderr, 0.0):.4f}<extra></extra>",
-    )
+    points = [(min(0, *steps), score.mean), (max(steps), score.mean)]
+    names = {"name": "base", "text": ["base", ""], "textposition": "top right"}
+    line = {"color": _GREY, "width": 2, "dash": "dash"}
+    hover = f"the base on the test: {score.mean:.4f} ± {number_or(score.stderr, 0.0):.4f}<extra></extra>"
+    return _scatter("lines+text", points, line=line, hovertemplate=hover, **names)
 
 
 def objective_figure(run: RunRecord, family: Family, cost: str) -> Figure | None:
@@ -255,32 +251,20 @@ def objective_figure(run: RunRecord, family: Family, cost: str) -> Figure | None
             f", generation %{{customdata[0]}}<br>reward %{{y:.4f}} ± %{{customdata[1]:.4f}}<br>{plain(cost)} "
             "%{x:.4g} ± %{customdata[2]:.2g}"
         )
+        points = [(e.costs[cost].mean, e.score.mean) for e in exams]
+        errors = [[e.generation, *(number_or(s.stderr, 0.0) for s in (e.score, e.costs[cost]))] for e in exams]
         # The last exam is full, the earlier ones are pale.
         colours = [row_colour(row, 0.45)] * earlier + [row_colour(row)]
-        errors = [[e.generation, *(number_or(s.stderr, 0.0) for s in (e.score, e.costs[cost]))] for e in exams]
-        data.append(
-            _of_agent(
-                agent,
-                family,
-                [(e.costs[cost].mean, e.score.mean) for e in exams],
-                hover,
-                mode="lines+markers",
-                line={"color": row_colour(row, 0.25), "width": 1},
-                marker={"size": [6] * earlier + [10], "color": colours},
-                customdata=errors,
-            )
-        )
+        marker, line = {"size": [6] * earlier + [10], "color": colours}, {"color": row_colour(row, 0.25), "width": 1}
+        marks = {"marker": marker, "line": line, "customdata": errors}
+        data.append(_of_agent(agent, family, points, hover, mode="lines+markers", **marks))
     if not data:
         return None
     front = {i: exam for i, exam in front_exams(run).items() if cost in exam.costs}
-    ring = _scatter(
-        "markers+text",
-        [(exam.costs[cost].mean, exam.score.mean) for exam in front.values()],
-        name="front",
-        text=[str(index) for index in front],
-        textposition="top center",
-        marker={"symbol": "circle-open", "size": 18, "color": "#e8a91c", "line": {"width": 3}},
-    )
+    points = [(exam.costs[cost].mean, exam.score.mean) for exam in front.values()]
+    names = {"name": "front", "text": [str(index) for index in front], "textposition": "top center"}
+    marker = {"symbol": "circle-open", "size": 18, "color": "#e8a91c", "line": {"width": 3}}
+    ring = _scatter("markers+text", points, marker=marker, **names)
     return _figure([*data, ring], f"{plain(cost)} ({UNITS.get(cost, '')})", "reward", height=340)
 
 
@@ -600,20 +584,13 @@ def _circles(run: RunRecord, family: Family) -> list[Trace]:
                 red, green, blue = _shade(_share(exam.score.mean, low, high))
                 fill, fitness = f"rgb({red},{green},{blue})", f"{exam.score.mean:.3f}"
                 ink = "#fff" if 0.3 * red + 0.59 * green + 0.11 * blue < 140 else "#111"
-            nodes.append((generation, row, index, fill, ink, row_colour(row), _story(agent, generation, exam)))
+            nodes.append((generation, row, _story(agent, generation, exam), index, fill, ink, row_colour(row)))
             changes = _changes(agent) if generation == span[0] else []
             labels.append((generation, row + 0.22, "<br>".join([fitness, *changes])))
-    _, _, agents, fills, inks, edges, stories = map(list, zip(*nodes))
-    circles = _scatter(
-        "markers+text",
-        nodes,
-        text=[str(index) for index in agents],
-        textfont={"color": inks, "size": 13},
-        marker={"size": 32, "color": fills, "opacity": 1, "line": {"color": edges, "width": 3}},
-        customdata=agents,
-        hovertext=stories,
-        hovertemplate="%{hovertext}<extra></extra>",
-    )
+    _, _, _, agents, fills, inks, edges = map(list, zip(*nodes))
+    marker = {"size": 32, "color": fills, "opacity": 1, "line": {"color": edges, "width": 3}}
+    inside = {"text": [str(index) for index in agents], "textfont": {"color": inks, "size": 13}}
+    circles = _marks(nodes, **marker) | {"mode": "markers+text", "customdata": agents, **inside}
     texts = [text for _, _, text in labels]
     return [circles, _scatter("text", labels, text=texts, textposition="bottom center", textfont={"size": 11})]
 
@@ -640,28 +617,30 @@ def _fitting(text: str, most: int) -> str:
 
 
 def _deaths(run: RunRecord, family: Family) -> Trace:
-    dead = [agent for agent in run.agents.values() if agent.died is not None]
-    return _scatter(
-        "markers",
-        [(family.spans[agent.index][-1] + 0.2, family.rows[agent.index] - 0.25) for agent in dead],
-        marker={"symbol": "x-thin", "size": 8, "line": {"width": 2, "color": "rgba(205,75,75,0.95)"}},
-        hovertext=[f"agent {agent.index} died<br>{plain(agent.reason)}" for agent in dead],
-        hovertemplate="%{hovertext}<extra></extra>",
-    )
+    marks = [
+        (family.spans[index][-1] + 0.2, family.rows[index] - 0.25, f"agent {index} died<br>{plain(agent.reason)}")
+        for index, agent in run.agents.items()
+        if agent.died is not None
+    ]
+    return _marks(marks, symbol="x-thin", size=8, line={"width": 2, "color": "rgba(205,75,75,0.95)"})
 
 
 def _stars(run: RunRecord, family: Family) -> Trace:
     elites = dict(run.elites)
     if run.is_finished and family.winner is not None:
         elites.setdefault(family.spans[family.winner][-1], family.winner)  # No selection follows the last exam.
-    crowned = [(g, i) for g, i in elites.items() if i in run.agents and g in family.spans[i]]
-    return _scatter(
-        "markers",
-        [(generation, family.rows[index] - 0.29) for generation, index in crowned],
-        marker={"symbol": "star", "size": 11, "color": "#e8a91c"},
-        hovertext=[f"agent {index} is the elite of generation {generation}" for generation, index in crowned],
-        hovertemplate="%{hovertext}<extra></extra>",
-    )
+    marks = [
+        (generation, family.rows[index] - 0.29, f"agent {index} is the elite of generation {generation}")
+        for generation, index in elites.items()
+        if generation in family.spans.get(index, ())
+    ]
+    return _marks(marks, symbol="star", size=11, color="#e8a91c")
+
+
+def _marks(marks: Sequence[tuple[Any, ...]], **marker: Any) -> Trace:
+    """Return points, each (x, y, what is shown when the mouse is over it)."""
+    texts = [mark[2] for mark in marks]
+    return _scatter("markers", marks, marker=marker, hovertext=texts, hovertemplate="%{hovertext}<extra></extra>")
 
 
 def _story(agent: AgentRecord, generation: int, exam: Exam | None) -> str:

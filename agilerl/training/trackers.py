@@ -331,9 +331,8 @@ class Trackers:
             tracker.main_process_only = False  # this process is the one that writes, whatever its rank
         if begin := getattr(tracker, "start", None):
             begin()
-        if (
-            name == "wandb" and tracker.tracker.offline
-        ):  # a folder of its own: the whole run is in it, to be synced alone
+        if name == "wandb" and tracker.tracker.offline:
+            # A folder of its own: the whole run is in it, to be synced alone.
             begins, sent.step, sent.place = True, 0, 0
         elif name == "mlflow":
             sent.id = tracker.tracker.info.run_id
