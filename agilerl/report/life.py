@@ -27,8 +27,8 @@ def lives(run: RunRecord) -> list[dict[str, Any]]:
                 name: hyperparameter_at(agent, name, sys.maxsize, run) for name in sorted(agent.hyperparameters)
             },
             "exams": [
-                {"generation": exam.generation, "step": exam.step, "mean": exam.score.mean, "stderr": exam.score.stderr}
-                | {"n": exam.score.n, "place": place[exam.generation, index]}
+                {"generation": exam.generation, "step": exam.step, **asdict(exam.score)}
+                | {"place": place[exam.generation, index]}
                 for exam in agent.exams
             ],
             "outcomes": agent.trouble,

@@ -153,43 +153,39 @@ def load_run(path: Path, price: float | None = None) -> RunRecord:
     ``price`` of an hour goes before that of the run's settings.
     """
     with as_written(path):
-        return _load(path, price)
-
-
-def _load(path: Path, price: float | None) -> RunRecord:
-    info = without_keys(read_run(path))  # a run of another version may name addresses with keys
-    layout = RunLayout(path)
-    summary = read_json(layout.summary) if layout.summary.exists() else {}
-    kinds: dict[Any, list[Line]] = defaultdict(list)
-    elapsed = []
-    for line in read_lines(layout.metrics):
-        kinds[str(line.get("kind"))].append(line)
-        elapsed += [seconds] if math.isfinite(seconds := number(line.get("time/elapsed"))) else []
-    agents: dict[int, AgentRecord] = {}
-    elites = _read_lineage(layout, agents)
-    unassigned = _read_train(kinds["train"], agents)
-    _read_exams(kinds["eval"], agents)
-    training, environment = (info["config"].get(section) or {} for section in ("training", "environment"))
-    run = RunRecord(
-        path=path,
-        info=info,
-        summary=summary,
-        agents=dict(sorted(agents.items())),
-        evolutions=[line for line in kinds["evolution"] if _whole(line.get("generation")) is not None],
-        exam_lines=kinds["eval"],
-        tests=_tests(kinds["test"], summary),
-        elites=elites,
-        seconds=number_or(summary.get("seconds"), max(elapsed, default=math.nan)),
-        price=number(training.get("price_per_hour") if price is None else price),
-    )
-    run.notes = list(_notes(run, any(kinds.values()), unassigned))
-    rate = number(info.get("usual_rate"))
-    alarms = {} if environment.get("env_type") == "multiturn" else hacks_of_run(layout.completions)
-    for agent in run.agents.values():
-        known = symptoms(agent.train, rate if math.isfinite(rate) else None)
-        agent.symptoms = [*alarms.get(agent.index, ()), *known]
-    run.symptoms = told({a.index: a.symptoms for a in run.agents.values() if a.died is None})
-    return run
+        info = without_keys(read_run(path))  # a run of another version may name addresses with keys
+        layout = RunLayout(path)
+        summary = read_json(layout.summary) if layout.summary.exists() else {}
+        kinds: dict[str, list[Line]] = defaultdict(list)
+        elapsed = []
+        for line in read_lines(layout.metrics):
+            kinds[str(line.get("kind"))].append(line)
+            elapsed += [seconds] if math.isfinite(seconds := number(line.get("time/elapsed"))) else []
+        agents: dict[int, AgentRecord] = {}
+        elites = _read_lineage(layout, agents)
+        unassigned = _read_train(kinds["train"], agents)
+        _read_exams(kinds["eval"], agents)
+        training, environment = (info["config"].get(section) or {} for section in ("training", "environment"))
+        run = RunRecord(
+            path=path,
+            info=info,
+            summary=summary,
+            agents=dict(sorted(agents.items())),
+            evolutions=[line for line in kinds["evolution"] if _whole(line.get("generation")) is not None],
+            exam_lines=kinds["eval"],
+            tests=_tests(kinds["test"], summary),
+            elites=elites,
+            seconds=number_or(summary.get("seconds"), max(elapsed, default=math.nan)),
+            price=number(training.get("price_per_hour") if price is None else price),
+        )
+        run.notes = list(_notes(run, any(kinds.values()), unassigned))
+        rate = number(info.get("usual_rate"))
+        alarms = {} if environment.get("env_type") == "multiturn" else hacks_of_run(layout.completions)
+        for agent in run.agents.values():
+            known = symptoms(agent.train, rate if math.isfinite(rate) else None)
+            agent.symptoms = [*alarms.get(agent.index, ()), *known]
+        run.symptoms = told({a.index: a.symptoms for a in run.agents.values() if a.died is None})
+        return run
 
 
 def number(value: Any) -> float:
