@@ -19,8 +19,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from agilerl.arguments import Count, Location, Positive, checked
-from agilerl.errors import CheckpointError
+from agilerl.arguments import Count, Location, Positive, checked, shown
+from agilerl.errors import CheckpointError, WriteError
 from agilerl.planning.footprint import money
 from agilerl.report import figures, life
 from agilerl.report.figures import row_colour, short_value
@@ -40,7 +40,7 @@ from agilerl.report.load import (
     trace_family,
 )
 from agilerl.runs import RunLayout
-from agilerl.runs.atomic import write_text, writing
+from agilerl.runs.atomic import write_text
 from agilerl.runs.directory import as_written
 
 
@@ -61,8 +61,10 @@ def build_report(
     check_different(run_dirs)
     runs = [load_run(Path(path), price) for path in run_dirs]
     html, out = render(runs, reload), Path(out)
-    with writing(out):
+    try:
         out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:  # the path may be longer than any message
+        raise WriteError(f"{shown(str(out))} could not be written: {error.strerror or error}.") from error
     write_text(out, html)
     return out
 
