@@ -75,6 +75,7 @@ def events(agent: AgentRecord) -> list[tuple[int, str]]:
             (generation, f"{outcome} from iteration {steps[0]}, {len(steps)} iteration{'s' * (len(steps) > 1)}")
         )
     later += [(generation, reason) for generation, reason in agent.verdicts if generation != agent.died]
+    # Symptoms are of the last iterations, whenever these were.
     last = agent.generations[-1] if agent.generations else agent.born or 0
     later += [(last, f"its last iterations: {symptom}") for symptom in agent.symptoms]
     if agent.died is not None:

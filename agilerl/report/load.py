@@ -226,6 +226,7 @@ def _whole(value: Any) -> int | None:
 
 def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int, int]:
     """Fill ``agents`` from lineage.jsonl and return the elite of each generation."""
+    # Unlike hpo.lineage.family_tree, which computes with a whole lineage, it shows what there is of a damaged one.
     elites: dict[int, int] = {}
     exams: dict[int, dict[int, Exam]] = defaultdict(dict)
     for line in read_lines(layout.lineage):
@@ -255,6 +256,7 @@ def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int
                 agent.tokens = {k: number(v) for k, v in (line.get("tokens") or {}).items()}
     for agent in agents.values():
         agent.exams = sorted(exams[agent.index].values(), key=lambda exam: exam.step)
+        # The line of its parent's birth may be lost.
         agent.parent = agent.parent if agent.parent in agents else None
     return elites
 
@@ -455,16 +457,14 @@ def _rows(agents: dict[int, AgentRecord], spans: dict[int, list[int]], line: lis
     """Give each agent a row for its whole life: near its parent's, the winning lineage placed first."""
     rows: dict[int, int] = {}
     ends: list[float] = []
-    order = sorted(spans, key=lambda index: (spans[index][0], index not in line, index))
-    for index in order:
+    for index in sorted(spans, key=lambda index: (spans[index][0], index not in line, index)):
         start, end = spans[index][0], spans[index][-1]
         parent = agents[index].parent
         wanted = len(ends) if parent is None else rows.get(parent, len(ends))
-        free = [row for row, busy in enumerate(ends) if busy < start]
-        if free:
-            row = min(free, key=lambda row: (abs(row - wanted), row))
-        else:
-            row = len(ends)
+        # A row is free again in the generation after its agent's last.
+        free = [row for row, last in enumerate(ends) if last < start]
+        row = min(free, key=lambda row: (abs(row - wanted), row), default=len(ends))
+        if row == len(ends):
             if row == _MOST_AT_ONCE:
                 raise CheckpointError(f"expected at most {_MOST_AT_ONCE:,} agents at once in lineage.jsonl, found more")
             ends.append(-math.inf)

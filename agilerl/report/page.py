@@ -236,6 +236,7 @@ def sample_groups(run: RunRecord) -> list[dict[str, Any]]:
     ):
         run.notes.append(lost)
     groups: list[dict[str, Any]] = []
+    # The page holds them all, so their number is limited, whatever the length of the run.
     steps = _evenly(completion_steps(folder), _MOST_STEPS)
     for step in steps:
         try:

@@ -61,7 +61,7 @@ def write_completions(folder: Path, step: int, records: Sequence[CompletionRecor
     pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), buffer, compression="zstd")
     data = buffer.getvalue()
     path = _file(folder, step)
-    if path.exists():
+    if path.exists():  # a resumed run samples its last steps again, to the same bytes
         if path.read_bytes() != data:
             raise CheckpointError(f"{path} exists with different rows, and completions are never overwritten.")
         return path
