@@ -9,7 +9,9 @@ from itertools import pairwise
 from typing import Any
 
 from agilerl.hpo.strategies import UNITS
-from agilerl.report.load import AgentRecord, Exam, Family, RunRecord, front_exams, hyperparameter_at, number, number_or
+from agilerl.report import life
+from agilerl.report.life import short_value
+from agilerl.report.load import AgentRecord, Family, RunRecord, front_exams, hyperparameter_at, number, number_or
 
 Figure = dict[str, Any]
 Trace = dict[str, Any]
@@ -82,13 +84,6 @@ def row_colour(row: int, opacity: float = 1.0) -> str:
 def plain(text: Any) -> str:
     """Escape text for a label, in which plotly would otherwise read tags."""
     return html.escape(str(text), quote=False)
-
-
-def short_value(value: Any, *, digits: int = 3) -> str:
-    """Return a hyperparameter's value in a few characters."""
-    if isinstance(value, float):
-        return f"{value:.{digits}g}".replace("e-0", "e-").replace("e+0", "e+")
-    return str(value)
 
 
 # -- what all figures are made of -------------------------------------------------------------------------------------
@@ -577,14 +572,19 @@ def _circles(run: RunRecord, family: Family) -> list[Trace]:
     for index, span in family.spans.items():
         agent, row = run.agents[index], family.rows[index]
         exams = {exam.generation: exam for exam in agent.exams}
-        for generation in span:
+        (_, birth), *later = life.events(agent)
+        for before, generation in zip([-1, *span], span):
             exam = exams.get(generation)
             fill, ink, fitness = "rgb(205,205,210)", "#111", "not evaluated" if exam is None else "<b>not finite</b>"
             if exam is not None and exam.score.is_finite:
                 red, green, blue = _shade(_share(exam.score.mean, low, high))
                 fill, fitness = f"rgb({red},{green},{blue})", f"{exam.score.mean:.3f}"
                 ink = "#fff" if 0.3 * red + 0.59 * green + 0.11 * blue < 140 else "#111"
-            nodes.append((generation, row, _story(agent, generation, exam), index, fill, ink, row_colour(row)))
+            exact = [] if exam is None else [f"fitness {life.plus(exam.score, '.4f', '.4f')}, n {exam.score.n}"]
+            story = [f"<b>agent {index}</b>, generation {generation}", *exact, plain(birth)]
+            # What happened to it since the circle before.
+            story += [plain(sentence) for moment, sentence in later if before < moment <= generation]
+            nodes.append((generation, row, "<br>".join(story), index, fill, ink, row_colour(row)))
             changes = _changes(agent) if generation == span[0] else []
             labels.append((generation, row + 0.22, "<br>".join([fitness, *changes])))
     _, _, _, agents, fills, inks, edges = map(list, zip(*nodes))
@@ -641,26 +641,6 @@ def _marks(marks: Sequence[tuple[Any, ...]], **marker: Any) -> Trace:
     """Return points, each (x, y, what is shown when the mouse is over it)."""
     texts = [mark[2] for mark in marks]
     return _scatter("markers", marks, marker=marker, hovertext=texts, hovertemplate="%{hovertext}<extra></extra>")
-
-
-def _story(agent: AgentRecord, generation: int, exam: Exam | None) -> str:
-    lines = [f"<b>agent {agent.index}</b>, generation {generation}"]
-    if exam is not None:
-        lines.append(f"fitness {exam.score.mean:.4f} ± {exam.score.stderr:.4f}, n {exam.score.n}")
-    second = "" if agent.mate is None else f" and agent {agent.mate}"
-    lines.append("founder" if agent.parent is None else f"child of agent {agent.parent}{second}")
-    for mutation in agent.mutations:
-        lines.append(f"mutation: {plain(mutation.get('kind'))}")
-        for change in mutation.get("changes") or []:
-            lines.append(plain(f"  {changed_gene(change)}"))
-    if agent.died is not None:
-        lines.append(f"died in generation {agent.died}: {plain(agent.reason)}")
-    return "<br>".join(lines)
-
-
-def changed_gene(change: Mapping[str, Any]) -> str:
-    """Return what a mutation changed of a gene."""
-    return f"{change.get('gene')} {short_value(change.get('old'))} → {short_value(change.get('new'))}"
 
 
 def _shade(position: float) -> tuple[int, int, int]:

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from agilerl.report.figures import changed_gene
 from agilerl.report.load import AgentRecord, RunRecord, Score, hyperparameter_at
 
 
@@ -92,14 +91,25 @@ def parents(agent: AgentRecord) -> str:
 
 def changed(mutation: Mapping[str, Any]) -> str:
     """Return what a mutation changed."""
-    return ", ".join(map(changed_gene, mutation.get("changes") or [])) or str(mutation.get("kind"))
+    changes = [
+        f"{change.get('gene')} {short_value(change.get('old'))} → {short_value(change.get('new'))}"
+        for change in mutation.get("changes") or []
+    ]
+    return ", ".join(changes) or str(mutation.get("kind"))
 
 
-def plus(score: Score) -> str:
+def short_value(value: Any, *, digits: int = 3) -> str:
+    """Return a hyperparameter's value in a few characters."""
+    if isinstance(value, float):
+        return f"{value:.{digits}g}".replace("e-0", "e-").replace("e+0", "e+")
+    return str(value)
+
+
+def plus(score: Score, digits: str = ".3f", of_error: str = ".3f") -> str:
     """Return a score with its standard error."""
     if not score.is_finite:
         return "not finite"
-    return f"{score.mean:.3f}" + (f" ± {score.stderr:.3f}" if math.isfinite(score.stderr) else "")
+    return f"{score.mean:{digits}}" + (f" ± {score.stderr:{of_error}}" if math.isfinite(score.stderr) else "")
 
 
 def _standings(run: RunRecord) -> dict[int, dict[int, Score]]:

@@ -23,11 +23,11 @@ from agilerl.arguments import Count, Location, Positive, checked, shown
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.planning.footprint import money
 from agilerl.report import figures, life
-from agilerl.report.figures import row_colour, short_value
+from agilerl.report.figures import row_colour
+from agilerl.report.life import short_value
 from agilerl.report.load import (
     Family,
     RunRecord,
-    Score,
     check_different,
     cost_names,
     flat,
@@ -486,7 +486,7 @@ def front_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
             "colour": row_colour(family.rows[index]),
             "winning": index == family.winner,
             "reward": life.plus(exam.score),
-            "costs": [_short_plus(exam.costs[name]) for name in cost_names(run)],
+            "costs": [life.plus(exam.costs[name], ".4g", ".2g") for name in cost_names(run)],
             "hyperparameters": ", ".join(
                 f"{name} {short_value(hyperparameter_at(run.agents[index], name, exam.generation - 1, run))}"
                 for name in sorted(run.agents[index].hyperparameters)
@@ -495,12 +495,6 @@ def front_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
         }
         for index, exam in front_exams(run).items()
     ]
-
-
-def _short_plus(score: Score) -> str:
-    """Return a cost with its error: of any size, so in significant digits."""
-    error = f" ± {score.stderr:.2g}" if math.isfinite(score.stderr) else ""
-    return f"{score.mean:.4g}{error}" if math.isfinite(score.mean) else "not finite"
 
 
 def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
