@@ -270,7 +270,8 @@ class Trackers:
         self._finished = False
         self._run, self._last, self._followed = run, resumed_at or 0, list[_Followed]()
         self._known, self._resumed_at = {} if run is None else _read(run), resumed_at
-        values = {n: v if isinstance(v, _PLAIN) else json.dumps(v) for n, v in flat(settings) if v not in (None, {})}
+        given = {name: value for name, value in flat(settings) if not (value is None or isinstance(value, Mapping))}
+        values = {name: value if isinstance(value, _PLAIN) else json.dumps(value) for name, value in given.items()}
         values |= {} if run is None else {"run": str(run.root)}
         for name, tracker in _named(wanted).items():
             try:
