@@ -423,13 +423,13 @@ def _uploaded(folder: Path, repository: str, *, private: bool) -> str:
 
 def run_compare(runs: Sequence[Path], out: Path | None, *, as_json: bool) -> None:
     """Show what differs between runs and what came of them; see ``agilerl compare --help``."""
-    from agilerl.report.load import check_different, flat, load_run
+    from agilerl.report.load import check_different, load_run
 
     if len(runs) < 2:
         raise ConfigError(f"expected two runs or more to compare, found {shown(str(runs[0]))} alone")
     check_different(runs)
     found = [load_run(path) for path in runs]
-    settings = [dict(flat(run.info["config"])) | _fingerprints(run.info) for run in found]
+    settings = [dict(_flat(run.info["config"])) | _fingerprints(run.info) for run in found]
     names = list(dict.fromkeys(name for one in settings for name in one))
     for one in settings:
         if one.get("algorithm.seed") == one.get("training.seed"):
@@ -462,6 +462,14 @@ def _fingerprints(info: Mapping[str, Any]) -> dict[str, str]:
     """Return the beginning of the sha256 of each file of code or rows that a run read."""
     files = info.get("files") or {}
     return {f"sha256 of {Path(name).name}": sha[:12] for kind in files.values() for name, sha in kind.items()}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def _result(run: Any) -> dict[str, Any]:

@@ -520,7 +520,7 @@ def export(
         run_export(run, out, quiet=quiet)
         return
     assert optuna is not None
-    from agilerl.report.exports import export_study
+    from agilerl.report.study import export_study
 
     count = export_study(run, optuna, name)
     typer.echo(f"{count} trials written to {optuna}")

@@ -68,7 +68,7 @@ from agilerl.llm_envs import (
     UnpairedGym,
 )
 from agilerl.report import build_report
-from agilerl.report.exports import export_study
+from agilerl.report.study import export_study
 from agilerl.rewards import (
     Accuracy,
     CombinedGrader,

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from agilerl.cli.app import app
 from agilerl.errors import ConfigError
 from agilerl.hpo.lineage import family_tree
-from agilerl.report.exports import export_study
+from agilerl.report.study import export_study
 from agilerl.runs import read_lines
 from tests.training.small_runs import run_here
 
