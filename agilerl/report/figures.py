@@ -126,6 +126,19 @@ def _of_agent(
     return _scatter(mode, points, **{**values, **more})
 
 
+def _bars(heights: Mapping[Any, float], colour: Any, hover: str, **more: Any) -> Trace:
+    """Return a bar for each name or number; ``colour`` is one of all, or a list."""
+    y, marker = [_rounded(height) for height in heights.values()], {"color": colour}
+    return {
+        "type": "bar",
+        "x": list(heights),
+        "y": y,
+        "marker": marker,
+        "hovertemplate": f"{hover}<extra></extra>",
+        **more,
+    }
+
+
 def _inheritance(pairs: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> Trace:
     """Dotted lines from a parent's last point to the first point of its child."""
     points = [point for parent, child in pairs for point in (parent, child, (None, None))]
@@ -359,14 +372,10 @@ def importance_figure(run: RunRecord, names: Sequence[str]) -> Figure | None:
         return None
     # Of unrelated ranks the correlation has about this standard deviation.
     clear = [abs(rho) > 2 / math.sqrt(freedom) for rho, freedom in correlations.values()]
-    bar = {
-        "type": "bar",
-        "x": [plain(name) for name in correlations],
-        "y": [_rounded(rho) for rho, _ in correlations.values()],
-        "marker": {"color": [row_colour(0, 1.0 if is_clear else 0.3) for is_clear in clear]},
-        "customdata": [[freedom] for _, freedom in correlations.values()],
-        "hovertemplate": "%{x}<br>rank correlation %{y:.2f}<br>%{customdata[0]} degrees of freedom<extra></extra>",
-    }
+    colours = [row_colour(0, 1.0 if is_clear else 0.3) for is_clear in clear]
+    heights = {plain(name): rho for name, (rho, _) in correlations.items()}
+    hover = "%{x}<br>rank correlation %{y:.2f}<br>%{customdata[0]} degrees of freedom"
+    bar = _bars(heights, colours, hover, customdata=[[freedom] for _, freedom in correlations.values()])
     yaxis = {"range": [-1.05, 1.05], "zeroline": True}
     return _figure([bar], "", "rank correlation", height=300, xaxis={"type": "category"}, yaxis=yaxis)
 
@@ -469,15 +478,9 @@ def phase_seconds(run: RunRecord) -> dict[str, dict[int, float]]:
 def time_figure(run: RunRecord) -> Figure | None:
     """Draw the seconds of each phase, summed over a generation, as stacked bars; None if nothing was timed."""
     phases = phase_seconds(run)
+    hover = "<br>generation %{x}<br>%{y:.2f} s"
     data = [
-        {
-            "type": "bar",
-            "name": phase,
-            "x": list(seconds),
-            "y": [_rounded(s) for s in seconds.values()],
-            "marker": {"color": row_colour(_PHASES.index(phase))},
-            "hovertemplate": f"{phase}<br>generation %{{x}}<br>%{{y:.2f}} s<extra></extra>",
-        }
+        _bars(seconds, row_colour(_PHASES.index(phase)), f"{phase}{hover}", name=phase)
         for phase, seconds in phases.items()
     ]
     if not data:
