@@ -15,7 +15,7 @@ from agilerl.errors import AgileRLError, CheckpointError, ConfigError, EngineErr
 from agilerl.models.base import load_tokenizer
 from agilerl.rollouts.teacher import TeacherEndpoint
 from agilerl.runs.directory import RunDirectory
-from agilerl.training.events import IterationDone
+from agilerl.training.events import IterationDone, RunStarted
 from agilerl.training.loop import resume, train
 from agilerl.training.records import RunWriter
 from agilerl.training.saved import open_run
@@ -66,12 +66,12 @@ class Seen:
 def test_finished_trackers() -> None:
     seen = Seen()
     trackers = Trackers([seen], None, {})
-    trackers.log({"a": 1.0}, 1)
+    trackers(RunStarted(Path(), 1, 1, {0: {"lr": 1.0}}))
     trackers.finish()
     trackers.finish()
     assert seen.finished == 1
     with pytest.raises(ConfigError, match="finished"):
-        trackers.log({"a": 1.0}, 2)
+        trackers(RunStarted(Path(), 1, 1, {0: {"lr": 1.0}}))
 
 
 def test_a_closed_directory(tmp_path: Path) -> None:

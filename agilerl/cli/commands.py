@@ -212,7 +212,7 @@ def run_lineage(
 
     agilerl lineage runs/mine --agent 3
     """
-    from agilerl.report.life import lives, told_life
+    from agilerl.report.life import lives
     from agilerl.report.load import load_run, trace_family
     from agilerl.runs.strict_json import dumps
 
@@ -226,7 +226,7 @@ def run_lineage(
     elif agent is None:
         _show_lives(histories, trace_family(record).line)
     else:
-        _show_life(histories[0], told_life(record, agent))
+        _show_life(histories[0])
 
 
 def _show_lives(histories: Sequence[dict[str, Any]], line: Sequence[int]) -> None:
@@ -249,14 +249,14 @@ def _show_lives(histories: Sequence[dict[str, Any]], line: Sequence[int]) -> Non
     tell_line("* winning lineage; left: after this generation. One agent's life: --agent N")
 
 
-def _show_life(life: dict[str, Any], events: Sequence[tuple[int, str]]) -> None:
+def _show_life(life: dict[str, Any]) -> None:
     became = "stayed to the end" if life["left"] is None else f"left after generation {life['left']}"
     tell_line(f"Agent {life['agent']} trained for {life['iterations']} iterations and {became}.")
     tell_line(f"Its hyperparameters at the end: {genes_text(life['hyperparameters']) or 'none evolved'}")
     table = columns("", "", left=("",), gap=2)
     table.columns[0].no_wrap = True
-    for generation, sentence in events:
-        table.add_row(f"generation {generation}", sentence)
+    for event in life["events"]:
+        table.add_row(f"generation {event['generation']}", event["sentence"])
     console().print(table)
 
 

@@ -8,15 +8,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
-
 from agilerl.bounds import check_file
 from agilerl.config.vllm import LORA_RANKS, adapter_options
 from agilerl.errors import CheckpointError
-from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.fitness import interval
 from agilerl.hpo.schedule import hyperparameter_schedule
-from agilerl.report.load import Score, number
+from agilerl.report.load import score_of
 from agilerl.runs import RunLayout, read_lines, read_run
+from agilerl.runs.directory import as_written
 from agilerl.runs.strict_json import read_json
 
 EMBEDDED = "embedded"
@@ -40,15 +39,10 @@ def model_card(
     cards. Texts of the run are escaped, and folders of this machine are not named. Raises CheckpointError for what is
     no run with an elite.
     """
-    info = read_run(run)
+    config = read_run(run)["config"]
     summary = finished_summary(run) if summary is None else summary
-    try:
-        return _card(RunLayout(run), info["config"], summary, name, licence)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError, TemplateError) as error:
-        raise CheckpointError(
-            f"{run} does not hold what a run writes ({type(error).__name__}: {error}), so it has no model card; its "
-            "summary.json or run.json is damaged"
-        ) from error
+    with as_written(run):
+        return _card(RunLayout(run), config, summary, name, licence)
 
 
 def finished_summary(run: Path) -> dict[str, Any]:
@@ -68,14 +62,18 @@ def _card(
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     elite, base = summary["elite"], str(config["network"]["pretrained_model_name_or_path"])
-    algorithm, task, data = str(config["algorithm"]["name"]), _task(config["environment"]), _data(config["environment"])
+    algorithm, environment, training = str(config["algorithm"]["name"]), config["environment"], config["training"]
+    data = [str(part["path"]) for part in environment.get("dataset") or []]  # names on the hub or of files
+    task = ", ".join(map(public_name, [environment["env_id"]] if environment.get("env_id") else data))
+    task = task or str(environment.get("task"))
     licence = licence or base_licence(base)
     called = re.sub(r"[^\w.-]+", "-", name or f"{public_name(base)}-{task.rpartition(':')[2]}-{algorithm}").strip("-.")
-    tests = {who: _score(summary["test"][who]) for who in _TESTS if who in summary["test"]}
+    tests = {who: score_of(summary["test"][who]) for who in _TESTS if who in summary["test"]}
     result = tests["elite"].mean
     schedule: Mapping[str, Any] = {"genes": {}}
     with suppress(CheckpointError):  # lines of agents may be missing, and the card says what there is
         schedule = hyperparameter_schedule(read_lines(layout.lineage), elite["index"])
+    task_of_header = " ".join(re.sub(r"[^\w.,:/-]+", " ", task[:_LONGEST]).split())
     header = ModelCardData(
         library_name="peft",
         base_model=base if is_hub_name(base) else None,
@@ -84,12 +82,13 @@ def _card(
         tags=["agilerl", "lora"],
         datasets=[path for path in data if is_hub_name(path)] or None,
         model_name=called,
-        eval_results=[EvalResult("text-generation", "held-out", _of_header(task), "reward", round(result, 4))]
+        eval_results=[EvalResult("text-generation", "held-out", task_of_header, "reward", round(result, 4))]
         if math.isfinite(result)
         else None,
     )
-    rank, course = _rank(layout, config), config["training"].get("lr_schedule") or {}
-    tokens = summary.get("tokens") or {}
+    agent = layout.elite / "agent.json"  # the rank may have been mutated
+    rank = int((read_json(agent)["lora"] if agent.is_file() else config["network"]["lora_config"])["r"])
+    course, tokens = training.get("lr_schedule") or {}, summary.get("tokens") or {}
     card = ModelCard.from_template(
         header,
         template_str=(files("agilerl.report") / "card.md.jinja").read_text(encoding="utf-8"),
@@ -97,16 +96,18 @@ def _card(
         shown_base=plain(public_name(base)),
         algorithm=plain(algorithm),
         licence_of_base=plain(licence or ""),
-        tests=[(_TESTS[who], t, Fitness(t.mean, t.stderr, t.n).interval) for who, t in tests.items()],
-        answers=_answers(config["training"]),
+        tests=[(_TESTS[who], score, interval(score.mean, score.stderr, score.n)) for who, score in tests.items()],
+        answers=f"{int(training.get('eval_samples', 1))} drawn at temperature {training['eval_temperature']:g} each"
+        if training.get("eval_temperature")
+        else "greedy answers",
         task=plain(task),
-        parameters=plain(_values(config["environment"].get("params") or {})),
+        parameters=plain(_values(environment.get("params") or {})),
         data=[plain(public_name(path)) for path in data],
-        seed=int(config["training"]["seed"]),
+        seed=int(training["seed"]),
         generations=int(summary["generations"]),
-        agents=int(config["training"]["pop_size"]),
+        agents=int(training["pop_size"]),
         iterations=int(summary["iterations"]),
-        tokens=[f"{int(tokens.get(kind, 0)):,} {said}" for kind, said in _TOKENS.items()],
+        tokens=[f"{int(tokens.get(kind, 0)):,} {words}" for kind, words in _TOKENS.items()],
         elite=int(elite["index"]),
         elite_step=int(elite["step"]),
         elite_values=plain(_values(elite["hyperparameters"])),
@@ -147,8 +148,8 @@ def base_licence(base: str) -> str | None:
             path = try_to_load_from_cache(base, CARD)
     with suppress(Exception):  # a card that cannot be read names no licence
         check_file(Path(path), _CARD_BYTES)
-        found = ModelCard.load(Path(path)).data.get("license")
-        return found if isinstance(found, str) and re.fullmatch(r"[\w.+-]{1,60}", found) else None
+        licence = ModelCard.load(Path(path)).data.get("license")
+        return licence if isinstance(licence, str) and re.fullmatch(r"[\w.+-]{1,60}", licence) else None
     return None
 
 
@@ -172,53 +173,19 @@ def plain(text: Any) -> str:
     return _MARKUP.sub(r"\\\1", line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}...")
 
 
-def _answers(training: Mapping[str, Any]) -> str:
-    """Return how the test was answered."""
-    if not training.get("eval_temperature"):
-        return "greedy answers"
-    return f"{int(training.get('eval_samples', 1))} drawn at temperature {float(training['eval_temperature']):g} each"
-
-
-def _of_header(text: str) -> str:
-    """Return a text for the header without markup."""
-    return " ".join(re.sub(r"[^\w.,:/-]+", " ", text[:_LONGEST]).split())
-
-
-def _score(entry: Mapping[str, Any]) -> Score:
-    return Score(number(entry.get("mean")), number(entry.get("stderr")), int(entry.get("n") or 0))
-
-
 def _values(values: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}"
-        for name, value in sorted(values.items())  # their order in the file is that of the process
-    )
+    # Sorted, since their order in the file is that of the process.
+    return ", ".join(f"{name}={_digits(value)}" for name, value in sorted(values.items()))
 
 
 def _steps(schedule: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     """Return the schedule as rows: tokens trained on, and the values that change there."""
-    known: dict[int, dict[str, str]] = {}
+    rows: dict[int, dict[str, str]] = {}
     for gene, steps in schedule["genes"].items():
         for step in steps:
-            value = step["value"]
-            known.setdefault(step["tokens"], {})[gene] = plain(f"{value:.4g}" if isinstance(value, float) else value)
-    return [(f"{tokens:,}", [known[tokens].get(gene, "") for gene in schedule["genes"]]) for tokens in sorted(known)]
+            rows.setdefault(step["tokens"], {})[gene] = plain(_digits(step["value"]))
+    return [(f"{tokens:,}", [row.get(gene, "") for gene in schedule["genes"]]) for tokens, row in sorted(rows.items())]
 
 
-def _task(environment: Mapping[str, Any]) -> str:
-    if environment.get("env_id"):
-        return public_name(str(environment["env_id"]))
-    names = [public_name(name) for name in _data(environment)]
-    return ", ".join(names) or str(environment.get("task"))
-
-
-def _data(environment: Mapping[str, Any]) -> list[str]:
-    """Return what was trained on, if that is rows: names on the hub or of files."""
-    return [str(part["path"]) for part in environment.get("dataset") or []]
-
-
-def _rank(layout: RunLayout, config: Mapping[str, Any]) -> int:
-    """Return the rank of the elite's adapter, which may have been mutated."""
-    agent = layout.elite / "agent.json"
-    found = read_json(agent)["lora"]["r"] if agent.is_file() else config["network"]["lora_config"]["r"]
-    return int(found)
+def _digits(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ _STOPS = {"stop": "stop", "length": "max_tokens"}
 _UNKNOWN = "unknown"
 
 
-def write_evaluation(folder: Path, found: Mapping[str, Any], *, made: datetime | None = None) -> None:
+def write_evaluation(folder: Path, evaluation: Mapping[str, Any]) -> None:
     """Write an evaluation's document (``Evaluation.document()``) as a new folder, as a whole or not at all.
 
     * ``results.json``: the document.
@@ -26,44 +25,44 @@ def write_evaluation(folder: Path, found: Mapping[str, Any], *, made: datetime |
       and ``samples_NAME.jsonl``, what lm-eval would have written about the adapter.
     * ``inspect/NAME.json``: a log of Inspect (version 2) of the adapter, which ``inspect view`` shows.
 
-    ``made`` is the time that they name (None: now). Raises CheckpointError if the folder exists, and WriteError.
+    Raises CheckpointError if the folder exists, and WriteError.
     """
-    moment, name = made or datetime.now(UTC), re.sub(r"\W+", "_", str(found["task"])).strip("_") or "task"
+    moment, name = datetime.now(UTC), re.sub(r"\W+", "_", str(evaluation["task"])).strip("_") or "task"
+    rows = [{"id": n, "question": a["question"], "answer": a["answer"]} for n, a in enumerate(evaluation["answers"])]
+    texts = {
+        "results.json": _dumps(evaluation),
+        "questions.jsonl": _lines(rows),
+        f"lm_eval/results_{name}.json": _dumps(_lm_eval(name, evaluation, moment)),
+        f"lm_eval/samples_{name}.jsonl": _lines(_lm_eval_samples(evaluation)),
+        f"inspect/{name}.json": _dumps(_inspect(name, evaluation, moment.isoformat(timespec="seconds"))),
+    }
+    if all(row["answer"] is not None for row in rows):  # episodes have none
+        texts[f"lm_eval/{name}.yaml"] = _task(name, folder, evaluation)
 
-    def write(place: Path) -> None:
-        _write(place / "results.json", json.dumps(found, indent=1, allow_nan=False))
-        rows = [{"id": n, "question": a["question"], "answer": a["answer"]} for n, a in enumerate(found["answers"])]
-        has_answers = all(row["answer"] is not None for row in rows)  # episodes have none
-        _write(place / "questions.jsonl", _lines(rows))
-        (place / "lm_eval").mkdir()
-        if has_answers:
-            _write(place / "lm_eval" / f"{name}.yaml", _task(name, folder, found))
-        results = _lm_eval(name, found, moment)
-        _write(place / "lm_eval" / f"results_{name}.json", json.dumps(results, indent=1, allow_nan=False))
-        _write(place / "lm_eval" / f"samples_{name}.jsonl", _lines(_lm_eval_samples(found)))
-        (place / "inspect").mkdir()
-        log = _inspect(name, found, moment.isoformat(timespec="seconds"))
-        _write(place / "inspect" / f"{name}.json", json.dumps(log, indent=1, allow_nan=False))
+    def write(temporary: Path) -> None:
+        for file, text in texts.items():
+            (temporary / file).parent.mkdir(exist_ok=True)
+            (temporary / file).write_text(text.rstrip("\n") + "\n", encoding="utf-8")
 
     commit_folder(folder, write, manifest=False)
 
 
-def _write(path: Path, text: str) -> None:
-    path.write_text(text.rstrip("\n") + "\n", encoding="utf-8")
+def _dumps(document: Mapping[str, Any]) -> str:
+    return json.dumps(document, indent=1, allow_nan=False)
 
 
 def _lines(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows)
 
 
-def _limit(found: Mapping[str, Any]) -> int:
-    return int(found["settings"].get("max_new_tokens") or 1024)
+def _limit(evaluation: Mapping[str, Any]) -> int:
+    return int(evaluation["settings"].get("max_new_tokens") or 1024)
 
 
 # -- lm-eval: https://github.com/EleutherAI/lm-evaluation-harness -----------------------------------------------------
 
 
-def _task(name: str, folder: Path, found: Mapping[str, Any]) -> str:
+def _task(name: str, folder: Path, evaluation: Mapping[str, Any]) -> str:
     """Return a task that asks these questions and compares answers as texts, which is not every task's own reward."""
     task = {
         "task": name,
@@ -73,27 +72,27 @@ def _task(name: str, folder: Path, found: Mapping[str, Any]) -> str:
         "output_type": "generate_until",
         "doc_to_text": "{{question}}",
         "doc_to_target": "{{answer}}",
-        "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": _limit(found)},
+        "generation_kwargs": {"until": [], "do_sample": False, "max_gen_toks": _limit(evaluation)},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
         "metadata": {"version": 1.0},
     }
-    model = f"--model hf --model_args {_model_args(found)} --apply_chat_template"
+    model = f"--model hf --model_args {_model_args(evaluation)} --apply_chat_template"
     return (
         f"# lm_eval {model} --include_path {folder / 'lm_eval'} --tasks {name}\n{yaml.safe_dump(task, sort_keys=False)}"
     )
 
 
-def _model_args(found: Mapping[str, Any]) -> str:
-    settings = found["settings"]
+def _model_args(evaluation: Mapping[str, Any]) -> str:
+    settings = evaluation["settings"]
     return f"pretrained={settings.get('base_path', _UNKNOWN)},peft={settings.get('adapter', _UNKNOWN)}"
 
 
-def _lm_eval(name: str, found: Mapping[str, Any], moment: datetime) -> dict[str, Any]:
+def _lm_eval(name: str, evaluation: Mapping[str, Any], moment: datetime) -> dict[str, Any]:
     metrics: dict[str, Any] = {"alias": name}
-    for metric, value in found["adapter"].items():
-        own = "reward" if metric == "greedy" else metric
-        metrics |= {f"{own},none": value["mean"], f"{own}_stderr,none": value["stderr"]}
-    count = found["questions"]
+    for metric, value in evaluation["adapter"].items():
+        known_as = "reward" if metric == "greedy" else metric
+        metrics |= {f"{known_as},none": value["mean"], f"{known_as}_stderr,none": value["stderr"]}
+    count = evaluation["questions"]
     return {
         "results": {name: metrics},
         "group_subtasks": {name: []},
@@ -106,20 +105,20 @@ def _lm_eval(name: str, found: Mapping[str, Any], moment: datetime) -> dict[str,
         "n-samples": {name: {"original": count, "effective": count}},
         "config": {
             "model": "agilerl",
-            "model_args": _model_args(found),
-            "gen_kwargs": {"do_sample": False, "max_gen_toks": _limit(found)},
-            "random_seed": found["settings"].get("seed"),
+            "model_args": _model_args(evaluation),
+            "gen_kwargs": {"do_sample": False, "max_gen_toks": _limit(evaluation)},
+            "random_seed": evaluation["settings"].get("seed"),
         },
         "git_hash": None,
         "date": moment.timestamp(),
         "model_source": "agilerl",
-        "model_name": str(found["settings"].get("adapter", _UNKNOWN)),
+        "model_name": str(evaluation["settings"].get("adapter", _UNKNOWN)),
     }
 
 
-def _lm_eval_samples(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _lm_eval_samples(evaluation: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
-    for number, one in enumerate(found["answers"]):
+    for number, one in enumerate(evaluation["answers"]):
         doc = {"id": number, "question": one["question"], "answer": one["answer"]}
         text, target = one["adapter"]["greedy"]["text"], str(one["answer"])
         rows.append(
@@ -148,20 +147,16 @@ def _sha256(text: str) -> str:
 # -- Inspect: https://inspect.aisi.org.uk -----------------------------------------------------------------------------
 
 
-def _inspect(name: str, found: Mapping[str, Any], moment: str) -> dict[str, Any]:
+def _inspect(name: str, evaluation: Mapping[str, Any], moment: str) -> dict[str, Any]:
     """Return a log in which epoch 1 is the greedy answers, and the others are those that were drawn."""
-    settings, model = found["settings"], f"agilerl/{found['settings'].get('adapter', _UNKNOWN)}"
-    greedy, count = found["adapter"]["greedy"], found["questions"]
-    epochs = 1 + max((len(one["adapter"]["samples"]) for one in found["answers"]), default=0)
+    settings, model = evaluation["settings"], f"agilerl/{evaluation['settings'].get('adapter', _UNKNOWN)}"
+    greedy, count = evaluation["adapter"]["greedy"], evaluation["questions"]
+    epochs = 1 + max((len(one["adapter"]["samples"]) for one in evaluation["answers"]), default=0)
     identity = _sha256(f"{moment}{model}{name}")[:22]
-    metrics = {
-        metric: {"name": metric, "value": math.nan if value is None else value}
-        for metric, value in (("mean", greedy["mean"]), ("stderr", greedy["stderr"]))
-        if value is not None
-    }
+    metrics = {name: {"name": name, "value": greedy[name]} for name in ("mean", "stderr") if greedy[name] is not None}
     samples = [
         _inspect_sample(number, epoch, one["question"], str(one["answer"] or ""), answer, model)
-        for number, one in enumerate(found["answers"], start=1)
+        for number, one in enumerate(evaluation["answers"], start=1)
         for epoch, answer in enumerate([one["adapter"]["greedy"], *one["adapter"]["samples"]], start=1)
     ]
     return {
@@ -197,7 +192,7 @@ def _inspect(name: str, found: Mapping[str, Any], moment: str) -> dict[str, Any]
 def _inspect_sample(
     number: int, epoch: int, question: str, target: str, answer: Mapping[str, Any], model: str
 ) -> dict[str, Any]:
-    said = {"role": "assistant", "content": answer["text"], "source": "generate"}
+    message = {"role": "assistant", "content": answer["text"], "source": "generate"}
     stop = _STOPS.get(answer["finish_reason"], _UNKNOWN)
     scored = {} if answer["score"] is None else {"reward": {"value": answer["score"], "answer": answer["text"]}}
     return {
@@ -205,8 +200,8 @@ def _inspect_sample(
         "epoch": epoch,
         "input": question,
         "target": target,
-        "messages": [{"role": "user", "content": question, "source": "input"}, said],
-        "output": {"model": model, "choices": [{"message": said, "stop_reason": stop}]},
+        "messages": [{"role": "user", "content": question, "source": "input"}, message],
+        "output": {"model": model, "choices": [{"message": message, "stop_reason": stop}]},
         "scores": scored,
         "metadata": {"greedy": epoch == 1, "tokens": answer["length"]},
         "store": {},

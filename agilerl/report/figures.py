@@ -4,14 +4,18 @@ import html
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 from agilerl.hpo.strategies import UNITS
-from agilerl.report.load import AgentRecord, Exam, Family, RunRecord, front_exams, hyperparameter_at, number, number_or
+from agilerl.report import life
+from agilerl.report.life import short_value
+from agilerl.report.load import AgentRecord, Family, RunRecord, front_exams, hyperparameter_at, number, number_or
 
 Figure = dict[str, Any]
+Trace = dict[str, Any]
+Point = tuple[Any, Any]
 
 CURVES = {
     "reward": "Reward",
@@ -55,7 +59,6 @@ _COLOURS = (
     "#6a9a2b",
 )
 _GREY = "rgba(135,140,150,0.75)"
-_MARKER_PEN = "rgba(245,190,40,0.45)"
 _MOST_POINTS = 1000
 _LEAST_FREEDOM = 5
 _PHASES = ("rollout", "reward", "logprob", "update", "eval", "evolve")
@@ -63,14 +66,9 @@ _PHASES = ("rollout", "reward", "logprob", "update", "eval", "evolve")
 
 def described(title: str, figure: Figure) -> str:
     """Return a chart in one sentence, for those who cannot see it: how many lines, and their range."""
-    lines = [trace for trace in figure["data"] if "agent" in (trace.get("meta") or {}) and "fill" not in trace]
+    lines = [trace for trace in figure["data"] if "agent" in trace.get("meta", {}) and "fill" not in trace]
     drawn = (lines or figure["data"]) if figure["layout"]["yaxis"].get("visible", True) else []
-    values = [
-        value
-        for trace in drawn
-        for value in trace.get("y") or []
-        if isinstance(value, int | float) and math.isfinite(value)
-    ]
+    values = [value for trace in drawn for value in trace["y"] if math.isfinite(number(value))]
     count = f", {len(lines)} agent{'s' * (len(lines) > 1)}" if lines else ""
     spread = f", from {short_value(min(values))} to {short_value(max(values))}" if values else ""
     return f"{title}{count}{spread}"
@@ -79,7 +77,7 @@ def described(title: str, figure: Figure) -> str:
 def row_colour(row: int, opacity: float = 1.0) -> str:
     """Return the colour of a row of the family tree, as CSS."""
     colour = _COLOURS[row % len(_COLOURS)]
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    red, green, blue = bytes.fromhex(colour[1:])
     return colour if opacity == 1.0 else f"rgba({red},{green},{blue},{opacity})"
 
 
@@ -88,121 +86,194 @@ def plain(text: Any) -> str:
     return html.escape(str(text), quote=False)
 
 
-def layout(x: str, y: str, *, height: int = 300, **more: Any) -> dict[str, Any]:
-    """Return the layout that all figures share; the page sets the colours of text and grid."""
+# -- what all figures are made of -------------------------------------------------------------------------------------
+
+
+def _figure(
+    data: list[Trace], x: str = "", y: str = "", *, height: int, xaxis: Any = (), yaxis: Any = (), **more: Any
+) -> Figure:
+    """Return a figure; the page sets the colours of text and grid."""
     axis = {"zeroline": False, "automargin": True}
-    return {
+    layout = {
         "height": height,
         "margin": {"l": 52, "r": 14, "t": 10, "b": 42},
         "showlegend": False,
         "hovermode": "closest",
-        "xaxis": {**axis, "title": {"text": x}},
-        "yaxis": {**axis, "title": {"text": y}},
+        "xaxis": {**axis, "title": {"text": x}, **dict(xaxis)},
+        "yaxis": {**axis, "title": {"text": y}, **dict(yaxis)},
+        **more,
+    }
+    return {"data": data, "layout": layout}
+
+
+def _scatter(mode: str, points: Sequence[Sequence[Any]], **more: Any) -> Trace:
+    """Return a trace through points, of which only the first two numbers count."""
+    x, y = [_rounded(point[0]) for point in points], [_rounded(point[1]) for point in points]
+    silent = {} if "hovertemplate" in more else {"hoverinfo": "skip"}
+    return {"type": "scatter", "mode": mode, "x": x, "y": y, **more} | silent
+
+
+def _of_agent(
+    agent: AgentRecord, family: Family, points: Sequence[Sequence[Any]], hover: str, *, mode: str, **more: Any
+) -> Trace:
+    """Return an agent's trace in the colour of its row."""
+    values = {
+        "name": f"agent {agent.index}",
+        "line": {"color": row_colour(family.rows[agent.index]), "width": 2},
+        "meta": {"agent": agent.index, "winning": agent.index in family.line},
+        **({"hovertemplate": f"agent {agent.index}{hover}<extra></extra>"} if hover else {}),
+    }
+    return _scatter(mode, points, **{**values, **more})
+
+
+def _bars(heights: Mapping[Any, float], colour: Any, hover: str, **more: Any) -> Trace:
+    """Return a bar for each name or number; ``colour`` is one of all, or a list."""
+    y, marker = [_rounded(height) for height in heights.values()], {"color": colour}
+    return {
+        "type": "bar",
+        "x": list(heights),
+        "y": y,
+        "marker": marker,
+        "hovertemplate": f"{hover}<extra></extra>",
         **more,
     }
 
 
+def _inheritance(pairs: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> Trace:
+    """Dotted lines from a parent's last point to the first point of its child."""
+    points = [point for parent, child in pairs for point in (parent, child, (None, None))]
+    line = {"color": _GREY, "width": 1, "dash": "dot"}
+    return _scatter("lines", points, line=line, meta={"inheritance": True})
+
+
+def _marker_pen(path: Sequence[Point], *, width: int = 12) -> Trace:
+    """A broad line under the winning lineage."""
+    return _scatter("lines", path, line={"color": "rgba(245,190,40,0.45)", "width": width})
+
+
+def _last_before(
+    run: RunRecord, agent: AgentRecord, points: Callable[[AgentRecord], Sequence[Any]], step: int
+) -> Any | None:
+    """Return the last of an ancestor's points before ``step``, of the closest ancestor that has one."""
+    seen, parent = {agent.index}, agent.parent
+    while parent is not None and parent not in seen:
+        seen.add(parent)
+        before = [point for point in points(run.agents[parent]) if point[0] < step]
+        if before:
+            return before[-1]
+        parent = run.agents[parent].parent
+    return None
+
+
+def _exam_points(agent: AgentRecord) -> list[tuple[int, float, float, int]]:
+    """Return (step, mean, standard error, n) of an agent's finite exams."""
+    return [(e.step, e.score.mean, number_or(e.score.stderr, 0.0), e.score.n) for e in agent.exams if e.score.is_finite]
+
+
+def _rounded(value: Any) -> Any:
+    """Round to six digits, more than a screen shows; None for NaN, which JSON does not have."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
+
+
+def _share(value: float, low: float, high: float) -> float:
+    """Return where a value lies between two others, 0 to 1; 0.5 if these are equal."""
+    width = high / 2 - low / 2  # halves: the difference of the largest floats is infinite
+    return (value / 2 - low / 2) / width if width > 0 else 0.5
+
+
+def _span_decades(values: Sequence[float]) -> bool:
+    return bool(values) and min(values) > 0 and max(values) / min(values) >= 10
+
+
+def _decades(low: float, high: float) -> dict[str, Any]:
+    """Return a logarithmic axis with plain labels: 1, 2 and 5 of each decade if there are few decades."""
+    first = math.floor(math.log10(low))
+    last = min(math.ceil(math.log10(high)), sys.float_info.max_10_exp)
+    digits = (1, 2, 5) if last - first <= 3 else (1,)
+    ticks = [digit * 10.0**power for power in range(first, last + 1) for digit in digits]
+    ticks = [tick for tick in ticks if 0 < tick < math.inf]
+    return {"type": "log", "tickvals": ticks, "ticktext": [short_value(tick, digits=6) for tick in ticks]}
+
+
+def _tick(last: int) -> int:
+    return max(1, -(-last // 12))
+
+
+# -- curves over steps and generations --------------------------------------------------------------------------------
+
+
 def fitness_figure(run: RunRecord, family: Family, *, y_range: tuple[float, float] | None = None) -> Figure | None:
     """Draw the fitness of each agent over steps with a band of one standard error; None if there is no fitness."""
-    bands: list[dict[str, Any]] = []
-    lines: list[dict[str, Any]] = []
-    inherited: list[tuple[float | None, float | None]] = []
+    bands, lines, inherited = [], [], []
     for agent in run.agents.values():
-        points = [(e.step, e.score.mean, number_or(e.score.stderr, 0.0), e.score.n) for e in agent.exams]
-        points = [point for point in points if math.isfinite(point[1])]
+        points = _exam_points(agent)
         if not points:
             continue
-        before = _last_exam(run, agent, points[0][0])
-        if before is not None:
-            inherited += [before[:2], (points[0][0], points[0][1]), (None, None)]
-        colour = row_colour(family.rows[agent.index])
-        band = ([before] if before is not None else []) + [point[:3] for point in points]
-        bands.append(_band(band, agent, family))
-        lines.append(
-            {
-                **_trace(agent, family, [p[0] for p in points], [p[1] for p in points]),
-                "mode": "lines+markers",
-                "marker": {"size": 7, "color": colour},
-                # The band of a single point would be invisible.
-                "error_y": {"array": [_rounded(p[2]) for p in points], "visible": len(band) == 1, "thickness": 1.5},
-                "customdata": [[p[2], p[3]] for p in points],
-                "hovertemplate": f"agent {agent.index}<br>step %{{x}}<br>%{{y:.4f}} ± %{{customdata[0]:.4f}}"
-                "<br>n %{customdata[1]}<extra></extra>",
-            }
-        )
+        before = _last_before(run, agent, _exam_points, points[0][0])
+        inherited += [] if before is None else [(before, points[0])]
+        row = family.rows[agent.index]
+        band = points if before is None else [before, *points]
+        outline = [(x, y + error) for x, y, error, _ in band] + [(x, y - error) for x, y, error, _ in reversed(band)]
+        pale = row_colour(row, 0.16)
+        fill = {"fill": "toself", "fillcolor": pale, "line": {"color": pale, "width": 1}}
+        bands.append(_of_agent(agent, family, outline, "", mode="lines", **fill))
+        hover = "<br>step %{x}<br>%{y:.4f} ± %{customdata[0]:.4f}<br>n %{customdata[1]}"
+        # The band of a single point would be invisible.
+        errors = {"array": [_rounded(p[2]) for p in points], "visible": len(band) == 1, "thickness": 1.5}
+        marks = {"marker": {"size": 7, "color": row_colour(row)}, "customdata": [p[2:] for p in points]}
+        lines.append(_of_agent(agent, family, points, hover, mode="lines+markers", error_y=errors, **marks))
     if not lines:
         return None
-    winning = {(a, g) for a, g in family.line_nodes()}
+    winning = set(family.line_nodes())
     path = sorted(
         (e.step, e.score.mean) for a, agent in run.agents.items() for e in agent.exams if (a, e.generation) in winning
     )
-    if "base" in run.tests and math.isfinite(run.tests["base"][1].mean):
-        lines.insert(0, _base_line(run, lines))
-    figure_layout = layout("step", "fitness", height=380)
-    if y_range is not None:
-        figure_layout["yaxis"]["range"] = list(y_range)
-    return {"data": [*bands, _marker_pen(path), _inheritance(inherited), *lines], "layout": figure_layout}
+    if "base" in run.tests and run.tests["base"][1].is_finite:
+        lines.insert(0, _base_line(run, [step for line in lines for step in line["x"]]))
+    yaxis = {} if y_range is None else {"range": list(y_range)}
+    return _figure(
+        [*bands, _marker_pen(path), _inheritance(inherited), *lines], "step", "fitness", height=380, yaxis=yaxis
+    )
 
 
-def _base_line(run: RunRecord, lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _base_line(run: RunRecord, steps: Sequence[int]) -> Trace:
     score = run.tests["base"][1]
-    steps = [step for line in lines for step in line["x"]]
-    return {
-        "type": "scatter",
-        "name": "base",
-        "mode": "lines+text",
-        "x": [min(0, *steps), max(steps)],
-        "y": [_rounded(score.mean)] * 2,
-        "text": ["base", ""],
-        "textposition": "top right",
-        "line": {"color": _GREY, "width": 2, "dash": "dash"},
-        "hovertemplate": f"the base on the test: {score.mean:.4f} ± {number_or(score.stderr, 0.0):.4f}<extra></extra>",
-    }
+    points = [(min(0, *steps), score.mean), (max(steps), score.mean)]
+    names = {"name": "base", "text": ["base", ""], "textposition": "top right"}
+    line = {"color": _GREY, "width": 2, "dash": "dash"}
+    hover = f"the base on the test: {score.mean:.4f} ± {number_or(score.stderr, 0.0):.4f}<extra></extra>"
+    return _scatter("lines+text", points, line=line, hovertemplate=hover, **names)
 
 
 def objective_figure(run: RunRecord, family: Family, cost: str) -> Figure | None:
     """Draw each agent's exams, reward against a cost, and mark the front; None if no exam has both."""
-    data: list[dict[str, Any]] = []
+    data = []
     for index, agent in run.agents.items():
-        exams = [e for e in agent.exams if cost in e.costs]
-        exams = [e for e in exams if math.isfinite(e.costs[cost].mean) and math.isfinite(e.score.mean)]
+        exams = [e for e in agent.exams if cost in e.costs and e.costs[cost].is_finite and e.score.is_finite]
         if not exams:
             continue
-        colour = row_colour(family.rows[index], 0.45)
-        data.append(
-            {
-                **_trace(agent, family, [_rounded(e.costs[cost].mean) for e in exams], [e.score.mean for e in exams]),
-                "mode": "lines+markers",
-                "line": {"color": row_colour(family.rows[index], 0.25), "width": 1},
-                # The last exam is full, the earlier ones are pale.
-                "marker": {
-                    "size": [6] * (len(exams) - 1) + [10],
-                    "color": [colour] * (len(exams) - 1) + [row_colour(family.rows[index])],
-                },
-                "customdata": [[e.generation, *_errors(e.score.stderr, e.costs[cost].stderr)] for e in exams],
-                "hovertemplate": f"agent {index}, generation %{{customdata[0]}}<br>reward %{{y:.4f}} ± "
-                f"%{{customdata[1]:.4f}}<br>{plain(cost)} %{{x:.4g}} ± %{{customdata[2]:.2g}}<extra></extra>",
-            }
+        row, earlier = family.rows[index], len(exams) - 1
+        hover = (
+            f", generation %{{customdata[0]}}<br>reward %{{y:.4f}} ± %{{customdata[1]:.4f}}<br>{plain(cost)} "
+            "%{x:.4g} ± %{customdata[2]:.2g}"
         )
+        points = [(e.costs[cost].mean, e.score.mean) for e in exams]
+        errors = [[e.generation, *(number_or(s.stderr, 0.0) for s in (e.score, e.costs[cost]))] for e in exams]
+        # The last exam is full, the earlier ones are pale.
+        colours = [row_colour(row, 0.45)] * earlier + [row_colour(row)]
+        marker, line = {"size": [6] * earlier + [10], "color": colours}, {"color": row_colour(row, 0.25), "width": 1}
+        marks = {"marker": marker, "line": line, "customdata": errors}
+        data.append(_of_agent(agent, family, points, hover, mode="lines+markers", **marks))
     if not data:
         return None
     front = {i: exam for i, exam in front_exams(run).items() if cost in exam.costs}
-    ring = {
-        "type": "scatter",
-        "name": "front",
-        "mode": "markers+text",
-        "x": [_rounded(exam.costs[cost].mean) for exam in front.values()],
-        "y": [_rounded(exam.score.mean) for exam in front.values()],
-        "text": [str(index) for index in front],
-        "textposition": "top center",
-        "marker": {"symbol": "circle-open", "size": 18, "color": "#e8a91c", "line": {"width": 3}},
-        "hoverinfo": "skip",
-    }
-    return {"data": [*data, ring], "layout": layout(f"{plain(cost)} ({UNITS.get(cost, '')})", "reward", height=340)}
-
-
-def _errors(*errors: float) -> list[float]:
-    return [number_or(error, 0.0) for error in errors]
+    points = [(exam.costs[cost].mean, exam.score.mean) for exam in front.values()]
+    names = {"name": "front", "text": [str(index) for index in front], "textposition": "top center"}
+    marker = {"symbol": "circle-open", "size": 18, "color": "#e8a91c", "line": {"width": 3}}
+    ring = _scatter("markers+text", points, marker=marker, **names)
+    return _figure([*data, ring], f"{plain(cost)} ({UNITS.get(cost, '')})", "reward", height=340)
 
 
 def hyperparameter_names(run: RunRecord) -> tuple[list[str], dict[str, Any]]:
@@ -211,9 +282,9 @@ def hyperparameter_names(run: RunRecord) -> tuple[list[str], dict[str, Any]]:
     moving, constant = [], {}
     for name in names:
         values = {
-            repr(hyperparameter_at(agent, name, generation, run)): None
+            repr(hyperparameter_at(agent, name, generation, run))
             for agent in run.agents.values()
-            for generation in [*agent.generations, 10**9]
+            for generation in [*agent.generations, sys.maxsize]
         }
         if len(values) > 1:
             moving.append(name)
@@ -224,35 +295,30 @@ def hyperparameter_names(run: RunRecord) -> tuple[list[str], dict[str, Any]]:
 
 def hyperparameter_figure(run: RunRecord, family: Family, name: str) -> Figure:
     """Draw one hyperparameter over generations; the axis is logarithmic if the values span a decade or more."""
-    data: list[dict[str, Any]] = []
-    inherited: list[tuple[Any, Any]] = []
-    seen: dict[tuple[int, int], Any] = {}
+    data, inherited = [], []
+    values: dict[tuple[int | None, int], Any] = {}
     for index, agent in run.agents.items():
         span = family.spans[index]
-        values = [_drawable(hyperparameter_at(agent, name, generation, run)) for generation in span]
-        seen.update({(index, generation): value for generation, value in zip(span, values)})
-        if agent.parent is not None:
-            before = [g for g in family.spans[agent.parent] if g < span[0]]
-            if before:
-                inherited += [(before[-1], seen.get((agent.parent, before[-1]))), (span[0], values[0]), (None, None)]
-        hover = f"agent {index}<br>generation %{{x}}<br>{plain(name)} %{{y}}<extra></extra>"
-        data.append(
-            {
-                **_trace(agent, family, span, values),
-                "mode": "lines+markers",
-                "marker": {"size": 7, "color": row_colour(family.rows[index])},
-                "hovertemplate": hover,
-            }
-        )
-    numbers = [v for v in seen.values() if isinstance(v, int | float)]
-    path = [(generation, seen.get((agent, generation))) for agent, generation in family.line_nodes()]
-    figure_layout = layout("generation", "", height=260)
-    figure_layout["xaxis"]["dtick"] = _tick(max((g for _, g in seen), default=1))
-    if numbers and min(numbers) > 0 and max(numbers) / min(numbers) >= 10:
-        figure_layout["yaxis"] |= _decades(min(numbers), max(numbers))
-    elif not numbers:
-        figure_layout["yaxis"]["type"] = "category"
-    return {"data": [_marker_pen(path), _inheritance(inherited), *data], "layout": figure_layout}
+        points = [(generation, _drawable(hyperparameter_at(agent, name, generation, run))) for generation in span]
+        values |= {(index, generation): value for generation, value in points}
+        before = [] if agent.parent is None else [g for g in family.spans[agent.parent] if g < span[0]]
+        if before:
+            inherited.append(((before[-1], values.get((agent.parent, before[-1]))), points[0]))
+        hover = f"<br>generation %{{x}}<br>{plain(name)} %{{y}}"
+        marker = {"size": 7, "color": row_colour(family.rows[index])}
+        data.append(_of_agent(agent, family, points, hover, mode="lines+markers", marker=marker))
+    numbers = [v for v in values.values() if isinstance(v, int | float)]
+    path = [(generation, values.get((agent, generation))) for agent, generation in family.line_nodes()]
+    yaxis = _decades(min(numbers), max(numbers)) if _span_decades(numbers) else {} if numbers else {"type": "category"}
+    xaxis = {"dtick": _tick(max((g for _, g in values), default=1))}
+    traces = [_marker_pen(path), _inheritance(inherited), *data]
+    return _figure(traces, "generation", height=260, xaxis=xaxis, yaxis=yaxis)
+
+
+def _drawable(value: Any) -> Any:
+    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+        return value if math.isfinite(number(value)) else None
+    return plain(value)
 
 
 def exam_gains(run: RunRecord) -> dict[int, list[tuple[AgentRecord, float]]]:
@@ -265,12 +331,11 @@ def exam_gains(run: RunRecord) -> dict[int, list[tuple[AgentRecord, float]]]:
     for agent in run.agents.values():
         before = 0.0 if agent.parent is None else math.nan
         for exam in agent.exams:
-            if math.isnan(before) and (inherited := _last_exam(run, agent, exam.step)):
+            if math.isnan(before) and (inherited := _last_before(run, agent, _exam_points, exam.step)):
                 before = inherited[1]
-            finite = math.isfinite(exam.score.mean)
             if not math.isnan(before):
-                gains[exam.generation].append((agent, exam.score.mean - before if finite else -math.inf))
-            if finite:
+                gains[exam.generation].append((agent, exam.score.mean - before if exam.score.is_finite else -math.inf))
+            if exam.score.is_finite:
                 before = exam.score.mean
     return gains
 
@@ -284,7 +349,7 @@ def importance(run: RunRecord, names: Sequence[str]) -> dict[str, tuple[float, i
     """
     from scipy.stats import rankdata  # takes a while to import
 
-    found = {}
+    correlations = {}
     for name in names:
         ranked, freedom = [], 0
         for generation, gains in exam_gains(run).items():
@@ -296,114 +361,95 @@ def importance(run: RunRecord, names: Sequence[str]) -> dict[str, tuple[float, i
                 freedom += len(pairs) - 1
         if freedom >= _LEAST_FREEDOM:
             both = sum(a * b for a, b in ranked)
-            found[name] = (float(both / math.prod(math.hypot(*side) for side in zip(*ranked))), freedom)
-    return dict(sorted(found.items(), key=lambda item: -abs(item[1][0])))
+            correlations[name] = (float(both / math.prod(math.hypot(*side) for side in zip(*ranked))), freedom)
+    return dict(sorted(correlations.items(), key=lambda item: -abs(item[1][0])))
 
 
 def importance_figure(run: RunRecord, names: Sequence[str]) -> Figure | None:
     """Draw the importance of each hyperparameter as a bar, pale within noise; None if there are too few exams."""
-    found = importance(run, names)
-    if not found:
+    correlations = importance(run, names)
+    if not correlations:
         return None
     # Of unrelated ranks the correlation has about this standard deviation.
-    clear = [abs(rho) > 2 / math.sqrt(freedom) for rho, freedom in found.values()]
-    bar = {
-        "type": "bar",
-        "x": [plain(name) for name in found],
-        "y": [_rounded(rho) for rho, _ in found.values()],
-        "marker": {"color": [row_colour(0, 1.0 if is_clear else 0.3) for is_clear in clear]},
-        "customdata": [[freedom] for _, freedom in found.values()],
-        "hovertemplate": "%{x}<br>rank correlation %{y:.2f}<br>%{customdata[0]} degrees of freedom<extra></extra>",
-    }
-    figure_layout = layout("", "rank correlation", height=300)
-    figure_layout["xaxis"]["type"] = "category"
-    figure_layout["yaxis"] |= {"range": [-1.05, 1.05], "zeroline": True}
-    return {"data": [bar], "layout": figure_layout}
+    clear = [abs(rho) > 2 / math.sqrt(freedom) for rho, freedom in correlations.values()]
+    colours = [row_colour(0, 1.0 if is_clear else 0.3) for is_clear in clear]
+    heights = {plain(name): rho for name, (rho, _) in correlations.items()}
+    hover = "%{x}<br>rank correlation %{y:.2f}<br>%{customdata[0]} degrees of freedom"
+    bar = _bars(heights, colours, hover, customdata=[[freedom] for _, freedom in correlations.values()])
+    yaxis = {"range": [-1.05, 1.05], "zeroline": True}
+    return _figure([bar], "", "rank correlation", height=300, xaxis={"type": "category"}, yaxis=yaxis)
 
 
 def parallel_figure(run: RunRecord, family: Family, names: Sequence[str]) -> Figure | None:
     """Draw each agent as a line across its last hyperparameters to its last fitness; None if no agent has both."""
     columns: dict[str, dict[int, float]] = {name: {} for name in [*names, "fitness"]}
     for index, agent in run.agents.items():
-        exams = [exam for exam in agent.exams if math.isfinite(exam.score.mean)]
+        exams = [exam for exam in agent.exams if exam.score.is_finite]
         if exams:
             columns["fitness"][index] = exams[-1].score.mean
             for name in names:
                 value = number(hyperparameter_at(agent, name, exams[-1].generation - 1, run))
                 if math.isfinite(value):
                     columns[name][index] = value
-    columns = {name: found for name, found in columns.items() if found}
-    if "fitness" not in columns or len(columns) < 2:
-        return None
-    places = {name: _places(found) for name, found in columns.items()}
+    columns = {name: values for name, values in columns.items() if values}
+    heights = {name: _heights(values) for name, values in columns.items()}
     data = []
-    for index, agent in run.agents.items():
-        inside = [place for place, name in enumerate(columns) if index in columns[name]]
-        shown = [name for name in columns if index in columns[name]]
+    # The fittest agents are drawn last, over the others.
+    for index in sorted(columns.get("fitness", ()), key=lambda index: columns["fitness"][index]):
+        inside = [(x, name) for x, name in enumerate(columns) if index in columns[name]]
+        points = [(x, heights[name][index]) for x, name in inside]
+        values = [[plain(name), short_value(columns[name][index])] for _, name in inside]
         if len(inside) > 1:
-            trace = _trace(agent, family, inside, [places[name][index] for name in shown])
-            said = [[plain(name), short_value(columns[name][index])] for name in shown]
-            hover = f"agent {index}<br>%{{customdata[0]}} %{{customdata[1]}}<extra></extra>"
-            data.append({**trace, "mode": "lines+markers", "customdata": said, "hovertemplate": hover})
+            hover = "<br>%{customdata[0]} %{customdata[1]}"
+            data.append(_of_agent(run.agents[index], family, points, hover, mode="lines+markers", customdata=values))
     if not data:
         return None
     ends = [
-        f"{plain(name)}<br>{short_value(min(found.values()))} to {short_value(max(found.values()))}"
-        for name, found in columns.items()
+        f"{plain(name)}<br>{short_value(min(values.values()))} to {short_value(max(values.values()))}"
+        for name, values in columns.items()
     ]
-    figure_layout = layout("", "", height=300)
-    figure_layout["xaxis"] |= {"tickvals": list(range(len(columns))), "ticktext": ends}
-    figure_layout["xaxis"]["range"] = [-0.3, len(columns) - 0.7]
-    figure_layout["yaxis"] = {"visible": False, "range": [-0.06, 1.06]}
-    # The fittest agents are drawn last, over the others.
-    data.sort(key=lambda trace: columns["fitness"][trace["meta"]["agent"]])
-    return {"data": data, "layout": figure_layout}
+    xaxis = {"tickvals": list(range(len(columns))), "ticktext": ends, "range": [-0.3, len(columns) - 0.7]}
+    return _figure(data, height=300, xaxis=xaxis, yaxis={"visible": False, "range": [-0.06, 1.06]})
 
 
-def _places(values: dict[int, float]) -> dict[int, float]:
+def _heights(values: Mapping[int, float]) -> dict[int, float]:
     """Return where values lie between the least (0) and the largest (1); by logarithm if they span a decade or more."""
-    low, high = min(values.values()), max(values.values())
-    if low > 0 and high / low >= 10:
+    if _span_decades(list(values.values())):
         values = {index: math.log(value) for index, value in values.items()}
-        low, high = math.log(low), math.log(high)
-    width = high / 2 - low / 2  # halves: the difference of the largest floats is infinite
-    return {index: (value / 2 - low / 2) / width if width > 0 else 0.5 for index, value in values.items()}
+    low, high = min(values.values()), max(values.values())
+    return {index: _share(value, low, high) for index, value in values.items()}
 
 
 def curve_figure(run: RunRecord, family: Family, metric: str) -> Figure | None:
     """Draw one train metric over steps, one line per agent; None if no agent has a finite value of it."""
-    data: list[dict[str, Any]] = []
-    inherited: list[tuple[float | None, float | None]] = []
+
+    def finite(agent: AgentRecord) -> list[Point]:
+        points = ((line["step"], number(line.get(metric))) for line in agent.train)
+        return [point for point in points if math.isfinite(point[1])]
+
+    data, inherited = [], []
     for agent in run.agents.values():
-        points = [(line["step"], number(line[metric])) for line in agent.train if metric in line]
-        finite = [point for point in points if math.isfinite(point[1])]
-        if not finite:
+        known = finite(agent)
+        if not known:
             continue
-        before = _last_value(run, agent, metric, points[0][0])
-        if before is not None:
-            inherited += [before, finite[0], (None, None)]
+        points = [(line["step"], number(line[metric])) for line in agent.train if metric in line]
+        before = _last_before(run, agent, finite, points[0][0])
+        inherited += [] if before is None else [(before, known[0])]
         # A value that is not finite leaves a gap in the line.
         thinned = points[:: max(1, len(points) // _MOST_POINTS)]
-        data.append(
-            {
-                **_trace(agent, family, [p[0] for p in thinned], [p[1] for p in thinned]),
-                "mode": "lines" if len(finite) > 1 else "markers",
-                "hovertemplate": f"agent {agent.index}<br>step %{{x}}<br>%{{y:.4g}}<extra></extra>",
-            }
-        )
+        mode = "lines" if len(known) > 1 else "markers"
+        data.append(_of_agent(agent, family, thinned, "<br>step %{x}<br>%{y:.4g}", mode=mode))
     if not data:
         return None
-    figure_layout = layout("step", "", height=240)
     values = [v for trace in data for v in trace["y"] if v is not None and v > 0]
-    if metric == "learning_rate" and values and max(values) / min(values) >= 10:
-        figure_layout["yaxis"] |= _decades(min(values), max(values))
-    lines: dict[tuple[int, Any], list[dict[str, Any]]] = defaultdict(list)
-    for index in family.line:
-        for line in run.agents[index].train:
-            if isinstance(line.get("generation"), int | float):
-                lines[index, line["generation"]].append(line)
-    path = [(line["step"], number(line.get(metric))) for node in family.line_nodes() for line in lines[node]]
-    return {"data": [_marker_pen(path, width=8), _inheritance(inherited), *data], "layout": figure_layout}
+    is_log = metric == "learning_rate" and _span_decades(values)
+    winning = set(family.line_nodes())
+    lines = [
+        line for index in family.line for line in run.agents[index].train if (index, line.get("generation")) in winning
+    ]
+    path = [(line["step"], number(line.get(metric))) for line in lines]
+    traces = [_marker_pen(path, width=8), _inheritance(inherited), *data]
+    return _figure(traces, "step", height=240, yaxis=_decades(min(values), max(values)) if is_log else {})
 
 
 def throughput_figure(run: RunRecord) -> Figure | None:
@@ -411,12 +457,10 @@ def throughput_figure(run: RunRecord) -> Figure | None:
     points = sorted((step, value) for (_, step), value in _by_step(run, "tokens_per_second").items())
     if not points:
         return None
-    x, y = [p[0] for p in points], [_rounded(p[1]) for p in points]
-    line = {"type": "scatter", "mode": "lines+markers" if len(x) < 40 else "lines", "x": x, "y": y}
-    hover = {"hovertemplate": "step %{x}<br>%{y:,.0f} tokens/s<extra></extra>", "line": {"color": row_colour(0)}}
-    figure_layout = layout("step", "tokens per second", height=260)
-    figure_layout["yaxis"]["rangemode"] = "tozero"
-    return {"data": [{**line, **hover}], "layout": figure_layout}
+    hover = "step %{x}<br>%{y:,.0f} tokens/s<extra></extra>"
+    mode = "lines+markers" if len(points) < 40 else "lines"
+    line = _scatter(mode, points, hovertemplate=hover, line={"color": row_colour(0)})
+    return _figure([line], "step", "tokens per second", height=260, yaxis={"rangemode": "tozero"})
 
 
 def phase_seconds(run: RunRecord) -> dict[str, dict[int, float]]:
@@ -433,20 +477,18 @@ def phase_seconds(run: RunRecord) -> dict[str, dict[int, float]]:
 
 def time_figure(run: RunRecord) -> Figure | None:
     """Draw the seconds of each phase, summed over a generation, as stacked bars; None if nothing was timed."""
-    data = []
-    last = 0
-    for phase, seconds in phase_seconds(run).items():
-        last = max(last, *seconds)
-        bar = {"type": "bar", "name": phase, "x": list(seconds), "y": [_rounded(s) for s in seconds.values()]}
-        hover = f"{phase}<br>generation %{{x}}<br>%{{y:.2f}} s<extra></extra>"
-        data.append({**bar, "marker": {"color": row_colour(_PHASES.index(phase))}, "hovertemplate": hover})
+    phases = phase_seconds(run)
+    hover = "<br>generation %{x}<br>%{y:.2f} s"
+    data = [
+        _bars(seconds, row_colour(_PHASES.index(phase)), f"{phase}{hover}", name=phase)
+        for phase, seconds in phases.items()
+    ]
     if not data:
         return None
+    xaxis = {"dtick": _tick(max(generation for seconds in phases.values() for generation in seconds))}
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
-    figure_layout = layout("generation", "seconds", height=260, barmode="stack", showlegend=True, legend=legend)
-    figure_layout["margin"]["t"] = 34
-    figure_layout["xaxis"]["dtick"] = _tick(last)
-    return {"data": data, "layout": figure_layout}
+    more = {"barmode": "stack", "showlegend": True, "legend": legend, "margin": {"l": 52, "r": 14, "t": 34, "b": 42}}
+    return _figure(data, "generation", "seconds", height=260, xaxis=xaxis, **more)
 
 
 def _by_step(run: RunRecord, key: str) -> dict[tuple[int, int], float]:
@@ -461,112 +503,7 @@ def _by_step(run: RunRecord, key: str) -> dict[tuple[int, int], float]:
         value = number(line.get(key))
         if math.isfinite(value) and "step" in line:
             values[int(number_or(line.get("generation"), 0)), line["step"]].append(value)
-    return {place: found[0] if len(set(found)) == 1 else sum(found) for place, found in values.items()}
-
-
-def _trace(agent: AgentRecord, family: Family, x: Sequence[Any], y: Sequence[Any]) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "name": f"agent {agent.index}",
-        "x": list(x),
-        "y": [_rounded(value) for value in y],
-        "line": {"color": row_colour(family.rows[agent.index]), "width": 2},
-        "meta": {"agent": agent.index, "winning": agent.index in family.line},
-    }
-
-
-def _band(points: Sequence[tuple[float, float, float]], agent: AgentRecord, family: Family) -> dict[str, Any]:
-    x = [p[0] for p in points] + [p[0] for p in reversed(points)]
-    y = [p[1] + p[2] for p in points] + [p[1] - p[2] for p in reversed(points)]
-    colour = row_colour(family.rows[agent.index], 0.16)
-    return {
-        **_trace(agent, family, x, y),
-        "mode": "lines",
-        "fill": "toself",
-        "fillcolor": colour,
-        "line": {"color": colour, "width": 1},
-        "hoverinfo": "skip",
-    }
-
-
-def _inheritance(points: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
-    """Dotted lines from a parent's last point to the first point of its child."""
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": [p[0] for p in points],
-        "y": [_rounded(p[1]) for p in points],
-        "line": {"color": _GREY, "width": 1, "dash": "dot"},
-        "hoverinfo": "skip",
-        "meta": {"inheritance": True},
-    }
-
-
-def _marker_pen(path: Sequence[tuple[Any, Any]], *, width: int = 12) -> dict[str, Any]:
-    """A broad line under the winning lineage."""
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": [p[0] for p in path],
-        "y": [_rounded(p[1]) for p in path],
-        "line": {"color": _MARKER_PEN, "width": width},
-        "hoverinfo": "skip",
-    }
-
-
-def _ancestors(run: RunRecord, agent: AgentRecord) -> Iterator[AgentRecord]:
-    seen = {agent.index}
-    parent = agent.parent
-    while parent is not None and parent not in seen:
-        seen.add(parent)
-        yield run.agents[parent]
-        parent = run.agents[parent].parent
-
-
-def _last_exam(run: RunRecord, agent: AgentRecord, step: int) -> tuple[int, float, float] | None:
-    """Return (step, mean, standard error) of the closest ancestor's last finite exam before ``step``."""
-    for ancestor in _ancestors(run, agent):
-        exams = [e for e in ancestor.exams if e.step < step and math.isfinite(e.score.mean)]
-        if exams:
-            return exams[-1].step, exams[-1].score.mean, number_or(exams[-1].score.stderr, 0.0)
-    return None
-
-
-def _last_value(run: RunRecord, agent: AgentRecord, metric: str, step: int) -> tuple[int, float] | None:
-    for ancestor in _ancestors(run, agent):
-        points = [(line["step"], number(line.get(metric))) for line in ancestor.train if line["step"] < step]
-        finite = [point for point in points if math.isfinite(point[1])]
-        if finite:
-            return finite[-1]
-    return None
-
-
-def _drawable(value: Any) -> Any:
-    if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-        return value if math.isfinite(number(value)) else None
-    return plain(value)
-
-
-def _rounded(value: Any) -> Any:
-    """Round to six digits, more than a screen shows; None for NaN, which JSON does not have."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
-
-
-def _decades(low: float, high: float) -> dict[str, Any]:
-    """Return a logarithmic axis with plain labels: 1, 2 and 5 of each decade if there are few decades."""
-    first = math.floor(math.log10(low))
-    last = min(math.ceil(math.log10(high)), sys.float_info.max_10_exp)
-    digits = (1, 2, 5) if last - first <= 3 else (1,)
-    ticks = [digit * 10.0**power for power in range(first, last + 1) for digit in digits]
-    ticks = [tick for tick in ticks if 0 < tick < math.inf]
-    labels = [f"{tick:g}".replace("e-0", "e-").replace("e+0", "e+") for tick in ticks]
-    return {"type": "log", "tickvals": ticks, "ticktext": labels}
-
-
-def _tick(last: int) -> int:
-    return max(1, -(-last // 12))
+    return {moment: each[0] if len(set(each)) == 1 else sum(each) for moment, each in values.items()}
 
 
 # -- the family tree: generations from left to right, agents in rows --------------------------------------------------
@@ -588,123 +525,77 @@ def tree_figure(run: RunRecord, family: Family) -> Figure | None:
     """Draw births, deaths and mutations, the winning lineage highlighted; None without agents."""
     if not run.agents:
         return None
-    data = [
-        _edges(_winning_edges(run, family), {"color": "rgba(245,190,40,0.55)", "width": 16}),
-        *_life_lines(run, family),
-        _edges(_births(run, family), {"color": "rgba(135,140,150,0.9)", "width": 1.8}),
-        _nodes(run, family),
-        _labels(run, family),
-        _deaths(run, family),
-        _stars(run, family),
-    ]
-    generations = [generation for span in family.spans.values() for generation in span]
-    figure_layout = layout("generation", "", height=70 + _ROW_HEIGHT * max(family.height, 1))
-    figure_layout["margin"] = {"l": 16, "r": 16, "t": 4, "b": 42}
-    figure_layout["xaxis"] |= {
-        "dtick": 1 if max(generations) - min(generations) < 40 else 5,
-        "range": [min(generations) - 0.5, max(generations) + 0.5],
-        "showgrid": False,
-    }
-    figure_layout["yaxis"] = {"visible": False, "range": [family.height - 0.35, -0.5], "fixedrange": True}
-    return {"data": data, "layout": figure_layout}
-
-
-def short_value(value: Any, *, digits: int = 3) -> str:
-    """Return a hyperparameter's value in a few characters."""
-    if isinstance(value, float):
-        return f"{value:.{digits}g}".replace("e-0", "e-").replace("e+0", "e+")
-    return str(value)
-
-
-Edge = tuple[tuple[float, float], tuple[float, float]]
-
-
-def _births(run: RunRecord, family: Family) -> list[Edge]:
-    edges: list[Edge] = []
-    for index, agent in run.agents.items():
-        if agent.parent is not None:
-            start = family.spans[index][0]
-            before = [g for g in family.spans[agent.parent] if g < start] or family.spans[agent.parent][:1]
-            edges.append(((before[-1], family.rows[agent.parent]), (start, family.rows[index])))
-    return edges
-
-
-def _winning_edges(run: RunRecord, family: Family) -> list[Edge]:
-    nodes = [(generation, family.rows[agent]) for agent, generation in family.line_nodes()]
-    return list(pairwise(nodes))
-
-
-def _life_lines(run: RunRecord, family: Family) -> list[dict[str, Any]]:
-    return [
-        _edges(
-            [((a, family.rows[index]), (b, family.rows[index])) for a, b in pairwise(span)],
-            {"color": row_colour(family.rows[index]), "width": 4},
-        )
-        for index, span in family.spans.items()
+    rows, spans = family.rows, family.spans
+    winning = [(generation, rows[agent]) for agent, generation in family.line_nodes()]
+    lives = [
+        _edges(pairwise([(generation, rows[index]) for generation in span]), row_colour(rows[index]), 4)
+        for index, span in spans.items()
         if len(span) > 1
     ]
+    births = []
+    for index, agent in run.agents.items():
+        if agent.parent is not None:
+            start = spans[index][0]
+            before = [g for g in spans[agent.parent] if g < start] or spans[agent.parent][:1]
+            births.append(((before[-1], rows[agent.parent]), (start, rows[index])))
+    generations = [generation for span in spans.values() for generation in span]
+    first, last = min(generations), max(generations)
+    return _figure(
+        [
+            _edges(pairwise(winning), "rgba(245,190,40,0.55)", 16),
+            *lives,
+            _edges(births, "rgba(135,140,150,0.9)", 1.8),
+            *_circles(run, family),
+            _deaths(run, family),
+            _stars(run, family),
+        ],
+        "generation",
+        height=70 + _ROW_HEIGHT * max(family.height, 1),
+        margin={"l": 16, "r": 16, "t": 4, "b": 42},
+        xaxis={"dtick": 1 if last - first < 40 else 5, "range": [first - 0.5, last + 0.5], "showgrid": False},
+        yaxis={"visible": False, "range": [family.height - 0.35, -0.5], "fixedrange": True},
+    )
 
 
-def _edges(edges: list[Edge], line: dict[str, Any]) -> dict[str, Any]:
-    x: list[float | None] = []
-    y: list[float | None] = []
+def _edges(edges: Iterable[tuple[Point, Point]], colour: str, width: float) -> Trace:
+    points: list[Point] = []
     for (x0, y0), (x1, y1) in edges:
         # A smooth step that leaves the parent and reaches the child horizontally, so that crossings stay readable.
         steps = [i / 12 for i in range(13)] if y0 != y1 else [0.0, 1.0]
-        x += [round(x0 + t * (x1 - x0), 4) for t in steps] + [None]
-        y += [round(y0 + t * t * (3 - 2 * t) * (y1 - y0), 4) for t in steps] + [None]
-    return {"type": "scatter", "mode": "lines", "x": x, "y": y, "line": line, "hoverinfo": "skip"}
+        points += [(round(x0 + t * (x1 - x0), 4), round(y0 + t * t * (3 - 2 * t) * (y1 - y0), 4)) for t in steps]
+        points.append((None, None))
+    return _scatter("lines", points, line={"color": colour, "width": width})
 
 
-def _nodes(run: RunRecord, family: Family) -> dict[str, Any]:
-    exams = {(i, e.generation): e for i, agent in run.agents.items() for e in agent.exams}
-    finite = [exam.score.mean for exam in exams.values() if math.isfinite(exam.score.mean)]
+def _circles(run: RunRecord, family: Family) -> list[Trace]:
+    """An agent in a generation; below it its fitness, and what changed at its birth."""
+    finite = [exam.score.mean for agent in run.agents.values() for exam in agent.exams if exam.score.is_finite]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
-    x, y, text, fill, ink, edge, hover, agents = [], [], [], [], [], [], [], []
+    nodes, labels = [], []
     for index, span in family.spans.items():
-        for generation in span:
-            exam = exams.get((index, generation))
-            mean = math.nan if exam is None else exam.score.mean
-            # Halves: the difference of the largest floats is infinite.
-            width = high / 2 - low / 2
-            colour = _shade((mean / 2 - low / 2) / width if width > 0 else 0.5) if math.isfinite(mean) else None
-            x.append(generation)
-            y.append(family.rows[index])
-            text.append(str(index))
-            fill.append("rgb({},{},{})".format(*colour) if colour else "rgb(205,205,210)")
-            ink.append("#fff" if colour and 0.3 * colour[0] + 0.59 * colour[1] + 0.11 * colour[2] < 140 else "#111")
-            edge.append(row_colour(family.rows[index]))
-            hover.append(_story(run.agents[index], generation, exam))
-            agents.append(index)
-    return {
-        "type": "scatter",
-        "mode": "markers+text",
-        "x": x,
-        "y": y,
-        "text": text,
-        "textfont": {"color": ink, "size": 13},
-        "marker": {"size": 32, "color": fill, "opacity": 1, "line": {"color": edge, "width": 3}},
-        "customdata": agents,
-        "hovertext": hover,
-        "hovertemplate": "%{hovertext}<extra></extra>",
-    }
-
-
-def _labels(run: RunRecord, family: Family) -> dict[str, Any]:
-    """The fitness under each node, and below it what changed at birth."""
-    x, y, text = [], [], []
-    for index, span in family.spans.items():
-        agent = run.agents[index]
-        means = {exam.generation: exam.score.mean for exam in agent.exams}
-        for generation in span:
-            mean = means.get(generation)
-            shown = "not evaluated" if mean is None else f"{mean:.3f}" if math.isfinite(mean) else "<b>not finite</b>"
+        agent, row = run.agents[index], family.rows[index]
+        exams = {exam.generation: exam for exam in agent.exams}
+        (_, birth), *later = life.events(agent)
+        for before, generation in zip([-1, *span], span):
+            exam = exams.get(generation)
+            fill, ink, fitness = "rgb(205,205,210)", "#111", "not evaluated" if exam is None else "<b>not finite</b>"
+            if exam is not None and exam.score.is_finite:
+                red, green, blue = _shade(_share(exam.score.mean, low, high))
+                fill, fitness = f"rgb({red},{green},{blue})", f"{exam.score.mean:.3f}"
+                ink = "#fff" if 0.3 * red + 0.59 * green + 0.11 * blue < 140 else "#111"
+            exact = [] if exam is None else [f"fitness {life.plus(exam.score, '.4f', '.4f')}, n {exam.score.n}"]
+            story = [f"<b>agent {index}</b>, generation {generation}", *exact, plain(birth)]
+            # What happened to it since the circle before.
+            story += [plain(sentence) for moment, sentence in later if before < moment <= generation]
+            nodes.append((generation, row, "<br>".join(story), index, fill, ink, row_colour(row)))
             changes = _changes(agent) if generation == span[0] else []
-            x.append(generation)
-            y.append(family.rows[index] + 0.22)
-            text.append("<br>".join([shown, *changes]))
-    label = {"type": "scatter", "mode": "text", "x": x, "y": y, "text": text, "hoverinfo": "skip"}
-    return {**label, "textposition": "bottom center", "textfont": {"size": 11}}
+            labels.append((generation, row + 0.22, "<br>".join([fitness, *changes])))
+    _, _, _, agents, fills, inks, edges = map(list, zip(*nodes))
+    marker = {"size": 32, "color": fills, "opacity": 1, "line": {"color": edges, "width": 3}}
+    inside = {"text": [str(index) for index in agents], "textfont": {"color": inks, "size": 13}}
+    circles = _marks(nodes, **marker) | {"mode": "markers+text", "customdata": agents, **inside}
+    texts = [text for _, _, text in labels]
+    return [circles, _scatter("text", labels, text=texts, textposition="bottom center", textfont={"size": 11})]
 
 
 def _changes(agent: AgentRecord) -> list[str]:
@@ -728,56 +619,36 @@ def _fitting(text: str, most: int) -> str:
     return plain(text if len(text) <= most else text[: most - 1] + "…")
 
 
-def _deaths(run: RunRecord, family: Family) -> dict[str, Any]:
-    dead = [agent for agent in run.agents.values() if agent.died is not None]
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [family.spans[agent.index][-1] + 0.2 for agent in dead],
-        "y": [family.rows[agent.index] - 0.25 for agent in dead],
-        "marker": {"symbol": "x-thin", "size": 8, "line": {"width": 2, "color": "rgba(205,75,75,0.95)"}},
-        "hovertext": [f"agent {agent.index} died<br>{plain(agent.reason)}" for agent in dead],
-        "hovertemplate": "%{hovertext}<extra></extra>",
-    }
+def _deaths(run: RunRecord, family: Family) -> Trace:
+    marks = [
+        (family.spans[index][-1] + 0.2, family.rows[index] - 0.25, f"agent {index} died<br>{plain(agent.reason)}")
+        for index, agent in run.agents.items()
+        if agent.died is not None
+    ]
+    return _marks(marks, symbol="x-thin", size=8, line={"width": 2, "color": "rgba(205,75,75,0.95)"})
 
 
-def _stars(run: RunRecord, family: Family) -> dict[str, Any]:
+def _stars(run: RunRecord, family: Family) -> Trace:
     elites = dict(run.elites)
     if run.is_finished and family.winner is not None:
         elites.setdefault(family.spans[family.winner][-1], family.winner)  # No selection follows the last exam.
-    crowned = [(g, i) for g, i in elites.items() if i in run.agents and g in family.spans[i]]
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": [generation for generation, _ in crowned],
-        "y": [family.rows[index] - 0.29 for _, index in crowned],
-        "marker": {"symbol": "star", "size": 11, "color": "#e8a91c"},
-        "hovertext": [f"agent {index} is the elite of generation {generation}" for generation, index in crowned],
-        "hovertemplate": "%{hovertext}<extra></extra>",
-    }
+    marks = [
+        (generation, family.rows[index] - 0.29, f"agent {index} is the elite of generation {generation}")
+        for generation, index in elites.items()
+        if generation in family.spans.get(index, ())
+    ]
+    return _marks(marks, symbol="star", size=11, color="#e8a91c")
 
 
-def _story(agent: AgentRecord, generation: int, exam: Exam | None) -> str:
-    lines = [f"<b>agent {agent.index}</b>, generation {generation}"]
-    if exam is not None:
-        lines.append(f"fitness {exam.score.mean:.4f} ± {exam.score.stderr:.4f}, n {exam.score.n}")
-    second = "" if agent.mate is None else f" and agent {agent.mate}"
-    lines.append("founder" if agent.parent is None else f"child of agent {agent.parent}{second}")
-    for mutation in agent.mutations:
-        kind, changes = plain(mutation.get("kind")), mutation.get("changes") or []
-        lines.append(f"mutation: {kind}")
-        for change in changes:
-            old, new = short_value(change.get("old")), short_value(change.get("new"))
-            lines.append(plain(f"  {change.get('gene')} {old} → {new}"))
-    if agent.died is not None:
-        lines.append(f"died in generation {agent.died}: {plain(agent.reason)}")
-    return "<br>".join(lines)
+def _marks(marks: Sequence[tuple[Any, ...]], **marker: Any) -> Trace:
+    """Return points, each (x, y, what is shown when the mouse is over it)."""
+    texts = [mark[2] for mark in marks]
+    return _scatter("markers", marks, marker=marker, hovertext=texts, hovertemplate="%{hovertext}<extra></extra>")
 
 
 def _shade(position: float) -> tuple[int, int, int]:
     """Return the colour at ``position`` in [0, 1] of a perceptually even scale, dark to bright."""
-    place = min(max(position, 0.0), 1.0) * (len(_SCALE) - 1)
-    left = min(int(place), len(_SCALE) - 2)
-    part = place - left
-    red, green, blue = (round(a + part * (b - a)) for a, b in zip(_SCALE[left], _SCALE[left + 1]))
+    left, part = divmod(position * (len(_SCALE) - 1), 1)
+    pair = _SCALE[int(left) :][:2]
+    red, green, blue = (round(a + part * (b - a)) for a, b in zip(pair[0], pair[-1]))
     return red, green, blue

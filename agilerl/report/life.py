@@ -1,13 +1,12 @@
-"""What happened to an agent, and why: whence it came, what changed, how its exams went, what made it leave."""
+"""What happened to an agent, and why: its birth, what changed, how its exams went, what made it leave."""
 
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from agilerl.report.figures import short_value
 from agilerl.report.load import AgentRecord, RunRecord, Score, hyperparameter_at
 
 
@@ -27,65 +26,61 @@ def lives(run: RunRecord) -> list[dict[str, Any]]:
                 name: hyperparameter_at(agent, name, sys.maxsize, run) for name in sorted(agent.hyperparameters)
             },
             "exams": [
-                {"generation": exam.generation, "step": exam.step, "mean": exam.score.mean, "stderr": exam.score.stderr}
-                | {"n": exam.score.n, "place": place[exam.generation, index]}
+                {"generation": exam.generation, "step": exam.step, **asdict(exam.score)}
+                | {"place": place[exam.generation, index]}
                 for exam in agent.exams
             ],
             "outcomes": agent.trouble,
             "symptoms": [asdict(symptom) for symptom in agent.symptoms],
             "events": [
-                {"generation": generation, "sentence": said} for generation, said in _told(run, index, standings, place)
+                {"generation": generation, "sentence": sentence}
+                for generation, sentence in _with_exams(agent, standings, place)
             ],
         }
         for index, agent in run.agents.items()
     ]
 
 
-def told_life(run: RunRecord, index: int) -> list[tuple[int, str]]:
-    """Return (generation, sentence) of what happened to an agent, its exams and their places included, in order."""
-    return _told(run, index, _standings(run), places(run))
-
-
-def _told(
-    run: RunRecord, index: int, standings: Mapping[int, Mapping[int, float]], place: Mapping[tuple[int, int], int]
-) -> list[tuple[int, str]]:
-    agent = run.agents[index]
+def _with_exams(
+    agent: AgentRecord, standings: Mapping[int, Mapping[int, Score]], place: Mapping[tuple[int, int], int]
+) -> Iterator[tuple[int, str]]:
+    """Yield (generation, sentence) of what happened to an agent, its exams and their places included, in order."""
     birth, *rest = events(agent)
     exams = []
     for exam in agent.exams:
-        taken = standings[exam.generation]
-        best = max(taken, key=lambda i: (taken[i], -i))
-        leader = next(plus(e.score) for e in run.agents[best].exams if e.generation == exam.generation)
-        ahead = "" if best == index else f"; the best, agent {best}, had {leader}"
-        where = f", place {place[exam.generation, index]} of {len(taken)}{ahead}" if len(taken) > 1 else ""
+        scores = standings[exam.generation]
+        best = min(scores, key=lambda i: (place[exam.generation, i], i))
+        ahead = "" if best == agent.index else f"; the best, agent {best}, had {plus(scores[best])}"
+        where = f", place {place[exam.generation, agent.index]} of {len(scores)}{ahead}" if len(scores) > 1 else ""
         exams.append((exam.generation, f"exam {plus(exam.score)}{where}"))
+    yield birth
     # An exam comes before what the selection after it did. Both parts are in order, and sorting keeps it.
-    return [birth, *sorted([*exams, *rest], key=lambda event: event[0])]
+    yield from sorted([*exams, *rest], key=lambda event: event[0])
 
 
 def events(agent: AgentRecord) -> list[tuple[int, str]]:
     """Return (generation, sentence) of what happened to an agent, and why, in order; its birth comes first."""
     born = "founder of the population" if agent.parent is None else f"child of agent {parents(agent)}"
-    found: list[tuple[int, str]] = []
+    later: list[tuple[int, str]] = []
     for mutation in agent.mutations:
         details = mutation.get("details")
         why = details.get("reason") if isinstance(details, Mapping) else None
-        said = mutation.get("effect") or changed(mutation)
-        found.append((mutation["generation"], f"mutation: {said}" + (f" (by {why})" if why else "")))
+        effect = mutation.get("effect") or changed(mutation)
+        later.append((mutation["generation"], f"mutation: {effect}" + (f" (by {why})" if why else "")))
     for outcome, steps in agent.trouble.items():
         first = next(line for line in agent.train if line["step"] == steps[0])
-        times = f"{len(steps)} iteration{'s' * (len(steps) > 1)}"
-        generation = first.get("generation")
-        found.append(
-            (generation if isinstance(generation, int) else 0, f"{outcome} from iteration {steps[0]}, {times}")
+        generation = value if isinstance(value := first.get("generation"), int) else 0
+        later.append(
+            (generation, f"{outcome} from iteration {steps[0]}, {len(steps)} iteration{'s' * (len(steps) > 1)}")
         )
-    found += [(generation, reason) for generation, reason in agent.verdicts if generation != agent.died]
+    later += [(generation, reason) for generation, reason in agent.verdicts if generation != agent.died]
+    # Symptoms are of the last iterations, whenever these were.
     last = agent.generations[-1] if agent.generations else agent.born or 0
-    found += [(last, f"its last iterations: {symptom}") for symptom in agent.symptoms]
+    later += [(last, f"its last iterations: {symptom}") for symptom in agent.symptoms]
     if agent.died is not None:
         why = agent.reason if agent.reason.startswith("left") else f"died: {agent.reason}" if agent.reason else "died"
-        found.append((agent.died, why))
-    return [(agent.born or 0, born), *sorted(found, key=lambda event: event[0])]
+        later.append((agent.died, why))
+    return [(agent.born or 0, born), *sorted(later, key=lambda event: event[0])]
 
 
 def parents(agent: AgentRecord) -> str:
@@ -103,26 +98,33 @@ def changed(mutation: Mapping[str, Any]) -> str:
     return ", ".join(changes) or str(mutation.get("kind"))
 
 
-def plus(score: Score) -> str:
+def short_value(value: Any, *, digits: int = 3) -> str:
+    """Return a hyperparameter's value in a few characters."""
+    if isinstance(value, float):
+        return f"{value:.{digits}g}".replace("e-0", "e-").replace("e+0", "e+")
+    return str(value)
+
+
+def plus(score: Score, digits: str = ".3f", of_error: str = ".3f") -> str:
     """Return a score with its standard error."""
     if not score.is_finite:
         return "not finite"
-    return f"{score.mean:.3f}" + (f" ± {score.stderr:.3f}" if math.isfinite(score.stderr) else "")
+    return f"{score.mean:{digits}}" + (f" ± {score.stderr:{of_error}}" if math.isfinite(score.stderr) else "")
 
 
-def _standings(run: RunRecord) -> dict[int, dict[int, float]]:
-    """Return the means of each generation's exam, by agent; what is not finite ranks last."""
-    found: dict[int, dict[int, float]] = defaultdict(dict)
+def _standings(run: RunRecord) -> dict[int, dict[int, Score]]:
+    """Return the scores of each generation's exam, by agent."""
+    standings: dict[int, dict[int, Score]] = defaultdict(dict)
     for index, agent in run.agents.items():
         for exam in agent.exams:
-            found[exam.generation][index] = exam.score.mean if exam.score.is_finite else -math.inf
-    return found
+            standings[exam.generation][index] = exam.score
+    return standings
 
 
 def places(run: RunRecord) -> dict[tuple[int, int], int]:
-    """Return the place of each (generation, agent) in the exam; equal means share one."""
-    return {
-        (generation, index): 1 + sum(other > mean for other in means.values())
-        for generation, means in _standings(run).items()
-        for index, mean in means.items()
-    }
+    """Return the place of each (generation, agent) in the exam; equal means share one, what is not finite is last."""
+    ranked: dict[tuple[int, int], int] = {}
+    for generation, scores in _standings(run).items():
+        means = {index: score.mean if score.is_finite else -math.inf for index, score in scores.items()}
+        ranked |= {(generation, i): 1 + sum(other > mean for other in means.values()) for i, mean in means.items()}
+    return ranked

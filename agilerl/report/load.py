@@ -3,7 +3,7 @@
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from agilerl.runs.diagnosis import Symptom, symptoms, told
 from agilerl.runs.directory import as_written
 from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.strict_json import read_json
+
+Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ class AgentRecord:
     @property
     def generations(self) -> list[int]:
         """Generations in which the agent was trained or evaluated."""
-        found = {exam.generation for exam in self.exams}
-        return sorted(found | {int(line["generation"]) for line in self.train if "generation" in line})
+        trained = {int(line["generation"]) for line in self.train if "generation" in line}
+        return sorted(trained | {exam.generation for exam in self.exams})
 
     @property
     def trouble(self) -> dict[str, list[int]]:
@@ -95,7 +97,7 @@ class AgentRecord:
     @property
     def best(self) -> Exam | None:
         """The exam with the highest finite mean."""
-        finite = [exam for exam in self.exams if math.isfinite(exam.score.mean)]
+        finite = [exam for exam in self.exams if exam.score.is_finite]
         return max(finite, key=lambda exam: exam.score.mean, default=None)
 
 
@@ -116,14 +118,14 @@ class RunRecord:
     """Agent and score of "base", "elite" and "median_first_generation", as far as they are known."""
     elites: dict[int, int]
     """Elite of each generation."""
-    notes: list[str]
-    """Sentences about what is missing or wrong."""
-    symptoms: dict[str, Symptom]
-    """What may keep the agents of the last generation from learning, by a sentence that names these."""
     seconds: float
     """Time that the run has taken so far; NaN if unknown."""
     price: float
     """What an hour of it costs; NaN if unknown."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences about what is missing or wrong."""
+    symptoms: dict[str, Symptom] = field(default_factory=dict)
+    """What may keep the agents of the last generation from learning, by a sentence that names these."""
 
     @property
     def name(self) -> str:
@@ -138,10 +140,11 @@ class RunRecord:
 
 def check_different(runs: Sequence[Location]) -> None:
     """Raise ConfigError for run directories of which one is given twice."""
-    places = [os.path.realpath(path) for path in runs]
-    twice = next((path for number, path in enumerate(runs) if places[number] in places[:number]), None)
-    if twice is not None:
-        raise ConfigError(f"expected different run directories, found {shown(str(twice))} twice; leave one out")
+    seen: set[str] = set()
+    for run in runs:
+        if (path := os.path.realpath(run)) in seen:
+            raise ConfigError(f"expected different run directories, found {shown(str(run))} twice; leave one out")
+        seen.add(path)
 
 
 def load_run(path: Path, price: float | None = None) -> RunRecord:
@@ -150,44 +153,39 @@ def load_run(path: Path, price: float | None = None) -> RunRecord:
     ``price`` of an hour goes before that of the run's settings.
     """
     with as_written(path):
-        return _load(path, price)
-
-
-def _load(path: Path, price: float | None) -> RunRecord:
-    info = without_keys(read_run(path))  # a run of another version may name addresses with keys
-    layout = RunLayout(path)
-    summary = read_json(layout.summary) if layout.summary.exists() else {}
-    metrics = list(read_lines(layout.metrics))
-    agents: dict[int, AgentRecord] = {}
-    elites = _read_lineage(layout, agents)
-    incomplete = _read_train(metrics, agents)
-    _read_exams(metrics, agents)
-    evolutions = [line for line in metrics if line.get("kind") == "evolution" and _whole(line.get("generation"))]
-    elapsed = (number(line.get("time/elapsed")) for line in metrics)
-    training = info["config"].get("training") or {}
-    run = RunRecord(
-        path=path,
-        info=info,
-        summary=summary,
-        agents=dict(sorted(agents.items())),
-        evolutions=evolutions,
-        exam_lines=[line for line in metrics if line.get("kind") == "eval"],
-        tests=_tests(metrics, summary),
-        elites=elites,
-        notes=[],
-        symptoms={},
-        seconds=number_or(summary.get("seconds"), max((s for s in elapsed if math.isfinite(s)), default=math.nan)),
-        price=number(training.get("price_per_hour") if price is None else price),
-    )
-    run.notes = list(_notes(run, metrics, incomplete))
-    rate = number(info.get("usual_rate"))
-    known = rate if math.isfinite(rate) else None
-    of_turns = (info["config"].get("environment") or {}).get("env_type") == "multiturn"
-    alarms = {} if of_turns else hacks_of_run(layout.completions)
-    for agent in run.agents.values():
-        agent.symptoms = [*alarms.get(agent.index, ()), *symptoms(agent.train, known)]
-    run.symptoms = told({a.index: a.symptoms for a in run.agents.values() if a.died is None})
-    return run
+        info = without_keys(read_run(path))  # a run of another version may name addresses with keys
+        layout = RunLayout(path)
+        summary = read_json(layout.summary) if layout.summary.exists() else {}
+        kinds: dict[str, list[Line]] = defaultdict(list)
+        elapsed = []
+        for line in read_lines(layout.metrics):
+            kinds[str(line.get("kind"))].append(line)
+            elapsed += [seconds] if math.isfinite(seconds := number(line.get("time/elapsed"))) else []
+        agents: dict[int, AgentRecord] = {}
+        elites = _read_lineage(layout, agents)
+        unassigned = _read_train(kinds["train"], agents)
+        _read_exams(kinds["eval"], agents)
+        training, environment = (info["config"].get(section) or {} for section in ("training", "environment"))
+        run = RunRecord(
+            path=path,
+            info=info,
+            summary=summary,
+            agents=dict(sorted(agents.items())),
+            evolutions=[line for line in kinds["evolution"] if _whole(line.get("generation")) is not None],
+            exam_lines=kinds["eval"],
+            tests=_tests(kinds["test"], summary),
+            elites=elites,
+            seconds=number_or(summary.get("seconds"), max(elapsed, default=math.nan)),
+            price=number(training.get("price_per_hour") if price is None else price),
+        )
+        run.notes = list(_notes(run, any(kinds.values()), unassigned))
+        rate = number(info.get("usual_rate"))
+        alarms = {} if environment.get("env_type") == "multiturn" else hacks_of_run(layout.completions)
+        for agent in run.agents.values():
+            known = symptoms(agent.train, rate if math.isfinite(rate) else None)
+            agent.symptoms = [*alarms.get(agent.index, ()), *known]
+        run.symptoms = told({a.index: a.symptoms for a in run.agents.values() if a.died is None})
+        return run
 
 
 def number(value: Any) -> float:
@@ -200,156 +198,150 @@ def number(value: Any) -> float:
         return math.inf if value > 0 else -math.inf
 
 
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def number_or(value: Any, default: float) -> float:
+    """Return a finite number, or ``default``."""
+    metric = number(value)
+    return metric if math.isfinite(metric) else default
 
 
-def _agent(agents: dict[int, AgentRecord], index: int) -> AgentRecord:
-    return agents.setdefault(index, AgentRecord(index))
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested settings by the names of the command line: ``training.pop_size``."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
-def _score(line: Mapping[str, Any], prefix: str = "", mean: str = "mean") -> Score:
-    n = line.get(f"{prefix}n")
-    return Score(number(line.get(f"{prefix}{mean}")), number(line.get(f"{prefix}stderr")), n if _whole(n) else 0)  # type: ignore[arg-type]
+def score_of(line: Mapping[str, Any], prefix: str = "", mean: str = "mean") -> Score:
+    """Return the score in a line of a file: ``mean``, ``stderr`` and ``n``, with a prefix."""
+    value, stderr, n = (line.get(f"{prefix}{name}") for name in (mean, "stderr", "n"))
+    return Score(number(value), number(stderr), _whole(n) or 0)
+
+
+def _whole(value: Any) -> int | None:
+    """Return a whole number of a file, None for anything else."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int, int]:
     """Fill ``agents`` from lineage.jsonl and return the elite of each generation."""
+    # Unlike hpo.lineage.family_tree, which computes with a whole lineage, it shows what there is of a damaged one.
     elites: dict[int, int] = {}
     exams: dict[int, dict[int, Exam]] = defaultdict(dict)
     for line in read_lines(layout.lineage):
         index, generation = line.get("agent"), line.get("generation")
         if not isinstance(index, int) or not isinstance(generation, int):
             continue
-        agent, event = _agent(agents, index), line.get("event")
-        if event == "birth":
-            parent = line.get("parent")
-            agent.parent = parent if _whole(parent) and parent != index else None
-            mate = line.get("mate")
-            agent.mate = mate if _whole(mate) else None
-            agent.born = generation
-            agent.hyperparameters = dict(line.get("hyperparameters") or {})
-        elif event == "mutation":
-            agent.mutations.append(line)
-        elif event == "verdict":
-            agent.verdicts.append((generation, str(line.get("reason", ""))))
-        elif event == "death":
-            agent.died, agent.reason = generation, str(line.get("reason", ""))
-        elif event == "elite":
-            elites[generation] = index
-        elif event == "fitness":
-            found = line.get("costs")
-            costs = found if isinstance(found, dict) else {}
-            exams[index].pop(generation, None)  # of an exam written twice, the last line counts, in its place
-            exams[index][generation] = Exam(
-                generation,
-                int(number_or(line.get("step"), generation)),
-                _score(line),
-                {name: _score(cost) for name, cost in costs.items() if isinstance(cost, dict)},
-            )
-            agent.tokens = {k: number(v) for k, v in (line.get("tokens") or {}).items()}
+        agent, reason = agents.setdefault(index, AgentRecord(index)), str(line.get("reason", ""))
+        match line.get("event"):
+            case "birth":
+                parent = _whole(line.get("parent"))
+                agent.parent, agent.mate = None if parent == index else parent, _whole(line.get("mate"))
+                agent.born, agent.hyperparameters = generation, dict(line.get("hyperparameters") or {})
+            case "mutation":
+                agent.mutations.append(line)
+            case "verdict":
+                agent.verdicts.append((generation, reason))
+            case "death":
+                agent.died, agent.reason = generation, reason
+            case "elite":
+                elites[generation] = index
+            case "fitness":
+                step, costs = int(number_or(line.get("step"), generation)), line.get("costs")
+                items = costs.items() if isinstance(costs, dict) else ()
+                vector = {name: score_of(cost) for name, cost in items if isinstance(cost, dict)}
+                # Of an exam written twice, the last line counts.
+                exams[index][generation] = Exam(generation, step, score_of(line), vector)
+                agent.tokens = {k: number(v) for k, v in (line.get("tokens") or {}).items()}
     for agent in agents.values():
-        agent.exams = list(exams.get(agent.index, {}).values())
-        agent.exams.sort(key=lambda exam: exam.step)
-        if agent.parent is not None and agent.parent not in agents:
-            agent.parent = None
+        agent.exams = sorted(exams[agent.index].values(), key=lambda exam: exam.step)
+        # The line of its parent's birth may be lost.
+        agent.parent = agent.parent if agent.parent in agents else None
     return elites
 
 
-def number_or(value: Any, default: float) -> float:
-    """Return a finite number, or ``default``."""
-    found = number(value)
-    return found if math.isfinite(found) else default
-
-
-def _read_train(metrics: list[dict[str, Any]], agents: dict[int, AgentRecord]) -> int:
+def _read_train(lines: Iterable[Line], agents: dict[int, AgentRecord]) -> int:
     """Fill in the train lines; return how many could not be assigned. Of a step written twice, the last line counts."""
-    lines: dict[int, dict[int, dict[str, Any]]] = defaultdict(dict)
-    incomplete = 0
-    for line in metrics:
-        if line.get("kind") != "train":
-            continue
-        if _whole(line.get("agent")) and _whole(line.get("step")):
-            lines[line["agent"]][line["step"]] = line
+    steps: dict[int, dict[int, Line]] = defaultdict(dict)
+    unassigned = 0
+    for line in lines:
+        if _whole(line.get("agent")) is None or _whole(line.get("step")) is None:
+            unassigned += 1
         else:
-            incomplete += 1
-    for index, steps in lines.items():
-        _agent(agents, index).train = [steps[step] for step in sorted(steps)]
-    return incomplete
+            steps[line["agent"]][line["step"]] = line
+    for index, of_agent in steps.items():
+        agents.setdefault(index, AgentRecord(index)).train = [of_agent[step] for step in sorted(of_agent)]
+    return unassigned
 
 
-def _read_exams(metrics: list[dict[str, Any]], agents: dict[int, AgentRecord]) -> None:
+def _read_exams(lines: Iterable[Line], agents: dict[int, AgentRecord]) -> None:
     """Fill in exams that are missing from the lineage, from the eval lines."""
-    known = {index: {exam.generation for exam in agent.exams} for index, agent in agents.items()}
-    for line in metrics:
-        if line.get("kind") != "eval" or not all(_whole(line.get(key)) for key in ("agent", "generation", "step")):
+    for line in lines:
+        index, generation, step = (_whole(line.get(key)) for key in ("agent", "generation", "step"))
+        if index is None or generation is None or step is None:
             continue
-        agent, generations = _agent(agents, line["agent"]), known.setdefault(line["agent"], set())
-        if line["generation"] not in generations:
-            generations.add(line["generation"])
+        agent = agents.setdefault(index, AgentRecord(index))
+        if generation not in {exam.generation for exam in agent.exams}:
             costs = {
-                name: _score({**line, "stderr": line.get(f"eval/{name}_stderr"), "n": line.get("eval/n")}, mean=key)
+                name: score_of({**line, "stderr": line.get(f"eval/{name}_stderr"), "n": line.get("eval/n")}, mean=key)
                 for name in UNITS
                 if (key := f"eval/{name}") in line
             }
-            score = _score(line, "eval/", "reward_mean")
-            agent.exams.append(Exam(line["generation"], line["step"], score, costs))
+            agent.exams.append(Exam(generation, step, score_of(line, "eval/", "reward_mean"), costs))
     for agent in agents.values():
         agent.exams.sort(key=lambda exam: exam.step)
 
 
-def _tests(metrics: list[dict[str, Any]], summary: dict[str, Any]) -> dict[str, tuple[int | None, Score]]:
-    tests: dict[str, tuple[int | None, Score]] = {}
+def _tests(lines: Iterable[Line], summary: Line) -> dict[str, tuple[int | None, Score]]:
     elite = (summary.get("elite") or {}).get("index")
-    for who, entry in (summary.get("test") or {}).items():
-        if isinstance(entry, dict):
-            agent = entry.get("agent", elite if who == "elite" else None)
-            tests[who] = (agent if _whole(agent) else None, _score(entry))
-    for line in metrics:
-        if line.get("kind") == "test":
-            agent = line.get("agent")
-            tests[str(line.get("who"))] = (agent if _whole(agent) else None, _score(line, "eval/", "reward_mean"))
+    tests = {
+        who: (_whole(entry.get("agent", elite if who == "elite" else None)), score_of(entry))
+        for who, entry in (summary.get("test") or {}).items()
+        if isinstance(entry, dict)
+    }
+    for line in lines:
+        tests[str(line.get("who"))] = _whole(line.get("agent")), score_of(line, "eval/", "reward_mean")
     return tests
 
 
-def _notes(run: RunRecord, metrics: list[dict[str, Any]], incomplete: int) -> Iterator[str]:
+def _notes(run: RunRecord, has_metrics: bool, unassigned: int) -> Iterator[str]:
     if not run.summary:
         yield "This run has not finished: there is no summary yet, and the report shows what is available so far."
     elif not run.is_finished:
         yield f"This run did not finish; its status is “{run.summary.get('status')}”."
-    if not metrics and any(agent.exams for agent in run.agents.values()):
+    if not has_metrics and any(agent.exams for agent in run.agents.values()):
         yield "metrics.jsonl is missing or empty, although there were exams: it was deleted, and there are no curves."
-    elif not metrics:
+    elif not has_metrics:
         yield "There are no metrics yet."
     if not run.agents:
         yield "There are no agents yet."
-    if incomplete:
-        yield f"{incomplete} train line(s) without agent or step were left out."
+    if unassigned:
+        yield f"{unassigned} train line(s) without agent or step were left out."
     for agent in run.agents.values():
-        yield from _agent_notes(agent)
+        if notes := "; ".join(_agent_notes(agent)):
+            yield f"Agent {agent.index}: {notes}."
 
 
 def _agent_notes(agent: AgentRecord) -> Iterator[str]:
-    broken: dict[str, list[int]] = defaultdict(list)
-    for line in agent.train:
-        for key, value in line.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                broken[key].append(line["step"])
-    said = []
+    broken = [
+        (key, line["step"])
+        for line in agent.train
+        for key, value in line.items()
+        if isinstance(value, float) and not math.isfinite(value)
+    ]
     if broken:
-        steps = sorted({step for found in broken.values() for step in found})
-        shown = ", ".join(map(str, steps[:6])) + (f" and {len(steps) - 6} more" if len(steps) > 6 else "")
-        said.append(f"{', '.join(sorted(broken))} not finite at step {shown}")
-    lost = [str(exam.generation) for exam in agent.exams if not math.isfinite(exam.score.mean)]
+        steps = sorted({step for _, step in broken})
+        first = ", ".join(map(str, steps[:6])) + (f" and {len(steps) - 6} more" if len(steps) > 6 else "")
+        yield f"{', '.join(sorted({key for key, _ in broken}))} not finite at step {first}"
+    lost = [str(exam.generation) for exam in agent.exams if not exam.score.is_finite]
     if lost:
-        said.append(f"fitness not finite in generation {', '.join(lost)}, so it ranked last")
-    for outcome, found in agent.trouble.items():
-        said.append(f"outcome {outcome} in {len(found)} iteration{'s' * (len(found) > 1)}, first at step {found[0]}")
-    skipped = max((number_or(line.get("skipped_steps"), 0) for line in agent.train), default=0)
+        yield f"fitness not finite in generation {', '.join(lost)}, so it ranked last"
+    for outcome, steps in agent.trouble.items():
+        yield f"outcome {outcome} in {len(steps)} iteration{'s' * (len(steps) > 1)}, first at step {steps[0]}"
+    skipped = int(max((number_or(line.get("skipped_steps"), 0) for line in agent.train), default=0))
     if skipped > 0:
-        said.append(f"{int(skipped)} optimizer step{'s' if skipped > 1 else ''} skipped")
-    if said:
-        yield f"Agent {agent.index}: {'; '.join(said)}."
+        yield f"{skipped} optimizer step{'s' * (skipped > 1)} skipped"
 
 
 # -- which agent descends from which, and its row in the family tree --------------------------------------------------
@@ -375,12 +367,13 @@ class Family:
 
     def line_nodes(self) -> list[tuple[int, int]]:
         """Return (agent, generation) along the winning lineage: an ancestor up to the birth of its child."""
-        nodes: list[tuple[int, int]] = []
-        for position, agent in enumerate(self.line):
-            child = self.line[position + 1] if position + 1 < len(self.line) else None
-            end = self.spans[child][0] if child is not None else math.inf
-            nodes += [(agent, generation) for generation in self.spans[agent] if generation < end]
-        return nodes
+        ends = [*(self.spans[child][0] for child in self.line[1:]), math.inf]
+        return [
+            (agent, generation)
+            for agent, end in zip(self.line, ends)
+            for generation in self.spans[agent]
+            if generation < end
+        ]
 
 
 def trace_family(run: RunRecord) -> Family:
@@ -412,16 +405,16 @@ def front_exams(run: RunRecord) -> dict[int, Exam]:
         i: Fitness(exam.score.mean, costs={name: Fitness(cost.mean) for name, cost in exam.costs.items()})
         for i, exam in present.items()
     }
-    # A finished run says itself, since it knows which agents were sick.
-    members = said_front(run) or pareto_front(fitness)
+    # A finished run lists its front, since it knows which agents were sick.
+    members = summary_front(run) or pareto_front(fitness)
     return {index: present[index] for index in members if index in present}
 
 
-def said_front(run: RunRecord) -> dict[int, dict[str, Any]]:
+def summary_front(run: RunRecord) -> dict[int, dict[str, Any]]:
     """Return the members of the front by agent, as the summary has them."""
-    said = run.summary.get("front")
-    found = [one for one in said if isinstance(one, dict)] if isinstance(said, list) else []
-    return {one["agent"]: one for one in found if _whole(one.get("agent"))}
+    front = run.summary.get("front")
+    members = [member for member in front if isinstance(member, dict)] if isinstance(front, list) else []
+    return {index: member for member in members if (index := _whole(member.get("agent"))) is not None}
 
 
 def hyperparameter_at(agent: AgentRecord, name: str, generation: int, run: RunRecord) -> Any:
@@ -442,11 +435,8 @@ def _spans(agents: dict[int, AgentRecord]) -> dict[int, list[int]]:
     spans: dict[int, list[int]] = {}
     # Parents have smaller indices, so the span of a parent is known when its untrained child needs it.
     for index, agent in agents.items():
-        found = agent.generations
-        if not found:
-            after = [spans[agent.parent][-1] + 1] if agent.parent in spans else []
-            found = [max([agent.born or 0, *after])]
-        spans[index] = found
+        after = [spans[agent.parent][-1] + 1] if agent.parent in spans else []
+        spans[index] = agent.generations or [max([agent.born or 0, *after])]
     return spans
 
 
@@ -454,8 +444,8 @@ def _winner(run: RunRecord) -> int | None:
     index = (run.summary.get("elite") or {}).get("index")
     if index in run.agents:
         return int(index)
-    if run.elites and run.elites[max(run.elites)] in run.agents:
-        return run.elites[max(run.elites)]
+    if run.elites and (elite := run.elites[max(run.elites)]) in run.agents:
+        return elite
     best = [(agent.best.score.mean, index) for index, agent in run.agents.items() if agent.best is not None]
     return max(best)[1] if best else None
 
@@ -467,16 +457,14 @@ def _rows(agents: dict[int, AgentRecord], spans: dict[int, list[int]], line: lis
     """Give each agent a row for its whole life: near its parent's, the winning lineage placed first."""
     rows: dict[int, int] = {}
     ends: list[float] = []
-    order = sorted(spans, key=lambda index: (spans[index][0], index not in line, index))
-    for index in order:
+    for index in sorted(spans, key=lambda index: (spans[index][0], index not in line, index)):
         start, end = spans[index][0], spans[index][-1]
         parent = agents[index].parent
         wanted = len(ends) if parent is None else rows.get(parent, len(ends))
-        free = [row for row, busy in enumerate(ends) if busy < start]
-        if free:
-            row = min(free, key=lambda row: (abs(row - wanted), row))
-        else:
-            row = len(ends)
+        # A row is free again in the generation after its agent's last.
+        free = [row for row, last in enumerate(ends) if last < start]
+        row = min(free, key=lambda row: (abs(row - wanted), row), default=len(ends))
+        if row == len(ends):
             if row == _MOST_AT_ONCE:
                 raise CheckpointError(f"expected at most {_MOST_AT_ONCE:,} agents at once in lineage.jsonl, found more")
             ends.append(-math.inf)

@@ -3,12 +3,11 @@
 import base64
 import gzip
 import hashlib
-import json
 import math
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
 from importlib.resources import files
@@ -17,26 +16,27 @@ from typing import Any, TypeVar
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
 from agilerl.arguments import Count, Location, Positive, checked, shown
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.planning.footprint import money
 from agilerl.report import figures, life
-from agilerl.report.figures import row_colour, short_value, tree_figure, tree_width
+from agilerl.report.figures import row_colour
+from agilerl.report.life import short_value
 from agilerl.report.load import (
-    AgentRecord,
     Family,
     RunRecord,
-    Score,
     check_different,
     cost_names,
+    flat,
     front_exams,
     hyperparameter_at,
     load_run,
     number,
     number_or,
-    said_front,
+    summary_front,
     trace_family,
 )
 from agilerl.runs import RunLayout
@@ -60,11 +60,10 @@ def build_report(
         raise CheckpointError("expected at least one run directory for the report, found none.")
     check_different(run_dirs)
     runs = [load_run(Path(path), price) for path in run_dirs]
-    html = render(runs, reload)
-    out = Path(out)
+    html, out = render(runs, reload), Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
+    except OSError as error:  # the path may be longer than any message
         raise WriteError(f"{shown(str(out))} could not be written: {error.strerror or error}.") from error
     write_text(out, html)
     return out
@@ -72,15 +71,13 @@ def build_report(
 
 def render(runs: Sequence[RunRecord], reload: int | None = None) -> str:
     """Return the page as a string."""
-    y_range = _common_range(runs)
+    y_range, names = _common_range(runs), [run.name for run in runs]
+    names = [name if names.count(name) == 1 else str(run.path) for name, run in zip(names, runs)]
     views = []
-    for position, run in enumerate(runs):
+    for position, (run, name) in enumerate(zip(runs, names)):
         with as_written(run.path):
-            views.append(_view(position, run, y_range))
+            views.append({"name": name, **_view(position, run, y_range)})
     library, script = _resource("plotly/plotly-basic.min.js"), inline_script(_resource("script.js.jinja"))
-    names = _distinct_names(runs)
-    for view, name in zip(views, names):
-        view["name"] = name
     return _page().render(
         title="agilerl: " + ", ".join(names),
         runs=views,
@@ -108,10 +105,7 @@ def _page() -> Template:
 
 def script_json(value: Any) -> Markup:
     """Return JSON that is safe inside a script element: no ``<``, ``>``, ``&`` or line separator remains in it."""
-    text = json.dumps(_finite(value), allow_nan=False, separators=(",", ":"))
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Markup(text)
+    return htmlsafe_json_dumps(_finite(value), allow_nan=False, separators=(",", ":"))
 
 
 def _finite(value: Any) -> Any:
@@ -134,96 +128,74 @@ def inline_script(code: str) -> str:
     return re.sub(r"</(script)", r"<\\/\1", code, flags=re.IGNORECASE)
 
 
-_DRAWN = {
-    "fitness": "Fitness by step",
-    "tree": "Family tree; the table Lineage says the same",
-    "importance": "Rank correlation of each hyperparameter with the gain that followed",
-    "parallel": "Each agent's last hyperparameters and its last fitness",
-    "throughput": "Tokens per second by step",
-    "time": "Seconds of each phase by generation",
-}
-
-
 def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) -> dict[str, Any]:
     """Return everything that the template shows about one run."""
     family = trace_family(run)
-    samples = sample_groups(run)
     moving, constant = figures.hyperparameter_names(run)
-    drawn = {
-        "fitness": figures.fitness_figure(run, family, y_range=y_range),
-        "tree": tree_figure(run, family),
-        "importance": figures.importance_figure(run, moving),
-        "parallel": figures.parallel_figure(run, family, moving),
-        "throughput": figures.throughput_figure(run),
-        "time": figures.time_figure(run),
-    }
-    costs = {name: figures.objective_figure(run, family, name) for name in cost_names(run)}
-    curves = {title: figures.curve_figure(run, family, metric) for metric, title in figures.CURVES.items()}
-    hyper = {name: figures.hyperparameter_figure(run, family, name) for name in moving}
-    charts = {f"{key}-{position}": figure for key, figure in drawn.items() if figure is not None}
-    titles = {f"{key}-{position}": _DRAWN[key] for key in drawn}
-    curve_ids: dict[str, str] = {}
-    hyper_ids: dict[str, str] = {}
-    cost_ids: dict[str, str] = {}
-    groups = ((curve_ids, curves, "curve"), (hyper_ids, hyper, "hyper"), (cost_ids, costs, "objective"))
-    for ids, group, prefix in groups:
-        for place, (title, figure) in enumerate(group.items()):
+    charts: dict[str, figures.Figure] = {}
+    labels: dict[str, str] = {}
+
+    def draw(key: str, title: str, figure: figures.Figure | None) -> None:
+        if figure is not None:
+            charts[f"{key}-{position}"] = figure
+            labels[f"{key}-{position}"] = figures.described(title, figure)
+
+    def draw_all(key: str, drawn: Iterable[tuple[str, figures.Figure | None]]) -> dict[str, str]:
+        """Return where charts are in the page, by their titles."""
+        ids = {}
+        for count, (title, figure) in enumerate(drawn):
+            draw(f"{key}{count}", title, figure)
             if figure is not None:
-                ids[title] = f"{prefix}{place}-{position}"
-                charts[ids[title]] = figure
-                titles[ids[title]] = title
+                ids[title] = f"{key}{count}-{position}"
+        return ids
+
+    gain = "Rank correlation of each hyperparameter with the gain that followed"
+    last = "Each agent's last hyperparameters and its last fitness"
+    draw("fitness", "Fitness by step", figures.fitness_figure(run, family, y_range=y_range))
+    draw("tree", "Family tree; the table Lineage says the same", figures.tree_figure(run, family))
+    draw("importance", gain, figures.importance_figure(run, moving))
+    draw("parallel", last, figures.parallel_figure(run, family, moving))
+    draw("throughput", "Tokens per second by step", figures.throughput_figure(run))
+    draw("time", "Seconds of each phase by generation", figures.time_figure(run))
+    curves = ((title, figures.curve_figure(run, family, metric)) for metric, title in figures.CURVES.items())
+    genes = ((name, figures.hyperparameter_figure(run, family, name)) for name in moving)
+    costs = ((name, figures.objective_figure(run, family, name)) for name in cost_names(run))
+    lineage = lineage_table(run, family)
     return {
         "position": position,
-        "path": str(run.path),
-        "finished": run.is_finished,
-        "notes": run.notes,
-        "symptoms": run.symptoms,
+        "record": run,
+        "family": family,
+        "samples": sample_groups(run),
         "verdict": verdict(run, family),
         "facts": facts(run),
         "answers": _answers(run),
-        "charts": charts,
-        "labels": {key: figures.described(titles[key], figure) for key, figure in charts.items()},
-        "agents": agent_pages(run, family),
+        "agents": agent_pages(run, family, lineage),
         "phases": phase_table(run),
-        "curves": curve_ids,
-        "objectives": cost_ids,
+        "curves": draw_all("curve", curves),
+        "hyperparameters": draw_all("hyper", genes),
+        "objectives": draw_all("objective", costs),
+        "charts": charts,
+        "labels": labels,
         "front": front_table(run, family),
-        "hyperparameters": hyper_ids,
         "constant": constant,
-        "rows": _rows(family),
-        "winner": family.winner,
-        "line": family.line,
-        "tree_width": tree_width(family),
-        "samples": samples,
-        "lineage": lineage_table(run, family),
+        "rows": [row_colour(row) for row in range(min(family.height, 10))],
+        "tree_width": figures.tree_width(family),
+        "lineage": lineage,
         "configuration": configuration(run),
     }
-
-
-def _rows(family: Family) -> list[str]:
-    return [figures.row_colour(row) for row in range(min(family.height, 10))]
 
 
 def _common_range(runs: Sequence[RunRecord]) -> tuple[float, float] | None:
     """Return one fitness range for all runs, so that curves side by side can be compared by eye."""
     scores = [exam.score for run in runs for agent in run.agents.values() for exam in agent.exams]
     scores += [run.tests["base"][1] for run in runs if "base" in run.tests and scores]
-    ends = [
-        score.mean + sign * number_or(score.stderr, 0.0)
-        for score in scores
-        for sign in (-1, 1)
-        if math.isfinite(score.mean)
-    ]
-    if not ends or len(runs) == 1:
+    finite = [(score.mean, number_or(score.stderr, 0.0)) for score in scores if score.is_finite]
+    if not finite or len(runs) == 1:
         return None
-    margin = 0.05 * (max(ends) - min(ends) or 1.0)
-    low, high = min(ends) - margin, max(ends) + margin
+    low, high = min(mean - error for mean, error in finite), max(mean + error for mean, error in finite)
+    margin = 0.05 * (high - low or 1.0)
+    low, high = low - margin, high + margin
     return (low, high) if math.isfinite(high - low) else None  # then each figure finds its own range
-
-
-def _distinct_names(runs: Sequence[RunRecord]) -> list[str]:
-    names = [run.name for run in runs]
-    return [name if names.count(name) == 1 else str(run.path) for name, run in zip(names, runs)]
 
 
 def _resource(name: str) -> str:
@@ -264,6 +236,7 @@ def sample_groups(run: RunRecord) -> list[dict[str, Any]]:
     ):
         run.notes.append(lost)
     groups: list[dict[str, Any]] = []
+    # The page holds them all, so their number is limited, whatever the length of the run.
     steps = _evenly(completion_steps(folder), _MOST_STEPS)
     for step in steps:
         try:
@@ -271,44 +244,33 @@ def sample_groups(run: RunRecord) -> list[dict[str, Any]]:
         except CheckpointError as error:
             run.notes.append(str(error))
             continue
-        grouped: dict[int, dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+        of_agents: dict[int, dict[int, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
         for row in rows:
-            grouped[row["agent"]][row["group"]].append(row)
-        room = max(1, min(_MOST_GROUPS_A_STEP, _MOST_GROUPS // (len(steps) * max(1, len(grouped)))))
-        for agent in sorted(grouped):
-            for group in _evenly(sorted(grouped[agent]), room):
-                groups.append(_group(grouped[agent][group]))
+            of_agents[row["agent"]][row["group"]].append(row)
+        room = max(1, min(_MOST_GROUPS_A_STEP, _MOST_GROUPS // (len(steps) * max(1, len(of_agents)))))
+        for _, grouped in sorted(of_agents.items()):
+            groups += [_group(grouped[group]) for group in _evenly(sorted(grouped), room)]
     return groups
 
 
 def _group(rows: list[dict[str, Any]]) -> dict[str, Any]:
     graded = sorted((row for row in rows if math.isfinite(number(row["reward"]))), key=lambda row: -row["reward"])
-    shown = [graded[0], graded[-1]] if graded else rows[:2]
-    same = len(shown) < 2 or shown[0] is shown[1]
-    first = rows[0]
+    first, best, worst = rows[0], (graded or rows)[0], graded[-1] if graded else rows[:2][-1]
     return {
-        "step": first["step"],
-        "generation": first["generation"],
-        "agent": first["agent"],
-        "group": first["group"],
+        **{name: first[name] for name in ("step", "generation", "agent", "group")},
         "prompt": _cut(first["prompt"]),
         "answer": _cut(first["answer"]),
         "size": len(rows),
         "mean": sum(row["reward"] for row in graded) / len(graded) if graded else None,
         "spread": graded[0]["reward"] - graded[-1]["reward"] if graded else 0,
-        "best": _shown(shown[0]),
-        "worst": None if same else _shown(shown[1]),
+        "best": _completion(best),
+        "worst": None if worst is best else _completion(worst),
     }
 
 
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    reward = number(row["reward"])
-    return {
-        "text": _cut(row["completion"]),
-        "reward": reward if math.isfinite(reward) else None,
-        "length": row["length"],
-        "finish": row["finish_reason"],
-    }
+def _completion(row: dict[str, Any]) -> dict[str, Any]:
+    reward = row["reward"] if math.isfinite(number(row["reward"])) else None
+    return {"text": _cut(row["completion"]), "reward": reward, "length": row["length"], "finish": row["finish_reason"]}
 
 
 def _cut(text: str | None) -> str:
@@ -344,35 +306,34 @@ def verdict(run: RunRecord, family: Family) -> dict[str, Any]:
     """
     known = {who: run.tests[who] for who in _WHO if who in run.tests}
     accuracy = bool(known) and all(score.is_accuracy for _, score in known.values())
-    means = [score.mean for _, score in known.values() if math.isfinite(score.mean)]
+    means = [score.mean for _, score in known.values() if score.is_finite]
     bottom = min([0.0, *means])
     top = max([1.0 if bottom == 0.0 else 0.0, *means])
 
-    def place(value: float) -> float:
+    def percent(value: float) -> float:
         """Return the percentage of the bar's width at which a value lies; halves: large differences are infinite."""
         return 100 * min(max((value / 2 - bottom / 2) / ((top / 2 - bottom / 2) or 1.0), 0.0), 1.0)
 
     bars = []
     for who, (agent, score) in known.items():
-        label = _WHO[who] + (f" (agent {agent})" if agent is not None else "")
         mean, error = number_or(score.mean, 0.0), number_or(score.stderr, 0.0)
-        ends = sorted((place(0.0), place(mean)))
-        low, high = place(mean - error), place(mean + error)
+        left, right = sorted((percent(0.0), percent(mean)))
+        low, high = percent(mean - error), percent(mean + error)
         bars.append(
             {
                 "who": who,
-                "label": label,
+                "label": _WHO[who] + (f" (agent {agent})" if agent is not None else ""),
                 "value": _value(score.mean, accuracy),
                 "error": _value(score.stderr, accuracy),
                 "n": score.n,
-                "left": round(ends[0], 2),
-                "width": round(ends[1] - ends[0], 2),
+                "left": round(left, 2),
+                "width": round(right - left, 2),
                 "low": round(low, 2),
                 "span": round(high - low, 2),
             }
         )
     unit = "test accuracy" if accuracy else "mean test reward"
-    zero = round(place(0.0), 2) if bottom < 0 else None
+    zero = round(percent(0.0), 2) if bottom < 0 else None
     return {"sentence": _sentence(run, family, accuracy), "unit": unit, "bars": bars, "zero": zero}
 
 
@@ -397,61 +358,58 @@ def _sentence(run: RunRecord, family: Family, accuracy: bool) -> str:
 
 def _answers(run: RunRecord) -> list[list[str]]:
     """Return cells for the first test questions: question, right answer, the base's answer, the elite's."""
-    listed = run.summary.get("answers")
-    entries = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
+    answers = run.summary.get("answers")
+    entries = [entry for entry in answers if isinstance(entry, dict)] if isinstance(answers, list) else []
 
     def scored(answer: Any) -> str:
         if not isinstance(answer, dict):
             return "–"
-        score = number_or(answer.get("score"), math.nan)
+        score = number(answer.get("score"))
         return f"{answer.get('text', '')}{f' ({score:.3g})' if math.isfinite(score) else ''}"
 
     return [
         [
-            *(_cut(str(one.get(key) or "–")) for key in ("question", "answer")),
-            *(_cut(scored(one.get(who))) for who in ("base", "elite")),
+            *(_cut(str(entry.get(key) or "–")) for key in ("question", "answer")),
+            *(_cut(scored(entry.get(who))) for who in ("base", "elite")),
         ]
-        for one in entries[:10]
+        for entry in entries[:10]
     ]
 
 
 def facts(run: RunRecord) -> dict[str, str]:
     """Return the known facts about the run, by label."""
-    config, summary, info = run.info["config"], run.summary, run.info
+    summary, info = run.summary, run.info
+    environment, training, network, algorithm = (
+        info["config"].get(section) or {} for section in ("environment", "training", "network", "algorithm")
+    )
     tokens = summary.get("tokens") or _tokens(run)
     hardware = info.get("hardware") or {}
     devices = [str(device.get("name")) for device in hardware.get("cuda") or []]
-    generations = sorted({g for agent in run.agents.values() for g in agent.generations})
-    found = {
-        "Status": "finished" if run.is_finished else str(summary.get("status", "not finished")),
-        "Algorithm": _first(config, "algorithm.name"),
-        "Population": _population(_first(config, "training.pop_size"), str(summary.get("agents") or "")),
-        "Generations": str(summary.get("generations") or len(generations) or ""),
-        "Agents in total": str(len(run.agents) or ""),
+    generations = {g for agent in run.agents.values() for g in agent.generations}
+    began, left = training.get("pop_size") or "", summary.get("agents") or ""
+    peak = max((number_or(line.get("memory/peak"), 0.0) for a in run.agents.values() for line in a.train), default=0.0)
+    named = {
+        "Status": "finished" if run.is_finished else summary.get("status", "not finished"),
+        "Algorithm": algorithm.get("name"),
+        "Population": f"{began}, at the end {left}" if began and left and began != left else began or left,
+        "Generations": summary.get("generations") or len(generations),
+        "Agents in total": len(run.agents),
         "Seed": str(info["seed"]),
         "Duration": _duration(run.seconds),
         "Cost": _cost(run, tokens),
         **{f"Tokens {kind}": f"{int(count):,}" for kind, count in tokens.items() if math.isfinite(number(count))},
-        "Peak memory": _peak_memory(run),
+        "Peak memory": f"{peak / 2**30:.2f} GiB" if peak else "",
         "Started": info["started"][:16].replace("T", " ") + " UTC",
-        "Task": _first(
-            config,
-            "environment.env_id",
-            "environment.task",
-            "environment.dataset.path",
-            "environment.name",
-            "environment.env_type",
-        ),
-        "Model": _first(config, "network.pretrained_model_name_or_path", "model.name"),
-        "Hardware": ", ".join(devices) or _cpu(hardware),
+        "Task": environment.get("env_id")
+        or environment.get("task")
+        or next((part["path"] for part in environment.get("dataset") or []), None)
+        or environment.get("env_type"),
+        "Model": network.get("pretrained_model_name_or_path"),
+        "Hardware": ", ".join(devices)
+        or (f"{hardware['cpu']}, {hardware.get('cores')} cores" if hardware.get("cpu") else ""),
         "Command": " ".join(map(str, info["command"])),
     }
-    return {label: text for label, text in found.items() if text}
-
-
-def _population(first: str, last: str) -> str:
-    """Return how many agents began, and how many were left if that differs."""
-    return f"{first}, at the end {last}" if first and last and first != last else first or last
+    return {label: str(text) for label, text in named.items() if text}
 
 
 def configuration(run: RunRecord) -> dict[str, str]:
@@ -476,29 +434,26 @@ def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
             "parent": life.parents(agent),
             "lived": f"{family.spans[index][0]} to {family.spans[index][-1]}",
             "died": "" if agent.died is None else f"{agent.died}: {agent.reason}" if agent.reason else str(agent.died),
-            "changes": _changes(agent),
+            "changes": "; ".join(map(life.changed, agent.mutations)),
             "fitness": life.plus(agent.best.score) if agent.best else "none" if not agent.exams else "not finite",
             "steps": ", ".join([str(len(agent.train)), *(f"{len(at)} {what}" for what, at in agent.trouble.items())]),
-            "trained": f"{int(agent.tokens['trained']):,}"
-            if math.isfinite(agent.tokens.get("trained", math.nan))
-            else "",
+            "trained": f"{int(tokens):,}" if math.isfinite(tokens := agent.tokens.get("trained", math.nan)) else "",
             "hyperparameters": ", ".join(f"{k} {short_value(v)}" for k, v in sorted(agent.hyperparameters.items())),
         }
         for index, agent in run.agents.items()
     ]
 
 
-def agent_pages(run: RunRecord, family: Family) -> list[dict[str, Any]]:
-    """Return what the page shows about an agent that is clicked: whence it came, what it was, what became of it."""
-    table = {row["agent"]: row for row in lineage_table(run, family)}
+def agent_pages(run: RunRecord, family: Family, lineage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return what the page shows about an agent that is clicked; ``lineage`` are the rows of the table."""
     places = life.places(run)
-    facts_shown = {"Generations": "lived", "Best fitness": "fitness", "Steps": "steps", "Tokens trained": "trained"}
+    labels = {"Generations": "lived", "Best fitness": "fitness", "Steps": "steps", "Tokens trained": "trained"}
     return [
         {
             "agent": index,
-            "colour": table[index]["colour"],
+            "colour": row["colour"],
             "winner": index == family.winner,
-            "facts": [[label, table[index][key]] for label, key in facts_shown.items() if table[index][key]],
+            "facts": [[label, row[key]] for label, key in labels.items() if row[key]],
             "parents": [parent for parent in (agent.parent, agent.mate) if parent in run.agents],
             "children": [i for i, other in run.agents.items() if index in (other.parent, other.mate)],
             "genes": [
@@ -511,66 +466,56 @@ def agent_pages(run: RunRecord, family: Family) -> list[dict[str, Any]]:
                 for exam in agent.exams
             ],
         }
-        for index, agent in run.agents.items()
+        for (index, agent), row in zip(run.agents.items(), lineage)
     ]
 
 
 def phase_table(run: RunRecord) -> list[tuple[str, str, str]]:
     """Return the phases of the run with their seconds and their share of all that was timed."""
-    seconds = {phase: sum(found.values()) for phase, found in figures.phase_seconds(run).items()}
-    total = sum(seconds.values()) or 1.0
-    return [(phase, f"{found:,.4g} s", f"{100 * (found / total):.1f} %") for phase, found in seconds.items()]
+    phases = {phase: sum(seconds.values()) for phase, seconds in figures.phase_seconds(run).items()}
+    total = sum(phases.values()) or 1.0
+    return [(phase, f"{seconds:,.4g} s", f"{100 * (seconds / total):.1f} %") for phase, seconds in phases.items()]
 
 
 def front_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
     """Return one row per agent on the front of the last generation, best reward first."""
-    said = said_front(run)
+    listed = summary_front(run)
     return [
         {
             "agent": index,
             "colour": row_colour(family.rows[index]),
             "winning": index == family.winner,
             "reward": life.plus(exam.score),
-            "costs": [_short_plus(exam.costs[name]) for name in cost_names(run)],
+            "costs": [life.plus(exam.costs[name], ".4g", ".2g") for name in cost_names(run)],
             "hyperparameters": ", ".join(
                 f"{name} {short_value(hyperparameter_at(run.agents[index], name, exam.generation - 1, run))}"
                 for name in sorted(run.agents[index].hyperparameters)
             ),
-            "adapter": str(said.get(index, {}).get("adapter", "")),
+            "adapter": str(listed.get(index, {}).get("adapter", "")),
         }
         for index, exam in front_exams(run).items()
     ]
 
 
-def _short_plus(score: Score) -> str:
-    """Return a cost with its error: of any size, so in significant digits."""
-    error = f" ± {score.stderr:.2g}" if math.isfinite(score.stderr) else ""
-    return f"{score.mean:.4g}{error}" if math.isfinite(score.mean) else "not finite"
-
-
 def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
     """Return {names, rows} of a table that compares several runs, with the settings that differ."""
-    rows: list[tuple[str, list[str]]] = []
-    for who, label in _WHO.items():
-        cells = [life.plus(run.tests[who][1]) if who in run.tests else "" for run in runs]
-        if any(cells):
-            rows.append((f"Test: {label}", cells))
-    all_facts = [facts(run) for run in runs]
-    labels = ["Status", "Population", "Generations", "Seed", "Duration", "Cost", "Tokens generated", "Tokens trained"]
-    for label in labels:
-        cells = [found.get(label, "") for found in all_facts]
-        if any(cells) or label != "Cost":  # only of runs with a price
+    tests = [{f"Test: {_WHO[who]}": life.plus(run.tests[who][1]) for who in _WHO if who in run.tests} for run in runs]
+    known = [facts(run) | scores for run, scores in zip(runs, tests)]
+    rows = []
+    for label in (*(f"Test: {who}" for who in _WHO.values()), *_COMPARED):
+        cells = [of_run.get(label, "") for of_run in known]
+        if any(cells) or (label in _COMPARED and label != "Cost"):  # only of runs with a price
             rows.append((label, cells))
-    flat = [_flatten(run.info["config"]) for run in runs]
-    for key in sorted({key for found in flat for key in found}):
-        cells = [str(found.get(key, "not set")) for found in flat]
+    settings = [dict(flat(run.info["config"])) for run in runs]
+    for key in sorted({key for of_run in settings for key in of_run}):
+        cells = [str(of_run.get(key, "not set")) for of_run in settings]
         if len(set(cells)) > 1:
             rows.append((key, cells))
     return {"names": list(names), "rows": rows}
 
 
-def _changes(agent: AgentRecord) -> str:
-    return "; ".join(map(life.changed, agent.mutations))
+_COMPARED = ("Status", "Population", "Generations", "Seed", "Duration", "Cost", "Tokens generated", "Tokens trained")
+"""The facts in the table that compares runs."""
 
 
 def _value(value: float, accuracy: bool) -> str:
@@ -579,36 +524,18 @@ def _value(value: float, accuracy: bool) -> str:
     return f"{100 * value:.1f} %" if accuracy else f"{value:.3f}"
 
 
-def _first(config: Mapping[str, Any], *paths: str) -> str:
-    for path in paths:
-        value: Any = config
-        for key in path.split("."):
-            if isinstance(value, list):  # the first of several datasets
-                value = value[0] if value else None
-            value = value.get(key) if isinstance(value, Mapping) else None
-        if value is not None:
-            return str(value)
-    return ""
-
-
-def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    if isinstance(value, Mapping) and value:
-        return {k: v for key in value for k, v in _flatten(value[key], f"{prefix}.{key}".lstrip(".")).items()}
-    return {prefix: value}
-
-
 def _tokens(run: RunRecord) -> dict[str, float]:
+    """Return the tokens of all agents so far, by kind."""
     kinds = ("generated", "trained", "evaluated")
     sums = {kind: sum(number(a.tokens.get(kind)) for a in run.agents.values() if kind in a.tokens) for kind in kinds}
     return {kind: count for kind, count in sums.items() if count}
 
 
-def _duration(seconds: Any) -> str:
-    value = number(seconds)
-    if not math.isfinite(value):
+def _duration(seconds: float) -> str:
+    if not math.isfinite(seconds):
         return ""
     longest = timedelta.max.total_seconds()
-    return str(timedelta(seconds=round(value))) if abs(value) < longest else f"{value:.3g} s"
+    return str(timedelta(seconds=round(seconds))) if abs(seconds) < longest else f"{seconds:.3g} s"
 
 
 def _cost(run: RunRecord, tokens: Mapping[str, Any]) -> str:
@@ -619,15 +546,3 @@ def _cost(run: RunRecord, tokens: Mapping[str, Any]) -> str:
     total = math.fsum(number_or(count, 0.0) for count in tokens.values())
     each = f"; {money(1e6 * cost / total)} a million tokens" if total >= 1 else ""
     return f"{money(cost)} ({run.price:g} an hour{each})"
-
-
-def _peak_memory(run: RunRecord) -> str:
-    peaks = [number(line.get("memory/peak")) for agent in run.agents.values() for line in agent.train]
-    peak = max((p for p in peaks if math.isfinite(p)), default=0.0)
-    return f"{peak / 2**30:.2f} GiB" if peak else ""
-
-
-def _cpu(hardware: Mapping[str, Any]) -> str:
-    if not hardware.get("cpu"):
-        return ""
-    return f"{hardware['cpu']}, {hardware.get('cores')} cores"

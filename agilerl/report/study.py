@@ -1,12 +1,13 @@
 """A run as an Optuna study, for its dashboard and its plots: each agent a trial."""
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from agilerl.arguments import Location, Name, checked, shown
 from agilerl.errors import ConfigError, how_to_install
-from agilerl.hpo.lineage import Life, family_tree
+from agilerl.hpo.lineage import family_tree
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.directory import as_written
 from agilerl.runs.strict_json import read_json
@@ -27,9 +28,9 @@ def export_study(run: Location, storage: Name, name: Name | None = None) -> int:
     except ImportError as error:
         raise ConfigError(f"the export needs optuna, which is not installed; {how_to_install('optuna')}") from error
     run = Path(run)
-    layout, config = RunLayout(run), read_run(run)["config"]
+    config = read_run(run)["config"]
     with as_written(run):
-        trials = _trials(layout)
+        trials = _trials(RunLayout(run))
     name = run.resolve().name if name is None else name
     try:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -49,14 +50,16 @@ def export_study(run: Location, storage: Name, name: Name | None = None) -> int:
 
 def _trials(layout: RunLayout) -> list[Any]:
     """Return a trial for each agent of a run."""
-    import optuna
+    from optuna.trial import TrialState, create_trial
 
     lives = family_tree(read_lines(layout.lineage))
     summary = read_json(layout.summary) if layout.summary.exists() else {}
     elite = (summary.get("elite") or {}).get("index")
-    spans = {
-        gene: _span(gene, lives.values()) for gene in sorted({g for life in lives.values() for g in life.values()})
-    }
+    columns: dict[str, list[Any]] = defaultdict(list)
+    for life in lives.values():
+        for gene, value in life.values().items():
+            columns[gene].append(value)
+    spans = {gene: _span(values) for gene, values in columns.items()}
     trials = []
     for life in lives.values():
         exams = {int(e.tokens.get("trained", e.step)): e.mean for e in life.exams if e.mean is not None}
@@ -64,10 +67,10 @@ def _trials(layout: RunLayout) -> list[Any]:
         attributes |= {"reason": life.reason} if life.died is not None else {}
         if life.agent == elite:
             attributes |= {"elite": True, "test": summary["test"]["elite"]["mean"]}
-        state = optuna.trial.TrialState.PRUNED if life.died is not None else optuna.trial.TrialState.COMPLETE
+        state = TrialState.PRUNED if life.died is not None else TrialState.COMPLETE
         trials.append(
-            optuna.trial.create_trial(
-                state=state if exams else optuna.trial.TrialState.FAIL,
+            create_trial(
+                state=state if exams else TrialState.FAIL,
                 value=list(exams.values())[-1] if exams else None,
                 params=life.values(),
                 distributions={gene: spans[gene] for gene in life.values()},
@@ -78,14 +81,13 @@ def _trials(layout: RunLayout) -> list[Any]:
     return trials
 
 
-def _span(gene: str, lives: Iterable[Life]) -> Any:
+def _span(values: Sequence[Any]) -> Any:
     """Return a distribution that contains all values of a gene: from the least number to the largest, or choices."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
-    values: list[Any] = [life.values()[gene] for life in lives if gene in life.values()]
     if any(isinstance(value, (str, bool)) for value in values):
         return CategoricalDistribution(sorted(set(values), key=str))
     low, high = min(values), max(values)
     if all(isinstance(value, int) for value in values):
-        return IntDistribution(int(low), int(high))
-    return FloatDistribution(float(low), float(high), log=low > 0 and high > low)
+        return IntDistribution(low, high)
+    return FloatDistribution(low, high, log=low > 0 and high > low)

@@ -9,7 +9,7 @@ import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from agilerl.bounds import check_file, memory_bytes
@@ -31,7 +31,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     Raises WriteError if the file cannot be written; the old content is unchanged then.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with _writing(path):
+    with writing(path):
         try:
             temporary.unlink(missing_ok=True)
             with open(temporary, "xb") as file:
@@ -69,7 +69,7 @@ def commit_folder(
     if os.path.lexists(target) and not overwrite:
         raise CheckpointError(f"{target} already exists, and a committed folder is never overwritten.")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    with _writing(target):
+    with writing(target):
         try:
             if temporary.exists():
                 shutil.rmtree(temporary)
@@ -95,31 +95,32 @@ def verify_folder(folder: Path) -> dict[str, Any]:
     or different content.
     """
     manifest = _read_manifest(folder)
-    try:
-        found = _list_files(folder) - {MANIFEST}
-        for name in sorted(found | set(manifest)):
-            if name not in manifest:
-                raise CheckpointError(f"{folder / name} is not in the manifest of {folder}: it does not belong there.")
-            if name not in found:
-                raise CheckpointError(f"{folder / name} is missing, but the manifest of {folder} lists it.")
-            _compare(folder / name, manifest[name])
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error} ({error.filename}).") from error
+    with reading(folder):
+        files = _list_files(folder) - {MANIFEST}
+    for name in sorted(files | set(manifest)):
+        if name not in manifest:
+            raise CheckpointError(f"{folder / name} is not in the manifest of {folder}: it does not belong there.")
+        if name not in files:
+            raise CheckpointError(f"{folder / name} is missing, but the manifest of {folder} lists it.")
+        path = folder / name
+        with reading(path):
+            check_file(path, memory_bytes(), error=CheckpointError)  # a larger one could not be loaded
+            entry = _entry(path)
+        if entry != manifest[name]:
+            raise CheckpointError(f"{path} should have {manifest[name]}, found {entry}; the file is damaged.")
     return manifest
 
 
 def add_file(folder: Path, name: str, text: str) -> None:
     """Write a UTF-8 text file into a committed folder, and enter it in the manifest of the folder."""
     write_text(folder / name, text)
-    data = text.encode()
-    entry = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    write_json(folder / MANIFEST, {**_read_manifest(folder), name: entry})
+    write_json(folder / MANIFEST, {**_read_manifest(folder), name: _entry(folder / name)})
 
 
 def remove_folder(folder: Path) -> None:
     """Delete a folder; if the process dies half-way, no half-deleted folder is left under its name."""
     doomed = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    with _writing(folder):
+    with writing(folder):
         if doomed.exists():
             shutil.rmtree(doomed)
         os.rename(folder, doomed)
@@ -128,10 +129,8 @@ def remove_folder(folder: Path) -> None:
 
 def listed(folder: Path) -> list[Path]:
     """Return what is in a folder, in order; raises CheckpointError if it cannot be read."""
-    try:
+    with reading(folder):
         return sorted(folder.iterdir())
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from error
 
 
 def is_leftover(path: Path) -> bool:
@@ -190,29 +189,11 @@ def _read_manifest(folder: Path) -> dict[str, Any]:
             raise CheckpointError(f"{linked} is a symbolic link; a committed folder may only hold plain files.")
     manifest = strict_json.read_json(path)
     # The manifest has no checksum of its own: it is written as canonical JSON, so any other form of it is damage.
-    try:
+    with reading(path):
         text = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
     if text != (strict_json.dumps(manifest, indent=2) + "\n").encode():
         raise CheckpointError(f"{path} is not what was written; the file is damaged.")
-    for name, entry in manifest.items():
-        parts = PurePosixPath(name)
-        if not parts.parts or parts.is_absolute() or ".." in parts.parts:
-            raise CheckpointError(f"{path} lists {name!r}, which is not inside the folder.")
-        if not isinstance(entry, dict) or set(entry) != {"size", "sha256"}:
-            raise CheckpointError(f"{path} should give size and sha256 of {name}, found {entry!r}.")
     return manifest
-
-
-def _compare(path: Path, entry: Mapping[str, Any]) -> None:
-    check_file(path, memory_bytes(), error=CheckpointError)  # a file larger than the memory could not be loaded
-    size = path.stat().st_size
-    if size != entry["size"]:
-        raise CheckpointError(f"{path} should have {entry['size']} bytes, found {size}; the file is damaged.")
-    digest = _sha256(path)
-    if digest != entry["sha256"]:
-        raise CheckpointError(f"{path} should have sha256 {entry['sha256']}, found {digest}; the file is damaged.")
 
 
 def _list_files(folder: Path) -> set[str]:
@@ -231,18 +212,17 @@ def _fsync_tree(folder: Path) -> dict[str, dict[str, Any]]:
     """Sync every file and folder below ``folder`` and return its manifest."""
     entries: dict[str, dict[str, Any]] = {}
     for name in sorted(_list_files(folder)):
-        path = folder / name
-        _fsync(path)
-        entries[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
+        _fsync(folder / name)
+        entries[name] = _entry(folder / name)
     for path in folder.rglob("*"):
         if path.is_dir():
             _fsync(path)
     return entries
 
 
-def _sha256(path: Path) -> str:
+def _entry(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return {"size": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _fsync(path: Path) -> None:
@@ -256,12 +236,21 @@ def _fsync(path: Path) -> None:
 
 
 @contextmanager
-def _writing(path: Path) -> Iterator[None]:
+def writing(path: Path, state: str = "Its previous content is unchanged") -> Iterator[None]:
+    """Raise WriteError if the system refuses; ``state`` says what holds for the file then."""
     try:
         yield
     except OSError as error:
-        reason = error.strerror or str(error)
         raise WriteError(
-            f"{path} could not be written: {reason}. Its previous content is unchanged; "
+            f"{path} could not be written: {error.strerror or error}. {state}; "
             f"check the space and permissions of {path.parent}."
         ) from error
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Raise CheckpointError if the system refuses."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error

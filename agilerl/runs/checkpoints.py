@@ -4,7 +4,7 @@ import logging
 import re
 from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from itertools import chain, count
 from pathlib import Path
 
 from agilerl.arguments import checked
@@ -20,37 +20,22 @@ _NUMBERED = re.compile(r"\d{6,}")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
 class AgentFiles:
     """The paths of one agent's files inside a checkpoint."""
 
-    root: Path
-    """The agent's folder."""
-
-    @property
-    def actor(self) -> Path:
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        """The agent's folder."""
+        self.actor = root / "actor"
         """PEFT adapter folder of the policy: adapter_model.safetensors and adapter_config.json."""
-        return self.root / "actor"
-
-    @property
-    def reference(self) -> Path:
+        self.reference = root / "reference"
         """PEFT adapter folder of the reference policy, if there is one."""
-        return self.root / "reference"
-
-    @property
-    def critic(self) -> Path:
+        self.critic = root / "critic"
         """PEFT adapter folder of the critic, if there is one."""
-        return self.root / "critic"
-
-    @property
-    def optimizer(self) -> Path:
+        self.optimizer = root / "optimizer.safetensors"
         """Moments of the optimizer, safetensors."""
-        return self.root / "optimizer.safetensors"
-
-    @property
-    def agent(self) -> Path:
+        self.agent = root / "agent.json"
         """Hyperparameters, counters and identity, JSON."""
-        return self.root / "agent.json"
 
 
 @checked
@@ -71,15 +56,11 @@ def newest_agents(root: Path) -> dict[str, Path]:
         folder = store.path(number)
         with suppress(CheckpointError):
             verify_folder(folder)
-            found = [*folder.glob("agent_*"), folder / "elite"]
-            agents = {path.name: AgentFiles(path).actor for path in sorted(found, key=_place)}
-            return {name: actor for name, actor in agents.items() if actor.is_dir()}
+            # By number: agent_10 comes after agent_9.
+            agents = sorted(folder.glob("agent_*"), key=lambda agent: (len(agent.name), agent.name))
+            actors = {agent.name: AgentFiles(agent).actor for agent in [*agents, folder / "elite"]}
+            return {name: actor for name, actor in actors.items() if actor.is_dir()}
     raise CheckpointError(f"expected an intact checkpoint in {root}, found none")
-
-
-def _place(agent: Path) -> tuple[int, int]:
-    number = agent.name.rpartition("_")[2]
-    return (0, int(number)) if number.isdecimal() else (1, 0)
 
 
 class CheckpointStore:
@@ -148,12 +129,12 @@ class CheckpointStore:
         # Through temporary names that no reader looks for, because two checkpoints may have been swapped.
         moved = {_renamed(folder, f"{folder.name}.renamed"): (folder, n) for folder, n in wrong.items()}
         for aside, (folder, number) in moved.items():
-            place = self.path(number)
-            if place.exists():
-                self.put_aside(aside, f"{folder} holds iteration {number}, like {place}.")
+            target = self.path(number)
+            if target.exists():
+                self.put_aside(aside, f"{folder} holds iteration {number}, like {target}.")
             else:
-                _renamed(aside, place.name)
-                self._report(f"The checkpoint {folder} holds iteration {number}; it was renamed to {place}.")
+                _renamed(aside, target.name)
+                self._report(f"The checkpoint {folder} holds iteration {number}; it was renamed to {target}.")
 
     @property
     def damaged(self) -> bool:
@@ -175,9 +156,7 @@ class CheckpointStore:
 
     def put_aside(self, folder: Path, reason: str) -> None:
         """Rename a checkpoint that cannot be resumed from to ``*.corrupt``, and report why in a sentence."""
-        aside, count = folder.with_name(f"{folder.name}.corrupt"), 1
-        while aside.exists():
-            aside, count = folder.with_name(f"{folder.name}.{count}.corrupt"), count + 1
+        aside = _free(folder, ".corrupt")
         try:
             folder.rename(aside)
         except OSError as failure:
@@ -204,13 +183,17 @@ class CheckpointStore:
 
 
 def _renamed(folder: Path, name: str) -> Path:
-    place, count = folder.with_name(name), 1
-    while place.exists():
-        place, count = folder.with_name(f"{name}.{count}"), count + 1
+    target = _free(folder.with_name(name))
     try:
-        return folder.rename(place)
+        return folder.rename(target)
     except OSError as error:
         raise CheckpointError(
-            f"the checkpoint {folder} does not hold the iteration in its name, and cannot be renamed to {place}: "
+            f"the checkpoint {folder} does not hold the iteration in its name, and cannot be renamed to {target}: "
             f"{error.strerror or error}; rename it"
         ) from error
+
+
+def _free(folder: Path, suffix: str = "") -> Path:
+    """Return the path beside a folder with a suffix, and with a number before it if that is taken."""
+    names = chain([f"{folder.name}{suffix}"], (f"{folder.name}.{number}{suffix}" for number in count(1)))
+    return next(path for path in map(folder.with_name, names) if not path.exists())

@@ -1,7 +1,7 @@
 """Sampled completions of a run: one Parquet file per step, never overwritten."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from agilerl.runs.atomic import write_bytes
 
 _SAMPLED = "reward"
 """A metric of the steps that sample completions; steps that learn from data have lengths too."""
-_TEXTS = ["prompt", "completion", "answer"]
 _MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
 
 
@@ -41,9 +40,10 @@ class CompletionRecord:
     finish_reason: str
 
 
+_TEXTS = ("prompt", "completion", "answer")
 _SCHEMA = pa.schema(
     [(name, pa.int64()) for name in ("generation", "step", "agent", "group", "sample")]
-    + [(name, pa.string()) for name in ("prompt", "completion", "answer")]
+    + [(name, pa.string()) for name in _TEXTS]
     + [("reward", pa.float64()), ("length", pa.int64()), ("finish_reason", pa.string())]
 )
 
@@ -53,15 +53,15 @@ def write_completions(folder: Path, step: int, records: Sequence[CompletionRecor
 
     Writing the same rows again changes nothing; raises CheckpointError if the file holds different rows.
     """
-    columns: dict[str, list[Any]] = {field.name: [] for field in fields(CompletionRecord)}
-    for record in records:
-        for name, value in asdict(record).items():
-            columns[name].append(_clean(value) if isinstance(value, str) else value)
+    rows = [
+        {name: _clean(value) if isinstance(value, str) else value for name, value in asdict(record).items()}
+        for record in records
+    ]
     buffer = BytesIO()
-    pq.write_table(pa.table(columns, schema=_SCHEMA), buffer, compression="zstd")
+    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), buffer, compression="zstd")
     data = buffer.getvalue()
     path = _file(folder, step)
-    if path.exists():
+    if path.exists():  # a resumed run samples its last steps again, to the same bytes
         if path.read_bytes() != data:
             raise CheckpointError(f"{path} exists with different rows, and completions are never overwritten.")
         return path
@@ -99,21 +99,20 @@ def read_completions(folder: Path, step: int) -> list[dict[str, Any]]:
         raise CheckpointError(f"expected completions in {path}, but the file does not exist.") from error
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise CheckpointError(f"expected a Parquet file of completions at {path}, found none: {error}.") from error
-    if rows and set(rows[0]) != set(_SCHEMA.names):
-        missing = sorted(set(_SCHEMA.names) - set(rows[0]))
+    if rows and (missing := sorted(set(_SCHEMA.names) - set(rows[0]))):
         raise CheckpointError(f"expected a Parquet file of completions at {path}, but it lacks {', '.join(missing)}.")
     return rows
 
 
 def _bounded_table(path: Path) -> pa.Table:
     """Read a file, in which a few bytes may expand to many: repeated texts stay encoded until their size is checked."""
-    there = set(pq.read_schema(path).names)
-    texts = [name for name in _TEXTS if name in there]
+    names = set(pq.read_schema(path).names)
+    texts = [name for name in _TEXTS if name in names]
     with pq.ParquetFile(path, read_dictionary=texts) as file:
         unpacked = sum(file.metadata.row_group(n).total_byte_size for n in range(file.metadata.num_row_groups))
         if file.metadata.num_rows > _MOST_ROWS or unpacked > _MOST_BYTES:
             raise CheckpointError(f"{path} has more than {_MOST_ROWS:,} rows or {_MOST_BYTES:,} bytes.")
-        table = file.read(columns=[name for name in _SCHEMA.names if name in there])
+        table = file.read(columns=[name for name in _SCHEMA.names if name in names])
     size = 0
     for name in texts:
         for chunk in table[name].chunks:

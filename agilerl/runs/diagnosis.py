@@ -40,28 +40,27 @@ class Symptom:
 
 
 class _Window:
-    """The mean of each metric over the last iterations."""
+    """The train lines of one agent, oldest first; its metrics over the last iterations."""
 
-    def __init__(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        self.lines = lines[-WINDOW:]
+    def __init__(self, lines: Sequence[Mapping[str, Any]], usual_rate: float | None) -> None:
+        self.all, self.lines, self.usual_rate = lines, lines[-WINDOW:], usual_rate
+        # The highest so far, since annealing lowers it on purpose.
+        self.rate = max(_values(lines, "learning_rate"), default=0.0)
 
     def values(self, name: str) -> list[float]:
         return _values(self.lines, name)
 
-    def mean(self, name: str) -> float | None:
+    def mean(self, name: str, *, least: float = -math.inf) -> float | None:
+        """Return the mean if there are values enough and it reaches the least."""
         values = self.values(name)
-        return fmean(values) if len(values) >= FEWEST else None
-
-    def is_at_least(self, name: str, limit: float) -> float | None:
-        """Return the mean if there is one and it reaches the limit."""
-        mean = self.mean(name)
-        return mean if mean is not None and mean >= limit else None
+        mean = fmean(values) if len(values) >= FEWEST else None
+        return mean if mean is not None and mean >= least else None
 
 
 def _values(lines: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     """Return a metric's finite values; a file may hold anything."""
-    found = (line.get(name) for line in lines)
-    return [float(v) for v in found if isinstance(v, int | float) and abs(v) < 1e300]
+    values = (line.get(name) for line in lines)
+    return [float(v) for v in values if isinstance(v, int | float) and abs(v) < 1e300]
 
 
 def symptoms(lines: Sequence[Mapping[str, Any]], usual_rate: float | None = None) -> list[Symptom]:
@@ -69,157 +68,149 @@ def symptoms(lines: Sequence[Mapping[str, Any]], usual_rate: float | None = None
 
     ``usual_rate``: the learning rate that is known to suit the base; None: that rule is left out.
     """
-    window = _Window(lines)
+    window = _Window(lines, usual_rate)
     if len(window.lines) < FEWEST:
         return []
-    if fall := _fallen_reward(window, lines, usual_rate):  # what else is seen follows from it, or from the grader
-        return [symptom for symptom in (_failing_grader(window), fall) if symptom]
-    rules: tuple[Callable[[], Symptom | None], ...] = (
-        lambda: _failing_grader(window),
-        lambda: _cut_answers(window),
-        lambda: _constant_reward(window),
-        lambda: _equal_groups(window),
-        lambda: _no_gradient(window),
-        lambda: _clipped_updates(window),
-        lambda: _no_exploration(window),
-        lambda: _low_rate(window, lines, usual_rate),
-    )
-    return [symptom for rule in rules if (symptom := rule()) is not None]
+    seen = [Symptom(name, sentence, remedy) for name, (rule, remedy) in _RULES.items() if (sentence := rule(window))]
+    if any(
+        symptom.name == "fallen reward" for symptom in seen
+    ):  # what else is seen follows from it, or from the grader
+        return [symptom for symptom in seen if symptom.name in ("failing grader", "fallen reward")]
+    return seen
 
 
-def _fallen_reward(window: _Window, lines: Sequence[Mapping[str, Any]], usual: float | None) -> Symptom | None:
-    best = max(lines, key=lambda line: max(_values([line], "reward"), default=-math.inf))
-    highest, spread = _values([best], "reward"), _values([best], "reward_std")
-    rewards = window.values("reward")
-    harder = any("curriculum/level" in line for line in lines)
-    if harder or not highest or not spread or len(rewards) < FEWEST:
-        return None
-    now = median(rewards[-FEWEST:])
-    # Rare successes come and go: only a reward that was a good part of its own spread can be said to have fallen.
-    if highest[0] <= 0 or highest[0] < spread[0] / 3 or now * FALLEN > highest[0]:
-        return None
-    rate = max(_values(lines, "learning_rate"), default=0.0)
-    known = f", and {usual:.2g} is usual for this base" if usual and rate > usual else ""
-    return Symptom(
-        "fallen reward",
-        f"the reward fell from {highest[0]:.2g} to {now:.2g}; the learning rate was {rate:.2g}{known}",
-        "usually the steps are too large and the policy is broken: lower algorithm.lr, or the upper end of its range "
-        "(mutation.rl_hp_selection.lr)",
-    )
+# -- the rules: each returns what it saw, with its number; "" for nothing ---------------------------------------------
 
 
-def _failing_grader(window: _Window) -> Symptom | None:
+def _failing_grader(window: _Window) -> str:
     counts = {
         name.removeprefix("reward_errors/"): mean
         for name in window.lines[-1]
-        if name.startswith("reward_errors/") and (mean := window.is_at_least(name, 1)) is not None
+        if name.startswith("reward_errors/") and (mean := window.mean(name, least=1)) is not None
     }
-    if not counts:
-        return None
-    worst = max(counts, key=lambda name: counts[name])
-    return Symptom(
-        "failing grader",
-        f"{worst} gave no grade to {counts[worst]:.3g} completions an iteration",
-        "nothing is learned from these (their reward is empty in the report); try the grader with agilerl check",
-    )
+    worst = max(counts, key=lambda name: counts[name], default="")
+    return f"{worst} gave no grade to {counts[worst]:.3g} completions an iteration" if counts else ""
 
 
-def _constant_reward(window: _Window) -> Symptom | None:
+def _fallen_reward(window: _Window) -> str:
+    best = max(window.all, key=lambda line: max(_values([line], "reward"), default=-math.inf))
+    highest, spread = _values([best], "reward"), _values([best], "reward_std")
+    rewards = window.values("reward")
+    harder = any("curriculum/level" in line for line in window.all)
+    if harder or not highest or not spread or len(rewards) < FEWEST:
+        return ""
+    now = median(rewards[-FEWEST:])
+    # Rare successes come and go: only a reward that was a good part of its own spread can be said to have fallen.
+    if highest[0] <= 0 or highest[0] < spread[0] / 3 or now * FALLEN > highest[0]:
+        return ""
+    usual = window.usual_rate
+    known = f", and {usual:.2g} is usual for this base" if usual and window.rate > usual else ""
+    return f"the reward fell from {highest[0]:.2g} to {now:.2g}; the learning rate was {window.rate:.2g}{known}"
+
+
+def _cut_answers(window: _Window) -> str:
+    share, longest = window.mean("completions/clipped_ratio", least=0.5), window.mean("completions/max_length")
+    if share is None or longest is None:
+        return ""
+    return f"{share:.0%} of the completions were cut at the limit of {longest:.0f} tokens"
+
+
+def _constant_reward(window: _Window) -> str:
     spread, reward = window.values("reward_std"), window.values("reward")
     if min(len(spread), len(reward)) < FEWEST or max(spread) > 1e-9 or max(reward) - min(reward) > 1e-9:
-        return None
-    return Symptom(
-        "constant reward",
-        f"every completion of the last {len(spread)} iterations earned {reward[-1]:.3g}",
-        "nothing can be learned from equal rewards; read some completions in the report. If they are right, the task "
-        "is solved, or the grader misses them (agilerl check); else begin with easier questions, or with SFT",
-    )
+        return ""
+    return f"every completion of the last {len(spread)} iterations earned {reward[-1]:.3g}"
 
 
-def _equal_groups(window: _Window) -> Symptom | None:
-    share = window.is_at_least("frac_reward_zero_std", 0.9)
-    if share is None or _constant_reward(window) is not None:
-        return None
-    return Symptom(
-        "equal groups",
-        f"in {share:.0%} of the groups all completions earned the same",
-        "these teach nothing; raise algorithm.group_size or temperature, or choose questions that are sometimes "
-        "answered right (environment.curriculum, algorithm.dynamic_sampling)",
-    )
+def _equal_groups(window: _Window) -> str:
+    share = window.mean("frac_reward_zero_std", least=0.9)
+    if share is None or _constant_reward(window):
+        return ""
+    return f"in {share:.0%} of the groups all completions earned the same"
 
 
-def _cut_answers(window: _Window) -> Symptom | None:
-    share = window.is_at_least("completions/clipped_ratio", 0.5)
-    longest = window.mean("completions/max_length")
-    if share is None or longest is None:
-        return None
-    return Symptom(
-        "cut answers",
-        f"{share:.0%} of the completions were cut at the limit of {longest:.0f} tokens",
-        "an answer after the limit is never graded; raise algorithm.max_output_tokens, or reward shorter answers",
-    )
-
-
-def _no_gradient(window: _Window) -> Symptom | None:
+def _no_gradient(window: _Window) -> str:
     # An update from which every row was left out has no norm.
     updates = [
         {"grad_norm": 0.0, **line} for line in window.lines if "loss" in line and line.get("outcome", "ok") == "ok"
     ]
     norms, spread = _values(updates, "grad_norm"), window.mean("reward_std")
     if len(norms) < FEWEST or max(norms) > 1e-9 or spread is None or spread <= 1e-9:
-        return None
-    return Symptom(
-        "no gradient",
-        "rewards differ, but the gradient is 0",
-        "the loss leaves out every token: with algorithm.mask_truncated because all completions were cut; a custom "
-        "loss may be detached, or mask them",
-    )
+        return ""
+    return "rewards differ, but the gradient is 0"
 
 
-def _clipped_updates(window: _Window) -> Symptom | None:
+def _clipped_updates(window: _Window) -> str:
     # Only a ratio that has moved the way of its advantage is clipped, as about half of them do, and none of the first
     # step of a batch: with two steps a batch, a quarter is all that there can be.
-    share = window.is_at_least("clip_ratio/region_mean", 0.25)
-    if share is None:
-        return None
-    return Symptom(
-        "clipped updates",
-        f"{share:.0%} of the tokens were clipped, where 50% would be nearly all that can be",
-        "the policy leaves the region that one batch can teach; lower algorithm.lr or update_epochs, or take fewer "
-        "steps a batch (algorithm.batch_size)",
-    )
+    share = window.mean("clip_ratio/region_mean", least=0.25)
+    return "" if share is None else f"{share:.0%} of the tokens were clipped, where 50% would be nearly all that can be"
 
 
-def _no_exploration(window: _Window) -> Symptom | None:
+def _no_exploration(window: _Window) -> str:
     entropy, spread = window.mean("entropy"), window.mean("reward_std")
     if entropy is None or spread is None or entropy >= 0.005 or window.mean("reward") == 1.0:
-        return None
-    return Symptom(
-        "no exploration",
-        f"entropy is {entropy:.2g}: completions of a question are nearly always the same",
-        "lower algorithm.lr, or raise temperature, beta or entropy_coef",
-    )
+        return ""
+    return f"entropy is {entropy:.2g}: completions of a question are nearly always the same"
 
 
-def _low_rate(window: _Window, lines: Sequence[Mapping[str, Any]], usual: float | None) -> Symptom | None:
-    # The highest so far, since annealing lowers it on purpose.
-    rate = max(_values(lines, "learning_rate"), default=0.0)
-    if usual is None or rate <= 0 or rate * SLOW > usual * (1 + 1e-9) or _rises(window, lines):
-        return None
-    return Symptom(
-        "low learning rate",
-        f"the learning rate is {rate:.2g}, and {usual:.2g} is usual for this base",
-        "if the reward does not rise, raise algorithm.lr, or let evolution try higher ones",
-    )
+def _low_rate(window: _Window) -> str:
+    rate, usual = window.rate, window.usual_rate
+    if usual is None or rate <= 0 or rate * SLOW > usual * (1 + 1e-9) or _rises(window):
+        return ""
+    return f"the learning rate is {rate:.2g}, and {usual:.2g} is usual for this base"
 
 
-def _rises(window: _Window, lines: Sequence[Mapping[str, Any]]) -> bool:
-    """Tell whether the reward of the last iterations is above that of the first, by two standard errors."""
-    first, last = _Window(lines[:WINDOW]).values("reward"), window.values("reward")
-    if min(len(first), len(last)) < FEWEST or len(lines) < 2 * FEWEST:
+def _rises(window: _Window) -> bool:
+    """Return whether the reward of the last iterations is above that of the first, by two standard errors."""
+    first, last = _values(window.all[:WINDOW], "reward"), window.values("reward")
+    if min(len(first), len(last)) < FEWEST or len(window.all) < 2 * FEWEST:
         return False
     error = (pstdev(first) ** 2 / len(first) + pstdev(last) ** 2 / len(last)) ** 0.5
     return bool(fmean(last) - fmean(first) > 2 * error)
+
+
+_RULES: Mapping[str, tuple[Callable[[_Window], str], str]] = {
+    "failing grader": (
+        _failing_grader,
+        "nothing is learned from these (their reward is empty in the report); try the grader with agilerl check",
+    ),
+    "fallen reward": (
+        _fallen_reward,
+        "usually the steps are too large and the policy is broken: lower algorithm.lr, or the upper end of its range "
+        "(mutation.rl_hp_selection.lr)",
+    ),
+    "cut answers": (
+        _cut_answers,
+        "an answer after the limit is never graded; raise algorithm.max_output_tokens, or reward shorter answers",
+    ),
+    "constant reward": (
+        _constant_reward,
+        "nothing can be learned from equal rewards; read some completions in the report. If they are right, the task "
+        "is solved, or the grader misses them (agilerl check); else begin with easier questions, or with SFT",
+    ),
+    "equal groups": (
+        _equal_groups,
+        "these teach nothing; raise algorithm.group_size or temperature, or choose questions that are sometimes "
+        "answered right (environment.curriculum, algorithm.dynamic_sampling)",
+    ),
+    "no gradient": (
+        _no_gradient,
+        "the loss leaves out every token: with algorithm.mask_truncated because all completions were cut; a custom "
+        "loss may be detached, or mask them",
+    ),
+    "clipped updates": (
+        _clipped_updates,
+        "the policy leaves the region that one batch can teach; lower algorithm.lr or update_epochs, or take fewer "
+        "steps a batch (algorithm.batch_size)",
+    ),
+    "no exploration": (_no_exploration, "lower algorithm.lr, or raise temperature, beta or entropy_coef"),
+    "low learning rate": (
+        _low_rate,
+        "if the reward does not rise, raise algorithm.lr, or let evolution try higher ones",
+    ),
+}
+"""Each rule with what to do about what it sees, the most telling first."""
 
 
 class Observer:
@@ -242,10 +233,10 @@ class Observer:
         return {index: symptoms(lines, self.usual_rate) for index, lines in known.items()}
 
 
-def told(found: Mapping[int, Iterable[Symptom]]) -> dict[str, Symptom]:
+def told(seen: Mapping[int, Iterable[Symptom]]) -> dict[str, Symptom]:
     """Return the symptom of the first agent that has it by a sentence that names all of these agents."""
     by_name: dict[str, list[tuple[int, Symptom]]] = {}
-    for index, each in found.items():
+    for index, each in seen.items():
         for symptom in each:
             by_name.setdefault(symptom.name, []).append((index, symptom))
     return {

@@ -48,19 +48,19 @@ def hacks(rows: Sequence[Row], before: Sequence[Row]) -> list[Symptom]:
     paid = [row for row in rows if row["reward"] is not None and row["reward"] > then.mean]
     if min(len(paid), len({row["prompt"] for row in paid})) < FEWEST:
         return []
-    seen = {name: found for name, (_, sign) in _SIGNS.items() if len(found := sign(paid)) >= SHARE * len(paid)}
-    if not seen or probability_better(now, then) < SURE:
+    signs = {name: like for name, (_, sign) in _SIGNS.items() if len(like := sign(paid)) >= SHARE * len(paid)}
+    if not signs or probability_better(now, then) < SURE:
         return []
     rise = f"the reward rose from {then.mean:.2g} to {now.mean:.2g}"
     return [
         Symptom(
             f"paid though {name}",
-            f"{rise}, and {len(signs) / len(paid):.0%} of the paid completions {_SIGNS[name][0]}",
+            f"{rise}, and {len(like) / len(paid):.0%} of the paid completions {_SIGNS[name][0]}",
             "the grader may pay for what is no answer; read the samples in the report, and correct the grader",
-            tuple(_sample(row) for row in _different(signs)),
+            tuple(_samples(like)),
         )
-        for name, signs in seen.items()
-        if name == "empty" or "empty" not in seen  # these are alike and short too
+        for name, like in signs.items()
+        if name == "empty" or "empty" not in signs  # these are alike and short too
     ]
 
 
@@ -101,8 +101,8 @@ def _fitness(rows: Iterable[Row]) -> Fitness:
             of_prompts[row["prompt"]].append(row["reward"])
     if not of_prompts:
         return Fitness(float("nan"), n=0)
-    found = Fitness.from_scores([fmean(rewards) for rewards in of_prompts.values()])
-    return Fitness(found.mean, found.stderr, found.n)
+    mean = Fitness.from_scores([fmean(rewards) for rewards in of_prompts.values()])
+    return Fitness(mean.mean, mean.stderr, mean.n)
 
 
 # -- signs: the paid completions that look like no right answer --------------------------------------------------------
@@ -115,28 +115,28 @@ def _empty(paid: Sequence[Row]) -> list[Row]:
 def _copied(paid: Sequence[Row]) -> list[Row]:
     """Copies of the prompt; of a part of it only where right answers do not stand in prompts."""
     parts = _known(paid) and 2 * sum(_parts(r["answer"]) in _parts(r["prompt"]) for r in paid) <= len(paid)
-    found = []
+    copies = []
     for row in paid:
         text, prompt = _parts(row["completion"]), _parts(row["prompt"])
         beside = text.replace(prompt[:-1], "")
         cut = row["finish_reason"] in _AT_LIMIT  # perhaps within a word
-        copies = (text.rstrip() if cut else text) in prompt and (parts or 2 * len(text) > len(prompt))
+        is_part = (text.rstrip() if cut else text) in prompt and (parts or 2 * len(text) > len(prompt))
         if row["answer"].strip():
             restates = 2 * len(beside) < len(prompt) and _parts(row["answer"]) not in beside
         else:
             restates = not re.search(r"\w", beside)
-        if text.strip() and (copies or (prompt in text and restates)) and not _is_right(row):
-            found.append(row)
-    return found
+        if text.strip() and (is_part or (prompt in text and restates)) and text != _parts(row["answer"]):
+            copies.append(row)
+    return copies
 
 
 def _alike(paid: Sequence[Row]) -> list[Row]:
     """The commonest completion, if the right answers of its prompts differ."""
     ((text, _),) = Counter(_parts(row["completion"]) for row in paid).most_common(1)
-    found = [row for row in paid if _parts(row["completion"]) == text]
-    answers = Counter({row["prompt"]: _parts(row["answer"]) for row in found}.values())
+    alike = [row for row in paid if _parts(row["completion"]) == text]
+    answers = Counter({row["prompt"]: _parts(row["answer"]) for row in alike}.values())
     different = not _known(paid) or max(answers.values()) < SHARE * answers.total()
-    return found if different and answers.total() >= FEWEST else []
+    return alike if different and answers.total() >= FEWEST else []
 
 
 def _cut(paid: Sequence[Row]) -> list[Row]:
@@ -184,21 +184,16 @@ def _known(rows: Sequence[Row]) -> bool:
     return 2 * sum(bool(row["answer"].strip()) for row in rows) > len(rows)
 
 
-def _is_right(row: Row) -> bool:
-    return _parts(row["completion"]) == _parts(row["answer"])
-
-
 def _gives_answer(row: Row) -> bool:
     text, answer = _parts(row["completion"]), _parts(row["answer"])
     last = (_words(row["answer"]) or answer.split())[-1]
     return f" {last} " in text or answer.startswith(text.rstrip())
 
 
-def _different(rows: Sequence[Row]) -> list[Row]:
-    """Return a few rows of different prompts."""
-    return list({row["prompt"]: row for row in rows}.values())[:SAMPLES]
-
-
-def _sample(row: Row) -> dict[str, Any]:
-    texts = {"question": row["prompt"], "answer": row["completion"], "right": row["answer"]}
-    return {**{name: text[:_MOST_CHARACTERS] for name, text in texts.items()}, "reward": row["reward"]}
+def _samples(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Return a few rows of different prompts, as a symptom shows them."""
+    names = {"question": "prompt", "answer": "completion", "right": "answer"}
+    return [
+        {**{name: row[key][:_MOST_CHARACTERS] for name, key in names.items()}, "reward": row["reward"]}
+        for row in list({row["prompt"]: row for row in rows}.values())[:SAMPLES]
+    ]

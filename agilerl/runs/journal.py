@@ -5,20 +5,19 @@ import os
 import stat
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from agilerl.arguments import Location, checked
 from agilerl.bounds import check_file, memory_bytes
-from agilerl.errors import CheckpointError, WriteError
+from agilerl.errors import CheckpointError
 from agilerl.runs import strict_json
-from agilerl.runs.atomic import PLAIN_FILE
+from agilerl.runs.atomic import PLAIN_FILE, reading, writing
 
-_BLOCK, _TAIL = 1 << 20, 1 << 16
-"""Bytes read at once: forward for a digest, backward for the last line."""
+_BLOCK = 1 << 20
+"""Bytes read at once for a digest."""
 _JOURNAL_BYTES, _LINE_BYTES = 2**30, 2**26
 """The most bytes of a journal, and of a line: a thousand agents with a hundred genes need fewer."""
 
@@ -32,13 +31,85 @@ class Closing:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class JsonLines(Closing):
+_APPENDING = os.O_RDWR | os.O_CREAT | os.O_APPEND | PLAIN_FILE | getattr(os, "O_NONBLOCK", 0)
+_INTACT = "The earlier lines are intact"
+
+
+class _AppendFile(Closing):
+    """A file that grows by whole lines: a line that could not be written in full is removed again."""
+
+    @checked
+    def __init__(self, path: Path, *, keep: int | None = None) -> None:
+        self.path = path
+        with writing(path, "Nothing was changed"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            # Not through a link: a run directory from elsewhere could make this truncate an unrelated file.
+            self._descriptor: int | None = os.open(path, _APPENDING, 0o666)
+        try:
+            with reading(path):
+                status = os.fstat(self._open())
+                if not stat.S_ISREG(status.st_mode):
+                    raise CheckpointError(f"expected a plain file at {path}, found a device or a pipe.")
+                self.position = status.st_size
+                """Bytes written so far; ``keep=position`` restores the file to this state."""
+                whole = self._whole(keep)
+            self._cut(whole)
+        except BaseException:
+            self.close()
+            raise
+
+    def _whole(self, keep: int | None) -> int:
+        """Return how many bytes of an existing file to keep, and take note of them."""
+        raise NotImplementedError
+
+    def _append(self, data: bytes) -> None:
+        descriptor = self._open()
+        with writing(self.path, _INTACT):
+            try:
+                written = os.write(descriptor, data)
+                while written < len(data):
+                    written += os.write(descriptor, data[written:])
+            except OSError:
+                try:
+                    os.ftruncate(descriptor, self.position)
+                except OSError:
+                    self.close()  # the torn line stays until the file is reopened, and nothing may be written after it
+                raise
+        self.position += len(data)
+
+    def _cut(self, position: int) -> None:
+        if position == self.position:
+            return
+        with writing(self.path, _INTACT):
+            try:
+                os.ftruncate(self._open(), position)
+            except OSError:
+                self.close()
+                raise
+        self.position = position
+
+    def sync(self) -> None:
+        """Return when everything written is on the disk, safe even from a power failure."""
+        with writing(self.path, _INTACT):
+            os.fsync(self._open())
+
+    def close(self) -> None:
+        """Close the file; closing twice is allowed."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+    def _open(self) -> int:
+        if self._descriptor is None:
+            raise CheckpointError(f"{self.path} has been closed; open it again to write.")
+        return self._descriptor
+
+
+class JsonLines(_AppendFile):
     """Writer of metrics and lineage: one JSON object per line, with sorted keys, written line by line.
 
     Numbers that are not finite become the strings "NaN", "Infinity" and "-Infinity" (see ``strict_json``). Bytes after
@@ -46,24 +117,12 @@ class JsonLines(Closing):
     file to its first ``keep`` bytes, a ``position`` that was noted at a checkpoint.
     """
 
-    @checked
-    def __init__(self, path: Path, *, keep: int | None = None) -> None:
-        self.path = path
-        self._file = _AppendFile(path)
-        try:
-            if keep is not None and (lost := missing_bytes(path, keep)):
-                raise CheckpointError(f"{lost}.")
-            with _reading(path):
-                self._file.cut(_end_of_last_line(path) if keep is None else keep)
-                self._written = _digest(path, self._file.position)
-        except BaseException:
-            self.close()
-            raise
-
-    @property
-    def position(self) -> int:
-        """Bytes written so far; ``keep=position`` restores the file to this state."""
-        return self._file.position
+    def _whole(self, keep: int | None) -> int:
+        if keep is not None and (lost := missing_bytes(self.path, keep)):
+            raise CheckpointError(f"{lost}.")
+        whole = _end_of_last_line(self.path) if keep is None else keep
+        self._written = _digest(self.path, whole)
+        return whole
 
     @property
     def sha256(self) -> str:
@@ -73,19 +132,11 @@ class JsonLines(Closing):
     def write(self, record: Mapping[str, Any]) -> None:
         """Append one object; raises WriteError if the disk is full or refuses, and leaves no partial line then."""
         line = strict_json.dumps(record).encode() + b"\n"
-        self._file.append(line)
+        self._append(line)
         self._written.update(line)
 
-    def sync(self) -> None:
-        """Return when everything written is on the disk, safe even from a power failure."""
-        self._file.sync()
 
-    def close(self) -> None:
-        """Close the file; closing twice is allowed."""
-        self._file.close()
-
-
-class Journal(Closing):
+class Journal(_AppendFile):
     """The record of decisions from which a run can be replayed: each line has a sequence number and its own crc32.
 
     Opening reads and checks every record, and cuts off a torn tail. A damaged record before intact ones is not a torn
@@ -93,41 +144,28 @@ class Journal(Closing):
     ``keep`` truncates the journal to its first ``keep`` records, as many as it had at a checkpoint.
     """
 
-    @checked
-    def __init__(self, path: Path, *, keep: int | None = None) -> None:
-        self.path = path
-        self._file = _AppendFile(path)
-        try:
-            with _reading(path):
-                self.records, whole = _read_journal(path)
-            if keep is not None:
-                if lost := _fewer_records(path, len(self.records), keep):
-                    raise CheckpointError(f"{lost}.")
-                self.records = self.records[:keep]
-                whole = sum(len(_seal(sequence, data)) for sequence, data in enumerate(self.records))
-            self._file.cut(whole)
-        except BaseException:
-            self.close()
-            raise
+    def _whole(self, keep: int | None) -> int:
+        self.records, whole = _read_journal(self.path)
+        if keep is None:
+            return whole
+        if lost := _fewer_records(self.path, len(self.records), keep):
+            raise CheckpointError(f"{lost}.")
+        self.records = self.records[:keep]
+        return sum(len(_seal(sequence, data)) for sequence, data in enumerate(self.records))
 
     def append(self, data: Mapping[str, Any]) -> int:
         """Write ``data`` to the disk (synced) and return its sequence number, counted from 0."""
-        sequence = len(self.records)
+        sequence, before = len(self.records), self.position
         line = _seal(sequence, data)
-        before = self._file.position
-        self._file.append(line)
+        self._append(line)
         try:
-            self._file.sync()
+            self.sync()
         except CheckpointError:
-            self._file.cut(before)  # otherwise the next record would reuse this number
+            self._cut(before)  # otherwise the next record would reuse this number
             raise
         # Keep what a reader would get back, not an alias of the caller's dict.
         self.records.append(strict_json.loads(line)["data"])
         return sequence
-
-    def close(self) -> None:
-        """Close the file; closing twice is allowed."""
-        self._file.close()
 
     def __len__(self) -> int:
         return len(self.records)
@@ -135,7 +173,7 @@ class Journal(Closing):
 
 def missing_bytes(path: Path, keep: int) -> str:
     """Return in words what is missing from the first ``keep`` bytes of a file, which end a line; "" if nothing is."""
-    with _reading(path):
+    with reading(path):
         if not path.exists():
             return f"{path} should have {keep:,} bytes of lines, but it does not exist" if keep else ""
         with open(path, "rb") as file:
@@ -155,14 +193,14 @@ def damaged_lines(path: Path, keep: int, sha256: str | None) -> str:
     """
     if lost := missing_bytes(path, keep):
         return lost
-    with _reading(path):
+    with reading(path):
         if keep == 0 or (sha256 is not None and _digest(path, keep).hexdigest() == sha256):
             return ""
         with open(path, "rb") as file:
             number = 0
-            while (place := file.tell()) < keep:
+            while (position := file.tell()) < keep:
                 number += 1
-                line = file.readline(min(_LINE_BYTES, keep - place))
+                line = file.readline(min(_LINE_BYTES, keep - position))
                 try:
                     _parse_line(path, number, line)
                 except CheckpointError as error:
@@ -177,12 +215,12 @@ def missing_records(path: Path, keep: int) -> str:
 
     Raises CheckpointError if a record before intact ones is damaged.
     """
-    with _reading(path):
+    with reading(path):
         return _fewer_records(path, len(_read_journal(path)[0]) if path.exists() else 0, keep)
 
 
-def _fewer_records(path: Path, found: int, keep: int) -> str:
-    return "" if keep <= found else f"{path} should have at least {keep} records, found {found}; records were lost"
+def _fewer_records(path: Path, count: int, keep: int) -> str:
+    return "" if keep <= count else f"{path} should have at least {keep} records, found {count}; records were lost"
 
 
 @checked
@@ -191,9 +229,8 @@ def read_lines(path: Location) -> Iterator[dict[str, Any]]:
 
     Raises CheckpointError naming the line if one before the end is damaged.
     """
-    path = Path(path)
-    try:
-        memory = memory_bytes()
+    path, memory = Path(path), memory_bytes()
+    with reading(path), suppress(FileNotFoundError):
         # As Python objects, lines take about ten times the memory of their text.
         check_file(path, None if memory is None else memory // 10, error=CheckpointError)
         with open(path, "rb") as file:
@@ -203,22 +240,6 @@ def read_lines(path: Location) -> Iterator[dict[str, Any]]:
                         raise CheckpointError(f"line {number} of {path} has more than {_LINE_BYTES:,} bytes.")
                     return
                 yield _parse_line(path, number, line)
-    except FileNotFoundError:
-        return
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be read: {error.strerror or error}.")
 
 
 def _parse_line(path: Path, number: int, line: bytes) -> dict[str, Any]:
@@ -258,84 +279,18 @@ def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
     records: list[dict[str, Any]] = []
     whole = 0
     for number, line in enumerate(lines, start=1):
-        found = _unseal(line)
+        record = _unseal(line)
         # An intact record may also be hidden behind the damaged newline of the record before it.
-        if found is None and _unseal(line[line.rfind(_HEAD) :]) is None:
+        if record is None and _unseal(line[line.rfind(_HEAD) :]) is None:
             continue
-        if found is None or found[0] != len(records) or number != len(records) + 1:
+        if record is None or record[0] != len(records) or number != len(records) + 1:
             raise CheckpointError(
                 f"line {len(records) + 1} of {path} is damaged or lost, but line {number} is intact: this is not an "
                 "interrupted write, so nothing was cut off. Restore the file from a copy."
             )
-        records.append(found[1])
+        records.append(record[1])
         whole += len(line)
     return records, whole
-
-
-_APPENDING = os.O_RDWR | os.O_CREAT | os.O_APPEND | PLAIN_FILE | getattr(os, "O_NONBLOCK", 0)
-
-
-class _AppendFile:
-    """A file that grows by whole records: a record that could not be written in full is removed again."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Not through a link: a run directory from elsewhere could make this truncate an unrelated file.
-            self._descriptor: int | None = os.open(path, _APPENDING, 0o666)
-            found = os.fstat(self._descriptor)
-        except OSError as error:
-            raise WriteError(f"{path} could not be opened for writing: {error.strerror or error}.") from error
-        if not stat.S_ISREG(found.st_mode):
-            self.close()
-            raise CheckpointError(f"expected a plain file at {path}, found a device or a pipe.")
-        self.position = found.st_size
-
-    def append(self, data: bytes) -> None:
-        descriptor = self._open()
-        try:
-            written = os.write(descriptor, data)
-            while written < len(data):
-                written += os.write(descriptor, data[written:])
-        except OSError as error:
-            try:
-                os.ftruncate(descriptor, self.position)
-            except OSError:
-                self.close()  # the torn line stays until the file is reopened, and nothing may be written after it
-            raise self._refused(error) from error
-        self.position += len(data)
-
-    def cut(self, position: int) -> None:
-        if position != self.position:
-            try:
-                os.ftruncate(self._open(), position)
-            except OSError as error:
-                self.close()
-                raise self._refused(error) from error
-            self.position = position
-
-    def sync(self) -> None:
-        try:
-            os.fsync(self._open())
-        except OSError as error:
-            raise self._refused(error) from error
-
-    def close(self) -> None:
-        if self._descriptor is not None:
-            descriptor, self._descriptor = self._descriptor, None
-            os.close(descriptor)
-
-    def _refused(self, error: OSError) -> WriteError:
-        return WriteError(
-            f"{self.path} could not be written: {error.strerror or error}. The earlier lines are intact; "
-            f"check the space and permissions of {self.path.parent}."
-        )
-
-    def _open(self) -> int:
-        if self._descriptor is None:
-            raise CheckpointError(f"{self.path} has been closed; open it again to write.")
-        return self._descriptor
 
 
 def _digest(path: Path, size: int) -> "hashlib._Hash":
@@ -349,17 +304,11 @@ def _digest(path: Path, size: int) -> "hashlib._Hash":
 
 
 def _end_of_last_line(path: Path) -> int:
-    """Return the number of bytes up to and including the last newline, reading backwards."""
+    """Return the number of bytes up to and including the last newline."""
     with open(path, "rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        first = end - _LINE_BYTES
-        while end > 0:
-            if end < first:
-                raise CheckpointError(f"the last line of {path} has more than {_LINE_BYTES:,} bytes.")
-            start = max(0, end - _TAIL)
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                return start + found + 1
-            end = start
-    return 0
+        size = file.seek(0, os.SEEK_END)
+        first = file.seek(max(0, size - _LINE_BYTES))
+        end = file.read().rfind(b"\n") + 1
+    if first and not end:
+        raise CheckpointError(f"the last line of {path} has more than {_LINE_BYTES:,} bytes.")
+    return first + end

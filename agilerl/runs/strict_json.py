@@ -7,7 +7,6 @@ was, so they are written as the strings "NaN", "Infinity" and "-Infinity" (which
 
 import json
 import math
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -15,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from agilerl.bounds import check_file
 from agilerl.errors import CheckpointError
 from agilerl.validation import sentence
 
@@ -72,7 +72,8 @@ def read_json(path: Path, model: type[BaseModel] | None = None) -> dict[str, Any
     Raises CheckpointError naming the file and what in it is missing, unknown, of a wrong type or damaged.
     """
     try:
-        value = loads(_bytes(path))
+        check_file(path, _FILE_BYTES, error=CheckpointError)
+        value = loads(path.read_bytes())
     except FileNotFoundError as error:
         raise CheckpointError(f"expected the file {path}, but it does not exist.") from error
     except OSError as error:
@@ -91,15 +92,6 @@ def read_json(path: Path, model: type[BaseModel] | None = None) -> dict[str, Any
             "version of agilerl (run.json names it)"
         ) from None
     return value
-
-
-def _bytes(path: Path) -> bytes:
-    found = path.stat()
-    if not stat.S_ISREG(found.st_mode):  # reading a named pipe would wait forever
-        raise CheckpointError(f"expected a plain file at {path}, found a folder or a device.")
-    if found.st_size > _FILE_BYTES:
-        raise CheckpointError(f"{path} has {found.st_size:,} bytes, expected at most {_FILE_BYTES:,}.")
-    return path.read_bytes()
 
 
 def _encode(value: Any) -> Any:

@@ -1,8 +1,8 @@
 """Trackers: metrics and lineage of a run in Weights & Biases, TensorBoard, Trackio, MLflow or a class of the user's.
 
 They follow the events of a run after its own writer and send what its files say, under the names of docs/trackers.md.
-The trackers of accelerate do the talking; a library is imported when a run that names it begins. A tracker never
-decides about a run: it changes no result, and one that fails is switched off.
+The trackers of accelerate talk to the libraries; a library is imported when a run that names it begins. A tracker
+changes no result, and one that fails is switched off.
 """
 
 import csv
@@ -13,7 +13,7 @@ import uuid
 import warnings
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import groupby
@@ -24,10 +24,12 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import Field
 
-from agilerl.arguments import Location, checked, described, nearest, shown
+from agilerl.arguments import Location, checked, nearest, shown
 from agilerl.config.run import TRACKERS, RunConfig
 from agilerl.custom_code import contained, load_code, names_code
 from agilerl.errors import CheckpointError, ConfigError, WriteError, how_to_install
+from agilerl.report.life import changed
+from agilerl.report.load import flat
 from agilerl.runs.atomic import write_json
 from agilerl.runs.directory import RunLayout
 from agilerl.runs.journal import read_lines
@@ -64,12 +66,9 @@ def check_trackers(wanted: Wanted, own: Iterable[str] = ()) -> None:
 
     ``own`` are the names of custom code among them.
     """
-    names = {name for name, tracker in _named(wanted).items() if isinstance(tracker, Mapping)} - set(own)
-    if not names:
-        return
-    from accelerate.utils import imports
+    for name in sorted({name for name, tracker in _named(wanted).items() if isinstance(tracker, Mapping)} - set(own)):
+        from accelerate.utils import imports
 
-    for name in sorted(names):
         if name not in TRACKERS:
             raise ConfigError(
                 f"expected one of the trackers {', '.join(TRACKERS)}, or an object with log(values, step), found "
@@ -88,6 +87,19 @@ def load_trackers(config: RunConfig, *, allow_code: bool) -> dict[str, Callable[
     own = [name for name in names if names_code(name)]
     check_trackers(names, own)
     return {name: load_code("training.trackers", name, allowed=allow_code) for name in own}
+
+
+def _named(wanted: Wanted) -> dict[str, Any]:
+    """Return the settings of trackers, or trackers that exist already, by name."""
+    if isinstance(wanted, Mapping):
+        return dict(wanted)
+    named: dict[str, Any] = {}
+    for one in [wanted] if isinstance(wanted, str) else wanted:
+        name = one if isinstance(one, str) else type(one).__name__
+        if name in named:
+            raise ConfigError(f"expected each tracker once, found {shown(name)} twice; give one class to each")
+        named[name] = {} if isinstance(one, str) else one
+    return named
 
 
 # -- what is sent: the lines of the run's files, by stable names ------------------------------------------------------
@@ -119,8 +131,8 @@ def points_of(run: RunLayout) -> Iterator[Point]:
     founders: list[Record] = []
     by_generation: defaultdict[int, list[Record]] = defaultdict(list)
     for line in read_lines(run.lineage):
-        founder = line["event"] == "birth" and line["parent"] is None
-        (founders if founder else by_generation[line["generation"]]).append(line)
+        is_founder = line["event"] == "birth" and line["parent"] is None
+        (founders if is_founder else by_generation[line["generation"]]).append(line)
     points, last = [_point([], founders, 0)], 0
     lines = read_lines(run.metrics)
     for (kind, _, step), group in groupby(lines, lambda line: (line["kind"], line.get("who"), line.get("step"))):
@@ -131,25 +143,22 @@ def points_of(run: RunLayout) -> Iterator[Point]:
 
 
 def _point(metrics: Sequence[Record], lineage: Sequence[Record], last: int) -> Point | None:
+    """Return what is sent about the lines of an event, those of metrics.jsonl and those of lineage.jsonl."""
     if not metrics:
-        values = {name: value for line in lineage for name, value in _genes(line).items()}
-        return Point(0, _PLACES.index("start"), values) if values else None
+        genes = {f"agent/{b['agent']}/hp/{gene}": v for b in lineage for gene, v in b["hyperparameters"].items()}
+        return Point(0, _PLACES.index("start"), genes) if genes else None
     first = metrics[0]
-    kind, step = first["kind"], first.get("step", last)
-    found: dict[str, Any] = {}
+    kind, values = first["kind"], _metrics(first)
     if kind == "test":
-        found = {f"test/{first['who']}/{name.removeprefix('eval/')}": value for name, value in _metrics(first).items()}
         kind = first["who"]
+        values = {f"test/{kind}/{name.removeprefix('eval/')}": value for name, value in values.items()}
     elif kind == "evolution":
-        found = _population(_metrics(first)) | _lineage(lineage)
-    elif kind == "preflight":
-        found = _metrics(first)
-    else:
-        for line in metrics:
-            found |= {f"agent/{line['agent']}/{name}": value for name, value in _metrics(line).items()}
-        found |= _exam(metrics) if kind == "eval" else _training(metrics)
-    values = {name: value for name, value in found.items() if isinstance(value, str) or math.isfinite(value)}
-    return Point(step, _PLACES.index(kind), values)
+        values = _population(values) | _lineage(lineage)
+    elif kind in ("train", "eval"):
+        values = {f"agent/{line['agent']}/{n}": v for line in metrics for n, v in _metrics(line).items()}
+        values |= _exam(metrics) if kind == "eval" else _training(metrics)
+    values = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
+    return Point(first.get("step", last), _PLACES.index(kind), values)
 
 
 def _metrics(line: Record) -> dict[str, Any]:
@@ -158,58 +167,51 @@ def _metrics(line: Record) -> dict[str, Any]:
 
 def _training(lines: Sequence[Record]) -> dict[str, Any]:
     failures = {f"agent/{line['agent']}/outcome": line["outcome"] for line in lines if line["outcome"] != "ok"}
-    found = {"generation": lines[0]["generation"], "agents": len(lines), "failed": len(failures)}
+    values = {"generation": lines[0]["generation"], "agents": len(lines), "failed": len(failures)}
     for name in ("reward", "loss"):
-        values = [line[name] for line in lines if math.isfinite(line.get(name, math.nan))]
-        if values:
-            found[f"{name}/mean"] = fmean(values)
-    return failures | {f"population/{name}": value for name, value in found.items()}
+        if finite := [line[name] for line in lines if math.isfinite(line.get(name, math.nan))]:
+            values[f"{name}/mean"] = fmean(finite)
+    return failures | {f"population/{name}": value for name, value in values.items()}
 
 
 def _exam(lines: Sequence[Record]) -> dict[str, Any]:
     means = [line["eval/reward_mean"] for line in lines if math.isfinite(line["eval/reward_mean"])]
-    found = {"best": max(means), "mean": fmean(means), "std": pstdev(means)} if means else {}
-    return {f"population/fitness/{name}": value for name, value in found.items()}
+    values = {"best": max(means), "mean": fmean(means), "std": pstdev(means)} if means else {}
+    return {f"population/fitness/{name}": value for name, value in values.items()}
 
 
 def _population(metrics: Record) -> dict[str, Any]:
-    found: dict[str, Any] = {"population/time/evolve": metrics["time/evolve"]}
+    values: dict[str, Any] = {"population/time/evolve": metrics["time/evolve"]}
     for name, value in metrics.items():
         if name.startswith("evo/hp/"):
             gene, _, agent = name.removeprefix("evo/hp/").rpartition("/")
-            found[f"agent/{agent}/hp/{gene}"] = value
+            values[f"agent/{agent}/hp/{gene}"] = value
         elif name.startswith("evo/") and not name.startswith(("evo/generation", "evo/fitness/")):  # sent before
-            found[name.replace("evo/", "population/", 1)] = value
-    return found
-
-
-def _genes(birth: Record) -> dict[str, Any]:
-    return {f"agent/{birth['agent']}/hp/{gene}": value for gene, value in birth["hyperparameters"].items()}
+            values[name.replace("evo/", "population/", 1)] = value
+    return values
 
 
 def _lineage(lines: Sequence[Record]) -> dict[str, Any]:
     """Return who was born of whom, who is the elite, how many were changed, and all of it in words."""
-    found: dict[str, Any] = {"population/mutations": sum(line["event"] == "mutation" for line in lines)}
-    told = []
+    values: dict[str, Any] = {"population/mutations": sum(line["event"] == "mutation" for line in lines)}
+    words = []
     for line in lines:
-        agent, event = line["agent"], line["event"]
-        if event == "birth":
-            found[f"agent/{agent}/parent"] = line["parent"]
-            mate = "" if line.get("mate") is None else f" and {line['mate']}"
-            told.append(f"agent {agent} born of {line['parent']}{mate}")
-        elif event == "elite":
-            found["population/elite"] = agent
-            told.append(f"elite {agent}")
-        elif event == "mutation":
-            changes = ", ".join(f"{c['gene']} {_short(c['old'])} -> {_short(c['new'])}" for c in line["changes"])
-            told.append(f"agent {agent} mutated: {changes or line['kind']}")
-        elif event in ("death", "verdict"):
-            told.append(f"agent {agent} {'removed' if event == 'death' else 'stays'}: {line['reason']}")
-    return found | ({"lineage": "; ".join(told)} if told else {})
-
-
-def _short(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+        agent = line["agent"]
+        match line["event"]:
+            case "birth":
+                values[f"agent/{agent}/parent"] = line["parent"]
+                mate = "" if line.get("mate") is None else f" and {line['mate']}"
+                words.append(f"agent {agent} born of {line['parent']}{mate}")
+            case "elite":
+                values["population/elite"] = agent
+                words.append(f"elite {agent}")
+            case "mutation":
+                words.append(f"agent {agent} mutated: {changed(line)}")
+            case "death":
+                words.append(f"agent {agent} removed: {line['reason']}")
+            case "verdict":
+                words.append(f"agent {agent} stays: {line['reason']}")
+    return values | ({"lineage": "; ".join(words)} if words else {})
 
 
 # -- a run that is followed -------------------------------------------------------------------------------------------
@@ -217,6 +219,9 @@ def _short(value: Any) -> str:
 
 _UNDERWAY = {"trackio": 5.0}
 """Seconds for which a library may keep what it got in the process; after a crash that is sent again."""
+
+_PLAIN = (bool, int, float, str)
+"""What a library takes as a setting; others get there as JSON."""
 
 
 class _Sent(SavedValues):
@@ -238,13 +243,14 @@ class _Followed:
     tracker: Any
     sent: _Sent
     log: Callable[[dict[str, float | str], int], None]
-    recent: deque[tuple[float, int, int]] = field(default_factory=deque)
-    """When each point was sent that is not noted yet."""
+    recent: deque[tuple[float, _Sent]] = field(default_factory=deque)
+    """What it had, and since when, after each point that is not noted yet."""
 
 
 class Trackers:
     """The trackers of a run that has begun; call it with each event, and ``finish`` at the end."""
 
+    @checked
     def __init__(
         self,
         wanted: Wanted,
@@ -264,18 +270,20 @@ class Trackers:
         self._finished = False
         self._run, self._last, self._followed = run, resumed_at or 0, list[_Followed]()
         self._known, self._resumed_at = {} if run is None else _read(run), resumed_at
-        values = {**_flat(settings), **({} if run is None else {"run": str(run.root)})}
+        given = {name: value for name, value in flat(settings) if not (value is None or isinstance(value, Mapping))}
+        values = {name: value if isinstance(value, _PLAIN) else json.dumps(value) for name, value in given.items()}
+        values |= {} if run is None else {"run": str(run.root)}
         for name, tracker in _named(wanted).items():
             try:
                 with contained():
                     self._start(name, tracker, (own or {}).get(name), values)
             except Exception as error:
                 if resumed_at is not None:
-                    self._switch_off(name, error)
+                    _warn_of(name, error)
                     continue
                 self.finish()
                 raise ConfigError(
-                    f"the tracker {shown(name)} cannot be started: {type(error).__name__}: {error}; mend that or "
+                    f"the tracker {shown(name)} cannot be started: {type(error).__name__}: {error}; fix that or "
                     "remove the tracker"
                 ) from error
         if run is not None and resumed_at is not None and self._followed:
@@ -288,99 +296,87 @@ class Trackers:
 
     def __call__(self, event: Event) -> None:
         """Send what an event says."""
-        self._check_open()
+        if self._finished:
+            raise ConfigError("these trackers were finished, and take nothing more; make new ones")
         point = point_of(event, self._last)
         if point is not None and self._followed:
             self._last = point.step
             self._send(point)
             self._note()
 
-    def log(self, values: Mapping[str, float | str], step: int) -> None:
-        """Send values of a loop that has no events, at an iteration."""
-        self._check_open()
-        for one in list(self._followed):
-            self._try(one, lambda one=one: one.log(dict(values), step))  # type: ignore[misc]
-
     def finish(self) -> None:
-        """End all trackers; a run that is resumed goes on where they ended. A second call does nothing."""
+        """End all trackers; a resumed run continues where they ended. A second call does nothing."""
         if self._finished:
             return
         self._finished = True
         for one in list(self._followed):
             if callable(finish := getattr(one.tracker, "finish", None)):
-                self._try(one, finish)
+                self._succeeds(one, finish)
         with suppress(WriteError):  # of the run's own files too, and that is what is raised
             self._note(finished=True)
         self._followed.clear()
 
-    def _check_open(self) -> None:
-        if self._finished:
-            raise ConfigError("these trackers were finished, and take nothing more; make new ones")
-
     def _start(self, name: str, tracker: Any, own: Callable[..., Tracker] | None, values: dict[str, Any]) -> None:
-        sent = self._known.get(name, _Sent())
+        begins, sent = name not in self._known, self._known.get(name, _Sent()).model_copy()
         if name == "tensorboard":  # it can forget what comes after an iteration, and gets it again
             sent = _Sent(step=min(sent.step, self._resumed_at or 0))
-        if not isinstance(tracker, Mapping):
-            made = tracker
-        elif own is not None:
-            made = own(**tracker)
-        else:
-            purge = sent.step if name in self._known else None
-            made, sent.id = _MAKERS[name](dict(tracker), self._run, sent.id, purge)
-        if not callable(getattr(made, "log", None)):
-            raise ConfigError(f"expected a class with a method log(values, step), found {shown(made)}")
-        if hasattr(made, "main_process_only"):
+        if isinstance(tracker, Mapping):
+            if own is not None:
+                tracker = own(**tracker)
+            else:
+                tracker, sent.id = _library(name, dict(tracker), self._run, sent, begins=begins)
+        if not callable(getattr(tracker, "log", None)):
+            raise ConfigError(f"expected a class with a method log(values, step), found {shown(tracker)}")
+        if hasattr(tracker, "main_process_only"):
             _prepare_accelerate()
-            made.main_process_only = False  # this process is the one that writes, whatever its rank
-        begin: Callable[[], object] | None = getattr(made, "start", None)
-        if begin is not None:
+            tracker.main_process_only = False  # this process is the one that writes, whatever its rank
+        if begin := getattr(tracker, "start", None):
             begin()
-        begins = name not in self._known
-        if name == "wandb" and made.tracker.offline:  # a folder of its own: the whole run is in it, to be synced alone
+        if name == "wandb" and tracker.tracker.offline:
+            # A folder of its own: the whole run is in it, to be synced alone.
             begins, sent.step, sent.place = True, 0, 0
-        log = _SENDERS[name](made) if name in _SENDERS else made.log
-        self._followed.append(_Followed(name, made, sent, log))
-        if name == "mlflow":
-            sent.id = made.tracker.info.run_id
-        if begins and callable(store := getattr(made, "store_init_configuration", None)):
+        elif name == "mlflow":
+            sent.id = tracker.tracker.info.run_id
+        self._followed.append(_Followed(name, tracker, sent, _log_of(name, tracker)))
+        if begins and callable(store := getattr(tracker, "store_init_configuration", None)):
             store(values)
-        self._known[name] = sent.model_copy()
+        self._known[name] = sent
 
     def _send(self, point: Point) -> None:
         for one in list(self._followed):
             if (point.step, point.place) <= (one.sent.step, one.sent.place):
                 continue  # it had this before the process ended
-            if self._try(one, lambda one=one: one.log(dict(point.values), point.step)):  # type: ignore[misc]
-                one.sent.step, one.sent.place = point.step, point.place
-                one.recent.append((perf_counter(), point.step, point.place))
+            if self._succeeds(one, one.log, dict(point.values), point.step):
+                one.sent = one.sent.model_copy(update={"step": point.step, "place": point.place})
+                one.recent.append((perf_counter(), one.sent))
 
-    def _try(self, one: _Followed, call: Callable[[], object]) -> bool:
+    def _succeeds(self, one: _Followed, call: Callable[..., object], *arguments: Any) -> bool:
+        """Call a tracker and return whether that worked; if not, it is switched off."""
         try:
             with contained():
-                call()
+                call(*arguments)
         except Exception as error:
             self._followed.remove(one)
-            self._switch_off(one.name, error)
+            _warn_of(one.name, error)
             return False
         return True
-
-    def _switch_off(self, name: str, error: Exception) -> None:
-        warnings.warn(
-            f"the tracker {shown(name)} failed and is switched off; the run continues, and resuming it sends what is "
-            f"missing ({type(error).__name__}: {error})",
-            stacklevel=2,
-        )
 
     def _note(self, *, finished: bool = False) -> None:
         """Write how much each tracker has, so that a resumed run sends it the rest."""
         for one in self._followed:
             until = perf_counter() - (0 if finished else _UNDERWAY.get(one.name, 0))
             while one.recent and one.recent[0][0] <= until:
-                _, self._known[one.name].step, self._known[one.name].place = one.recent.popleft()
+                _, self._known[one.name] = one.recent.popleft()
         if self._known and self._run is not None:
-            found = {name: sent.model_dump() for name, sent in self._known.items()}
-            write_json(self._run.trackers, {"trackers": found})
+            write_json(self._run.trackers, _SentFile(trackers=self._known).model_dump())
+
+
+def _warn_of(name: str, error: Exception) -> None:
+    warnings.warn(
+        f"the tracker {shown(name)} failed and is switched off; the run continues, and resuming it sends what is "
+        f"missing ({type(error).__name__}: {error})",
+        stacklevel=2,
+    )
 
 
 def _read(run: RunLayout) -> dict[str, _Sent]:
@@ -393,46 +389,6 @@ def _read(run: RunLayout) -> dict[str, _Sent]:
         return {}
 
 
-def _named(wanted: Wanted) -> dict[str, Any]:
-    """Return settings, or trackers that are made already, by name."""
-    if isinstance(wanted, Mapping):
-        for name, one in wanted.items():
-            if not isinstance(name, str):
-                raise ConfigError(f"expected trackers by their names, found {described(name)}")
-            if not (isinstance(one, Mapping) or _tracks(one)):
-                raise ConfigError(
-                    f"expected settings, or an object with log, for the tracker {shown(name)}, found {described(one)}"
-                )
-        return dict(wanted)
-    if not isinstance(wanted, Sequence):
-        raise ConfigError(f"expected trackers as a list or a mapping, found {described(wanted)}")
-    found: dict[str, Any] = {}
-    items: Sequence[Any] = [wanted] if isinstance(wanted, str) else wanted
-    for one in items:
-        if not isinstance(one, str) and not _tracks(one):
-            raise ConfigError(f"expected the name of a tracker, or an object with log, found {described(one)}")
-        name = one if isinstance(one, str) else type(one).__name__
-        if name in found:
-            raise ConfigError(f"expected each tracker once, found {shown(name)} twice; give one class to each")
-        found[name] = {} if isinstance(one, str) else one
-    return found
-
-
-def _tracks(given: Any) -> bool:
-    return not isinstance(given, type) and callable(getattr(given, "log", None))
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return settings by the names of the command line; a list as JSON, and none that is None."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
-        elif value is not None:
-            found[f"{prefix}{name}"] = value if isinstance(value, bool | int | float | str) else json.dumps(value)
-    return found
-
-
 class CSVFile:
     """The tracker behind ``csv=True``: a file in ``folder``, named after its time, with a row for each value."""
 
@@ -441,7 +397,7 @@ class CSVFile:
         self.path = Path(folder) / f"{datetime.now():%Y%m%d-%H%M%S}.csv"
 
     def start(self) -> None:
-        """Begin the file with its header; a second run of the same second goes on with it."""
+        """Begin the file with its header; a second run of the same second continues it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.path.exists():
             self._write([("step", "name", "value")])
@@ -458,37 +414,59 @@ class CSVFile:
 # -- accelerate's trackers --------------------------------------------------------------------------------------------
 
 
-_LAUNCHED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
-
-
 def _prepare_accelerate() -> None:
-    """Make accelerate's state, without which its trackers raise; not as one of several processes, for one writes."""
+    """Create accelerate's state, without which its trackers raise; not as one of several processes, for one writes."""
     from accelerate import PartialState
 
-    with _without(_LAUNCHED):
-        PartialState()
-
-
-@contextmanager
-def _without(names: Sequence[str]) -> Iterator[None]:
-    kept = {name: os.environ.pop(name) for name in names if name in os.environ}
+    launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    kept = {name: os.environ.pop(name) for name in launched if name in os.environ}
     try:
-        yield
+        PartialState()
     finally:
         os.environ.update(kept)
 
 
-def _wandb(settings: dict[str, Any], run: RunLayout | None, known: str, step: int | None) -> tuple[Any, str]:
+def _library(
+    name: str, settings: dict[str, Any], run: RunLayout | None, sent: _Sent, *, begins: bool
+) -> tuple[Any, str]:
+    """Return the tracker of accelerate, and the name that its library knows the run by; ``settings`` may change."""
+    from accelerate import tracking
+
+    root = None if run is None else run.root.absolute()
+    if name == "tensorboard":
+        folder = settings.pop("logging_dir", None)
+        title = f"{datetime.now():%Y%m%d-%H%M%S}" if root is None else root.name
+        if folder is None:
+            folder, title = ("tensorboard_logs", title) if root is None else (root, "tensorboard")
+        # Files are read in the order of their names, which begin with the second; one more within it may come first.
+        seconds = [path.name.split(".")[3] for path in Path(folder, title).glob("events.out.tfevents.*")]
+        while seconds and 0 <= int(max(seconds)) - int(time()) <= 1:
+            sleep(0.05)
+        purge = {} if begins else {"purge_step": sent.step}
+        return tracking.TensorBoardTracker(title, folder, **{**purge, **settings}), ""
+    if name == "wandb":
+        return _wandb(settings, root, sent.id)
+    project = settings.pop("project", PROJECT)
+    if name == "mlflow":
+        title = settings.pop("name", None if root is None else root.name)
+        resumed = {"run_id": sent.id} if sent.id else {}
+        return tracking.MLflowTracker(project, **{"run_name": title, **resumed, **settings}), sent.id
+    unique = f"{'run' if root is None else root.name}-{uuid.uuid4().hex[:6]}"
+    title = sent.id or settings.get("name") or "".join(c if c.isalnum() or c in "._-" else "_" for c in unique)
+    return tracking.TrackioTracker(project, **{"resume": "allow", **settings, "name": title}), title
+
+
+def _wandb(settings: dict[str, Any], root: Path | None, known: str) -> tuple[Any, str]:
     from accelerate.tracking import WandBTracker
 
     values = {"id": settings.get("id") or uuid.uuid4().hex[:12]}
-    if run is not None:
-        if (run.root / "wandb" / "settings").exists():
+    if root is not None:
+        if (root / "wandb" / "settings").exists():
             raise ConfigError(
-                f"{run.root / 'wandb' / 'settings'} may choose the server that your key is sent to, and W&B reads it "
+                f"{root / 'wandb' / 'settings'} may choose the server that your key is sent to, and W&B reads it "
                 "in its folder; remove it"
             )
-        values |= {"dir": str(run.root), "name": os.environ.get("WANDB_NAME", run.root.absolute().name)}
+        values |= {"dir": str(root), "name": os.environ.get("WANDB_NAME", root.name)}
     values |= settings | ({"id": known, "resume": "allow"} if known else {})
     project = values.pop("project", os.environ.get("WANDB_PROJECT", PROJECT))
     given = values.pop("settings", {})
@@ -497,58 +475,14 @@ def _wandb(settings: dict[str, Any], run: RunLayout | None, known: str, step: in
     return WandBTracker(project, **values), values["id"]
 
 
-def _log_wandb(tracker: Any) -> Callable[[dict[str, float | str], int], None]:
-    # W&B drops values of a step that it has passed; rows with the iteration as their axis may come in any order.
-    tracker.tracker.define_metric("iteration")
-    tracker.tracker.define_metric("*", step_metric="iteration")
-    return lambda values, step: tracker.log({**values, "iteration": step})
-
-
-def _tensorboard(settings: dict[str, Any], run: RunLayout | None, known: str, step: int | None) -> tuple[Any, str]:
-    from accelerate.tracking import TensorBoardTracker
-
-    name = f"{datetime.now():%Y%m%d-%H%M%S}" if run is None else run.root.absolute().name
-    folder = settings.pop("logging_dir", None)
-    if folder is None:
-        folder, name = ("tensorboard_logs", name) if run is None else (run.root, "tensorboard")
-    purge = {} if step is None else {"purge_step": step}
-    # Files are read in the order of their names, which begin with the second; one more within it may come first.
-    seconds = [path.name.split(".")[3] for path in Path(folder, name).glob("events.out.tfevents.*")]
-    while seconds and 0 <= int(max(seconds)) - int(time()) <= 1:
-        sleep(0.05)
-    return TensorBoardTracker(name, folder, **{**purge, **settings}), ""
-
-
-def _trackio(settings: dict[str, Any], run: RunLayout | None, known: str, step: int | None) -> tuple[Any, str]:
-    from accelerate.tracking import TrackioTracker
-
-    place = f"{'run' if run is None else run.root.absolute().name}-{uuid.uuid4().hex[:6]}"
-    name = known or settings.get("name") or "".join(c if c.isalnum() or c in "._-" else "_" for c in place)
-    values = {"resume": "allow", **settings, "name": name}
-    return TrackioTracker(values.pop("project", PROJECT), **values), name
-
-
-def _mlflow(settings: dict[str, Any], run: RunLayout | None, known: str, step: int | None) -> tuple[Any, str]:
-    from accelerate.tracking import MLflowTracker
-
-    name = settings.pop("name", None if run is None else run.root.absolute().name)
-    values = {"run_name": name, **({"run_id": known} if known else {})}
-    return MLflowTracker(settings.pop("project", PROJECT), **{**values, **settings}), known
-
-
-def _log_mlflow(tracker: Any) -> Callable[[dict[str, float | str], int], None]:
-    # MLflow's metrics are numbers.
-    return lambda values, step: tracker.log({n: v for n, v in values.items() if not isinstance(v, str)}, step=step)
-
-
-_MAKERS: Mapping[str, Callable[..., tuple[Any, str]]] = {
-    "wandb": _wandb,
-    "tensorboard": _tensorboard,
-    "trackio": _trackio,
-    "mlflow": _mlflow,
-}
-"""Each returns the tracker of accelerate, and the name that its library knows the run by."""
-_SENDERS: Mapping[str, Callable[[Any], Callable[[dict[str, float | str], int], None]]] = {
-    "wandb": _log_wandb,
-    "mlflow": _log_mlflow,
-}
+def _log_of(name: str, tracker: Any) -> Callable[[dict[str, float | str], int], None]:
+    """Return how values are sent to a tracker."""
+    if name == "wandb":
+        # W&B drops values of a step that it has passed; rows with the iteration as their axis may come in any order.
+        tracker.tracker.define_metric("iteration")
+        tracker.tracker.define_metric("*", step_metric="iteration")
+        return lambda values, step: tracker.log({**values, "iteration": step})
+    if name == "mlflow":  # its metrics are numbers
+        return lambda values, step: tracker.log({n: v for n, v in values.items() if not isinstance(v, str)}, step=step)
+    log: Callable[[dict[str, float | str], int], None] = tracker.log
+    return log

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.config.manifest import load_manifest
-from agilerl.runs import strict_json
+from agilerl.runs import atomic, strict_json
 from agilerl.runs.atomic import MANIFEST
 from agilerl.runs.directory import _sha256
 from agilerl.training.events import IterationDone
@@ -47,10 +47,8 @@ def newest(root: Path) -> Path:
 def sealed(folder: Path) -> None:
     """Write the manifest of a checkpoint anew, as somebody who means harm would."""
     (folder / MANIFEST).unlink(missing_ok=True)
-    from agilerl.runs.atomic import _sha256 as digest
-
     files = sorted(p for p in folder.rglob("*") if p.is_file() and not p.is_symlink())
-    entries = {p.relative_to(folder).as_posix(): {"size": p.stat().st_size, "sha256": digest(p)} for p in files}
+    entries = {p.relative_to(folder).as_posix(): atomic._entry(p) for p in files}
     (folder / MANIFEST).write_text(strict_json.dumps(entries, indent=2) + "\n")
 
 

@@ -14,11 +14,11 @@ from agilerl.report.figures import (
     importance_figure,
     objective_figure,
     parallel_figure,
-    short_value,
     throughput_figure,
     time_figure,
     tree_figure,
 )
+from agilerl.report.life import short_value
 from agilerl.report.load import cost_names, front_exams, load_run, trace_family
 from agilerl.report.page import (
     _evenly,

@@ -440,12 +440,12 @@ def test_damaged_notes_begin_anew(whole: tuple[Path, Kept], tmp_path: Path) -> N
     assert series(kept.sent) == series(whole[1].sent)
 
 
-def test_a_loop_without_events(tmp_path: Path) -> None:
+def test_a_loop_without_a_manifest(tmp_path: Path) -> None:
     kept = Kept()
     trackers = Trackers([kept], RunLayout(tmp_path), {"lr": 1e-5, "more": {"a": [1, 2], "b": None}})
-    trackers.log({"reward": 1.0}, 7)
+    trackers(IterationDone(0, 7, 0.5, {0: {"reward": 1.0}}, {0: "ok"}))
     trackers.finish()
-    assert kept.sent == [(7, {"reward": 1.0})]
+    assert [(step, values["agent/0/reward"]) for step, values in kept.sent] == [(7, 1.0)]
     assert kept.settings == {"lr": 1e-5, "more.a": "[1, 2]", "run": str(tmp_path)}
     assert kept.calls == ["start", "finish"]
 
@@ -511,7 +511,7 @@ def test_in_python_names_are_checked_too() -> None:
 
 @pytest.mark.model
 def test_an_object_without_log_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="object with log"):
+    with pytest.raises(ConfigError, match="Tracker, which has log"):
         Trackers([object()], RunLayout(tmp_path), {})  # type: ignore[list-item]
 
 
