@@ -2,18 +2,35 @@
 
 import inspect
 import warnings
-from abc import abstractmethod
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 import gymnasium
 from gymnasium.spaces import Space, Text
-from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
 from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 from agilerl.streams import sealed, stream
+
+
+class Counted:
+    """The seed of an episode, its turns, and whether it is running."""
+
+    _seed, _turn, _running = -1, 0, False
+
+    def _begin_episode(self, seed: int | None) -> int:
+        """Return the seed of a new episode: the given one, or the last one plus one (0 at first)."""
+        self._seed = self._seed + 1 if seed is None else seed
+        self._turn, self._running = 0, True
+        return self._seed
+
+    def _count_turn(self) -> None:
+        """Count a turn; raises EnvError if the episode has not begun, or is over."""
+        if not self._running:
+            name = type(getattr(self, "inner", self)).__name__
+            raise EnvError(f"expected reset() before step(): the episode of {name} has not begun, or is over")
+        self._turn += 1
 
 
 class AnyText(Space[str]):
@@ -22,14 +39,11 @@ class AnyText(Space[str]):
     Samples are one to three small integers, inserted into ``form`` at "{}".
     """
 
+    is_np_flattenable = False  # there is no longest string
+
     def __init__(self, form: str = "{}") -> None:
         super().__init__(dtype=str)
         self.form = form
-
-    @property
-    def is_np_flattenable(self) -> bool:
-        """False: there is no longest string."""
-        return False
 
     def contains(self, x: Any) -> bool:
         """Return whether ``x`` is a string."""
@@ -42,16 +56,16 @@ class AnyText(Space[str]):
         return self.form.replace("{}", " ".join(map(str, numbers)))
 
     def __repr__(self) -> str:
-        return "AnyText()"
+        return f"{type(self).__name__}()"
 
 
-class Adapter(TextEnv):
+class Adapter(Counted, TextEnv):
     """Another library's environment ``inner`` as a TextEnv; truncates episodes after ``max_turns``.
 
     Without a seed, ``reset`` uses the last seed plus one, starting at 0.
     """
 
-    def __init__(self, inner: Any, max_turns: int | None) -> None:
+    def __init__(self, inner: Any, max_turns: int | None = None) -> None:
         """Wrap ``inner``.
 
         Raises:
@@ -67,36 +81,25 @@ class Adapter(TextEnv):
         self.system_prompt = getattr(inner, "system_prompt", None)
         self.tools = getattr(inner, "tools", ())
         self.observation_space = self.action_space = AnyText()
-        self._seed, self._turn = -1, 0
-        self._running = self._closed = False
+        self._closed = False
 
-    @abstractmethod
     def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
         """Begin the inner episode with ``seed``; return the first observation and info."""
+        return self.inner.reset(seed=seed)  # type: ignore[no-any-return]
 
-    @abstractmethod
     def act(self, action: str) -> StepResult:
         """Pass an action to the inner environment."""
+        return self.inner.step(action)  # type: ignore[no-any-return]
 
     def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         """Begin an episode. ``options`` are not passed on."""
         if self._closed:
             raise EnvError(f"this environment ({type(self.inner).__name__}) was closed; make a new one")
-        self._seed = self._seed + 1 if seed is None else seed
-        self._turn, self._running = 0, True
-        return self.begin(self._seed)
+        return self.begin(self._begin_episode(seed))
 
     def step(self, action: str) -> StepResult:
-        """Take a turn.
-
-        Raises:
-            EnvError: the episode has not begun, or is over.
-        """
-        if not self._running:
-            raise EnvError(
-                f"expected reset() before step(): the episode of {type(self.inner).__name__} has not begun, or is over"
-            )
-        self._turn += 1
+        """Take a turn; raises EnvError if the episode has not begun, or is over."""
+        self._count_turn()
         result = self.act(action)
         if not isinstance(result, tuple) or len(result) != 5:
             return result  # malformed results are reported by the caller, not repaired here
@@ -107,11 +110,8 @@ class Adapter(TextEnv):
 
     def close(self) -> None:
         """Close the inner environment if it has ``close``; ``reset`` raises EnvError afterwards."""
-        if self._closed:
-            return
-        self._running, self._closed = False, True
-        close = getattr(self.inner, "close", None)
-        if close is not None:
+        first, self._running, self._closed = not self._closed, False, True
+        if first and (close := getattr(self.inner, "close", None)) is not None:
             close()
 
     def __repr__(self) -> str:
@@ -153,18 +153,20 @@ class PlainEnv(Adapter):
         Raises:
             ConfigError: ``reset(seed=...)``, ``step(action)`` or a turn limit is missing.
         """
-        for method, call in (("reset", {"seed": 0}), ("step", None)):
+        name = type(inner).__name__
+        for method, arguments in (("reset", "seed=..."), ("step", "action")):
             function = getattr(inner, method, None)
-            shown = "reset(seed=...)" if method == "reset" else "step(action)"
-            if not callable(function):
+            if isinstance(inner, type) or not callable(function):
+                what = f"the class {inner.__name__} itself" if isinstance(inner, type) else f"an object of {name}"
                 raise ConfigError(
-                    f"expected an environment with reset(seed=...) and step(action), but {type(inner).__name__} has no "
-                    f"{method}; pass an environment, not {_described(inner)}"
+                    f"expected an environment with reset(seed=...) and step(action), but {name} has no {method}; pass "
+                    f"an environment, not {what}"
                 )
             try:
-                inspect.signature(function).bind(*([""] if call is None else []), **(call or {}))
+                signature = inspect.signature(function)
+                signature.bind(seed=0) if method == "reset" else signature.bind("")
             except TypeError as error:
-                raise ConfigError(f"expected {type(inner).__name__}.{shown}, but {error}") from error
+                raise ConfigError(f"expected {name}.{method}({arguments}), but {error}") from error
         super().__init__(inner, max_turns)
         size = getattr(inner, "dataset_size", 0)
         # Environments of AgileRL 2.58 that serve the rows of a dataset are told which; equal seeds get equal rows.
@@ -175,15 +177,11 @@ class PlainEnv(Adapter):
 
     def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
         """Return what ``inner.reset`` returns."""
+        if self._rows is None:
+            return super().begin(seed)
         # Seeds of training leave the same remainder when divided by 3, so the remainder alone would miss rows.
-        row = {} if self._rows is None else {"row_index": (seed + seed // self._rows) % self._rows}
-        begun: tuple[Any, dict[str, Any]] = self.inner.reset(seed=seed, **row)
-        return begun
-
-    def act(self, action: str) -> StepResult:
-        """Return what ``inner.step`` returns."""
-        result: StepResult = self.inner.step(action)
-        return result
+        row = (seed + seed // self._rows) % self._rows
+        return self.inner.reset(seed=seed, row_index=row)  # type: ignore[no-any-return]
 
 
 class UnseededEnv(SealedAdapter):
@@ -195,21 +193,15 @@ class UnseededEnv(SealedAdapter):
 
     def __init__(self, inner: Any, max_turns: int | None = None) -> None:
         super().__init__(inner, max_turns)
-        _say_unseeded(type(inner).__name__)
+        _warn_of_no_seed(type(inner).__name__)
 
     def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
         """Return what ``inner.reset`` returns."""
-        begun: tuple[Any, dict[str, Any]] = self.inner.reset()
-        return begun
-
-    def act(self, action: str) -> StepResult:
-        """Return what ``inner.step`` returns."""
-        result: StepResult = self.inner.step(action)
-        return result
+        return self.inner.reset()  # type: ignore[no-any-return]
 
 
 @cache  # once a process for each class
-def _say_unseeded(name: str) -> None:
+def _warn_of_no_seed(name: str) -> None:
     warnings.warn(
         f"{name}.reset() takes no seed: Python's and numpy's global generators are seeded for it instead; if it draws "
         "from one of its own, give reset a seed=None parameter, or the episodes of a group are different problems",
@@ -224,15 +216,8 @@ def takes_no_seed(env: Any) -> bool:
         signature.bind()
     except (AttributeError, TypeError, ValueError):
         return False
-    try:
-        signature.bind(seed=0)
-    except TypeError:
-        return callable(getattr(env, "step", None)) and not isinstance(env, type)
-    return False
-
-
-def _described(thing: Any) -> str:
-    return f"the class {thing.__name__} itself" if isinstance(thing, type) else f"an object of {type(thing).__name__}"
+    takes_seed = any(p.name == "seed" or p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    return not takes_seed and callable(getattr(env, "step", None)) and not isinstance(env, type)
 
 
 # -- a gymnasium environment whose observations and actions are text --------------------------------------------------
@@ -252,18 +237,19 @@ class GymnasiumText(Adapter):
             ConfigError: its spaces are not text, no turn limit is known, or wrappers hide an ``act`` that
                 needs the sampled tokens.
         """
-        core = inner.unwrapped
-        if isinstance(core, TextEnv) and type(core).step_ids is not TextEnv.step_ids:
-            raise ConfigError(
-                f"{type(core).__name__} reads the sampled tokens, which gymnasium's wrappers do not pass on; give it "
-                "without wrappers"
-            )
-        if not isinstance(core, TextEnv):
+        core, name = inner.unwrapped, type(inner.unwrapped).__name__
+        if isinstance(core, TextEnv):
+            if type(core).step_ids is not TextEnv.step_ids:
+                raise ConfigError(
+                    f"{name} reads the sampled tokens, which gymnasium's wrappers do not pass on; give it without "
+                    "wrappers"
+                )
+        else:
             for what, space in (("observation", inner.observation_space), ("action", inner.action_space)):
                 if not isinstance(space, Text | AnyText):
                     raise ConfigError(
-                        f"expected a gymnasium environment with text spaces, but the {what} space of "
-                        f"{type(core).__name__} is {space}; write a wrapper that turns it into gymnasium.spaces.Text"
+                        f"expected a gymnasium environment with text spaces, but the {what} space of {name} is {space};"
+                        " write a wrapper that turns it into gymnasium.spaces.Text"
                     )
         limit = inner.spec.max_episode_steps if inner.spec is not None else None
         super().__init__(core, max_turns if max_turns is not None else getattr(core, "max_turns", limit))
@@ -274,20 +260,3 @@ class GymnasiumText(Adapter):
         """Pass the tokenizer on to a TextEnv."""
         if isinstance(self.inner.unwrapped, TextEnv):
             self.inner.unwrapped.bind(tokenizer)
-
-    def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
-        """Return what ``inner.reset`` returns."""
-        begun: tuple[Any, dict[str, Any]] = self.inner.reset(seed=seed)
-        return begun
-
-    def act(self, action: str) -> StepResult:
-        """Return what ``inner.step`` returns."""
-        result: Any = self.inner.step(action)
-        return result  # type: ignore[no-any-return]
-
-
-def without_checks(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
-    """Remove the two checking wrappers that ``gymnasium.make`` adds to everything."""
-    while isinstance(env, OrderEnforcing | PassiveEnvChecker):
-        env = env.env
-    return env

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import gymnasium
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
 from agilerl.arguments import Count, Name, checked
 from agilerl.custom_code import contained, load_code, names_code
@@ -15,7 +16,6 @@ from agilerl.envs.adapters.base import (
     SealedAdapter,
     UnseededEnv,
     takes_no_seed,
-    without_checks,
 )
 from agilerl.envs.adapters.openenv import OpenEnv, make_openenv
 from agilerl.envs.text_env import StepResult, TextEnv
@@ -44,8 +44,9 @@ class GemEnv(SealedAdapter):
     def act(self, action: str) -> StepResult:
         """Return what the game answers, with its suffix."""
         observation, reward, terminated, truncated, info = self.inner.step(action)
-        over = terminated or truncated
-        return (observation if over else _with_suffix(observation, info)), reward, terminated, truncated, info
+        if not (terminated or truncated):
+            observation = _with_suffix(observation, info)
+        return observation, reward, terminated, truncated, info
 
 
 _COMPARING = ("gem.envs.game_env", "gem.envs.qa_env")
@@ -71,9 +72,8 @@ def make_gem(name: str, **settings: Any) -> TextEnv:
     made_by = ENV_REGISTRY[name].entry_point if name in ENV_REGISTRY else ""
     module = made_by.partition(":")[0] if isinstance(made_by, str) else str(made_by.__module__)
     if module.startswith("gem.") and not module.startswith(_COMPARING):
-        instead = _INSTEAD.get(module, "run it in a container, behind an openenv server").format(
-            rest=name.partition(":")[2]
-        )
+        instead = _INSTEAD.get(module, "run it in a container, behind an openenv server")
+        instead = instead.format(rest=name.partition(":")[2])
         raise ConfigError(
             f"gem:{name} evaluates completions in the training process, where they could run as code; {instead}; "
             f"or, if that is intended, pass the environment itself in Python: gem.make({name!r})"
@@ -155,18 +155,12 @@ def make_textarena(name: str, max_turns: int | None = None, **settings: Any) -> 
 # -- which adapter an environment needs, and environments by name -----------------------------------------------------
 
 
-_FOREIGN: dict[str, Callable[[Any, int | None], TextEnv]] = {
-    "gem": GemEnv,
-    "textarena": TextArenaEnv,
-    "openenv": OpenEnv,
+_FOREIGN: dict[str, tuple[Callable[[Any, int | None], TextEnv], Callable[..., TextEnv], str]] = {
+    "gem": (GemEnv, make_gem, "gem-llm"),
+    "textarena": (TextArenaEnv, make_textarena, "textarena"),
+    "openenv": (OpenEnv, make_openenv, "openenv"),
 }
-"""Adapters by the package that an environment's class descends from."""
-_MAKERS: dict[str, tuple[str, Callable[..., TextEnv]]] = {
-    "gem": ("gem-llm", make_gem),
-    "textarena": ("textarena", make_textarena),
-    "openenv": ("openenv", make_openenv),
-}
-"""By prefix: the package's name on PyPI, and what makes one of its environments."""
+"""By package: the adapter of its environments, what makes one by name, and its name on PyPI."""
 
 
 @checked
@@ -181,12 +175,13 @@ def as_text_env(env: Any, max_turns: Count | None = None) -> TextEnv:
         ConfigError: it is none of these, its spaces are not text, or no ``max_turns`` is known.
     """
     if isinstance(env, gymnasium.Env):
-        env = without_checks(env)
+        while isinstance(env, OrderEnforcing | PassiveEnvChecker):  # which gymnasium.make adds to everything
+            env = env.env
         if isinstance(env, TextEnv) and max_turns in (None, env.max_turns):
             return env
         return GymnasiumText(env, max_turns)
     packages = {cls.__module__.partition(".")[0] for cls in type(env).__mro__}
-    for package, adapter in _FOREIGN.items():
+    for package, (adapter, _, _) in _FOREIGN.items():
         if package in packages:
             return adapter(env, max_turns)
     return UnseededEnv(env, max_turns) if takes_no_seed(env) else PlainEnv(env, max_turns)
@@ -206,17 +201,17 @@ def make_env(name: Name, /, **settings: Any) -> TextEnv:
     """
     prefix, _, rest = name.partition(":")
     try:
-        if prefix in _MAKERS and rest:
-            return _MAKERS[prefix][1](rest, **settings)
+        if prefix in _FOREIGN and rest:
+            return _FOREIGN[prefix][1](rest, **settings)
         make = load_code("the environment", name, allowed=True) if names_code(name) else partial(gymnasium.make, name)
         with contained():
             return as_text_env(make(**settings))
     except AgileRLError:
         raise
     except ModuleNotFoundError as error:
-        if prefix in _MAKERS and error.name == prefix:
+        if prefix in _FOREIGN and error.name == prefix:
             raise ConfigError(
-                f"{name} needs the package {_MAKERS[prefix][0]}; see docs/environments.md for how to install it"
+                f"{name} needs the package {_FOREIGN[prefix][2]}; see docs/environments.md for how to install it"
             ) from error
         raise ConfigError(f"{name} cannot be imported: {error}") from error
     except Exception as error:  # a third-party constructor may raise anything; report its reason
