@@ -42,27 +42,19 @@ def calculator(expression: str) -> str:
         expression: for example "(17 + 4) * 3 / 2 ** 5". It may have + - * / // % ** and brackets, the functions abs,
             ceil, cos, exp, factorial, floor, gcd, log, max, min, round, sin, sqrt and tan, and pi and e.
     """
+    text = expression.strip().lower().translate(_TYPED)
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"the expression has {len(text)} characters, at most {MOST_CHARACTERS} are read")
+    spelled = _SPELLING.match(text)
+    if spelled is None or spelled.end() < len(text):
+        raise ValueError(f"expected arithmetic, found {text[spelled.end() if spelled else 0 :][:20]!r}")
     try:
-        return _shown(_value(_parsed(expression)))
+        return _shown(_value(ast.parse(text, mode="eval").body))
     except ZeroDivisionError:
         raise ArithmeticError("division by zero") from None
     except OverflowError:
         raise ArithmeticError("the result is too large") from None
-    except RecursionError:
-        raise ValueError("the expression is nested too deeply") from None
-
-
-def _parsed(expression: str) -> ast.expr:
-    text = expression.strip().lower().translate(_TYPED)
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"the expression has {len(text)} characters, at most {MOST_CHARACTERS} are read")
-    read = _SPELLING.match(text)
-    place = read.end() if read else 0
-    if place < len(text):
-        raise ValueError(f"expected arithmetic, found {text[place : place + 20]!r}")
-    try:
-        return ast.parse(text, mode="eval").body
-    except (SyntaxError, RecursionError, MemoryError):
+    except (SyntaxError, RecursionError, MemoryError):  # also of brackets that are nested too deeply
         raise ValueError(f"expected arithmetic, found {text[:80]!r}") from None
 
 
@@ -73,41 +65,34 @@ def _value(node: ast.expr) -> Number:
             return _within(value)
         case ast.Name(name) if name in CONSTANTS:
             return CONSTANTS[name]
-        case ast.UnaryOp(operation, operand) if type(operation) in UNARY:
-            return _within(UNARY[type(operation)](_value(operand)))
-        case ast.BinOp(left, operation, right) if type(operation) in BINARY:
-            return _within(BINARY[type(operation)](_value(left), _value(right)))
+        case ast.UnaryOp(operation, operand) if type(operation) in OPERATIONS:
+            return _within(OPERATIONS[type(operation)](_value(operand)))
+        case ast.BinOp(left, operation, right) if type(operation) in OPERATIONS:
+            return _within(OPERATIONS[type(operation)](_value(left), _value(right)))
         case ast.Call(ast.Name(name), arguments, []) if name in FUNCTIONS:
-            return _called(name, [_value(argument) for argument in arguments])
+            values = [_value(argument) for argument in arguments]
+            try:
+                return _within(FUNCTIONS[name](*values))
+            except TypeError:
+                raise ValueError(f"{name} does not take {', '.join(map(_shown, values)) or 'nothing'}") from None
         case ast.Name(name) | ast.Call(ast.Name(name)):
             raise ValueError(f"unknown name {name!r}; known: {', '.join([*FUNCTIONS, *CONSTANTS])}")
     raise ValueError(f"expected arithmetic, found {ast.unparse(node)[:80]!r}")
 
 
-def _called(name: str, arguments: list[Number]) -> Number:
-    try:
-        return _within(FUNCTIONS[name](*arguments))
-    except TypeError:
-        raise ValueError(f"{name} does not take {', '.join(map(_shown, arguments)) or 'nothing'}") from None
-
-
 def _within(value: Any) -> Number:
     if isinstance(value, complex):
         raise ArithmeticError("the result is no real number")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise OverflowError
-    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+    if value.bit_length() > MOST_BITS if isinstance(value, int) else not math.isfinite(value):
         raise OverflowError
     return value  # type: ignore[no-any-return]
 
 
 def _power(base: Number, exponent: Number) -> Number:
     """Refuse a huge power before it is computed: 9**9**9 has 370 million digits."""
-    whole = isinstance(base, int) and isinstance(exponent, int)
-    if whole and abs(base) > 1 and exponent * (abs(int(base)).bit_length() - 1) > MOST_BITS:
+    if isinstance(base, int) and isinstance(exponent, int) and exponent * (abs(base).bit_length() - 1) > MOST_BITS:
         raise OverflowError
-    power: Number = base**exponent
-    return power
+    return base**exponent  # type: ignore[no-any-return]
 
 
 def _factorial(number: Number) -> int:
@@ -130,8 +115,9 @@ def _shown(value: Number) -> str:
 
 
 CONSTANTS: dict[str, float] = {"pi": math.pi, "e": math.e}
-UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
-BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -225,8 +211,6 @@ class SearchTool:
     ``<information>...</information>``, for environments that handle tools by text.
     """
 
-    tool_type = "search"
-
     @checked
     def __init__(
         self, num_workers: Count = 1, search_url: str | None = None, topk: Count = 3, timeout: Positive = 5.0
@@ -253,8 +237,7 @@ class SearchTool:
         Args:
             query: a few words.
         """
-        found = self._results(query)
-        return "\n".join(f"{rank}. {text}" for rank, text in enumerate(found, 1)) or "Nothing was found."
+        return _numbered(self._results(query)) or "Nothing was found."
 
     @checked
     def execute_action(self, action: str) -> tuple[bool, bool, str, str]:
@@ -283,9 +266,8 @@ class SearchTool:
 
     def close(self) -> None:
         """Close the connections; the next search opens new ones."""
-        client = self.__dict__.pop("_client", None)
-        if client is not None:
-            client.close()
+        if "_client" in vars(self):
+            vars(self).pop("_client").close()
 
     @cached_property
     def _client(self) -> httpx2.Client:
@@ -302,11 +284,11 @@ class SearchTool:
         """Query the server; raises EnvError if that fails."""
         url = self.search_url or _checked_url(os.environ.get(URL_VARIABLE) or "")
         try:
-            asked = httpx2.URL(url).copy_merge_params({"q": query, "format": "json"})
+            full = httpx2.URL(url).copy_merge_params({"q": query, "format": "json"})
             with OPENING:
                 client = self._client
-            answer = request(client, "GET", asked, seconds=4 * self.timeout).raise_for_status()
-            found = parsed(answer.content, _Results).results
+            answer = request(client, "GET", full, seconds=4 * self.timeout).raise_for_status()
+            results = parsed(answer.content, _Results).results
         except httpx2.HTTPStatusError as error:
             raise EnvError(f"the search server answered with status {error.response.status_code}") from error
         except httpx2.HTTPError as error:
@@ -314,7 +296,7 @@ class SearchTool:
         except ValueError as error:
             expected = 'expected {"results": [{"content": ...}]} from the search server'
             raise EnvError(f"{expected}, found something else: {error}") from error
-        return [result.content or "" for result in found[: self.topk]]
+        return [result.content or "" for result in results[: self.topk]]
 
 
 def _checked_url(url: str) -> str:
@@ -354,13 +336,18 @@ class LocalSearch:
         """
         self.topk = topk
         self.passages = _column(Path(corpus), column) if isinstance(corpus, str | Path) else list(corpus)
-        odd = next((place for place, text in enumerate(self.passages) if not isinstance(text, str)), None)
-        if odd is not None:
-            raise EnvError(f"expected text as passage {odd} of the corpus, found {shown(self.passages[odd])}")
-        words = [_words(text) for text in self.passages]
+        for number, text in enumerate(self.passages):
+            if not isinstance(text, str):
+                raise EnvError(f"expected text as passage {number} of the corpus, found {shown(text)}")
+        words = [WORD.findall(text.lower()) for text in self.passages]
         if not any(words):
             raise EnvError(f"expected a corpus with words in it, found {len(words)} passages without any")
-        self._index = _indexed(words)
+        try:
+            import bm25s  # optional
+        except ImportError as error:
+            raise ConfigError(f"search needs bm25s: {how_to_install('search')} ({error})") from error
+        self._index = bm25s.BM25()
+        self._index.index(words, show_progress=False)
 
     def search(self, query: str) -> str:
         """Search a collection of texts and return the passages that fit best.
@@ -368,27 +355,15 @@ class LocalSearch:
         Args:
             query: a few words that the passage is likely to have.
         """
-        words = _words(query)
+        words = WORD.findall(query.lower())
         scores = self._index.get_scores(words) if words else np.zeros(len(self.passages))
         best = np.argsort(-scores, kind="stable")[: self.topk]
-        found = [self.passages[place] for place in best if scores[place] > 0]
-        return (
-            "\n".join(f"{rank}. {text}" for rank, text in enumerate(found, 1)) or "No passage has any of these words."
-        )
+        fitting = [self.passages[number] for number in best if scores[number] > 0]
+        return _numbered(fitting) or "No passage has any of these words."
 
 
-def _indexed(words: Sequence[Sequence[str]]) -> Any:
-    try:
-        import bm25s  # optional
-    except ImportError as error:
-        raise ConfigError(f"search needs bm25s: {how_to_install('search')} ({error})") from error
-    index = bm25s.BM25()
-    index.index([list(passage) for passage in words], show_progress=False)
-    return index
-
-
-def _words(text: str) -> list[str]:
-    return WORD.findall(text.lower())
+def _numbered(texts: Sequence[str]) -> str:
+    return "\n".join(f"{rank}. {text}" for rank, text in enumerate(texts, 1))
 
 
 def _column(path: Path, column: str) -> list[Any]:
