@@ -32,26 +32,12 @@ def check_env_finds_no_error(factory: Factory) -> None:
 
 def any_text_is_answered(factory: Factory) -> None:
     """For any text as the action, a step returns a valid five-tuple and the episode ends in time."""
-    env = as_text_env(factory())
-
-    def law(seed: int, actions: list[str]) -> None:
-        _, *steps = _episode(env, seed, actions)
-        problems = [str(p) for step in steps for p in check_result(env, "step", step) if p.code != "outside-space"]
-        assert not problems, "\n".join(problems)
-
-    _fuzz(env, law, seed=_SEEDS)
+    _check_results(factory, lambda code: code != "outside-space")
 
 
 def observations_are_in_the_space(factory: Factory) -> None:
     """Every observation is in the observation space."""
-    env = as_text_env(factory())
-
-    def law(seed: int, actions: list[str]) -> None:
-        for result in _episode(env, seed, actions):
-            problems = check_result(env, "reset" if len(result) == 2 else "step", result)
-            assert not [p for p in problems if p.code in ("outside-space", "observation")], result[0]
-
-    _fuzz(env, law, seed=_SEEDS)
+    _check_results(factory, lambda code: code in ("outside-space", "observation"))
 
 
 def episodes_end_within_max_turns(factory: Factory) -> None:
@@ -101,6 +87,18 @@ LAWS: Sequence[Callable[[Factory], None]] = (
     instances_do_not_disturb_each_other,
 )
 """All laws; each takes a factory of environments."""
+
+
+def _check_results(factory: Factory, counts: Callable[[str], bool]) -> None:
+    """Raise AssertionError for a result of ``reset`` or ``step`` with a finding whose code counts."""
+    env = as_text_env(factory())
+
+    def law(seed: int, actions: list[str]) -> None:
+        for result in _episode(env, seed, actions):
+            problems = check_result(env, "reset" if len(result) == 2 else "step", result)
+            assert not [str(problem) for problem in problems if counts(problem.code)]
+
+    _fuzz(env, law, seed=_SEEDS)
 
 
 def _fuzz(env: TextEnv, law: Callable[..., None], **strategies: st.SearchStrategy[Any]) -> None:

@@ -18,7 +18,7 @@ from agilerl.data import Completion, EpisodeOutcome, Trajectory
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.core import Lengths, Place, Split
 from agilerl.envs.prompts import ChatFormat, as_messages
-from agilerl.envs.text_env import Observation, TextEnv
+from agilerl.envs.text_env import RETURNED, Observation, TextEnv
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards.grader import check_score
 from agilerl.streams import stream
@@ -111,15 +111,9 @@ class Episode:
         return EpisodeOutcome(turns=len(self._turns), success=success, truncated=self._truncated, error=self.error)
 
     def begin(self, seed: int) -> None:
-        """Reset the environment and render the first prompt.
-
-        Raises:
-            EnvError: a prompt that is empty or over the budget, or an observation that is not text.
-            ConfigError: a chat template that refuses the messages.
-        """
+        """Reset the environment and render the first prompt; raises as ``act`` and ``ChatFormat.prompt``."""
         self.seed = seed
-        observation, info = self._returned("reset", ("observation", "info"), self.env.reset(seed=seed))
-        self.info = dict(info or {})
+        observation, self.info = self._returned("reset", self.env.reset(seed=seed))
         system = [] if self.env.system_prompt is None else [{"role": "system", "content": self.env.system_prompt}]
         self._opening = system + _observed(observation)
         self._messages = list(self._opening)
@@ -128,21 +122,15 @@ class Episode:
     def act(self, completion: Completion, text: str) -> float:
         """Pass one completion, as tokens and as text, to the environment; return its reward.
 
-        Raises:
-            EnvError: the environment broke the protocol: the step is not a five-tuple, the reward is not a finite
-                number, or the observation is not text.
+        Raises EnvError for a step that is no five-tuple, a reward that is no finite number, or what is not text.
         """
         self._rows[-1].append(completion.token_ids, len(self.rewards), completion.logprobs)
         self._turns.append(list(completion.token_ids))
         self._messages.append({"role": "assistant", "content": text})
         self._log.append(f"> {text}")
         self._finish = completion.finish_reason
-        observation, reward, terminated, truncated, info = self._returned(
-            "step",
-            ("observation", "reward", "terminated", "truncated", "info"),
-            self.env.step_ids(text, completion.token_ids),
-        )
-        self.info = dict(info or {})
+        result = self.env.step_ids(text, completion.token_ids)
+        observation, reward, terminated, truncated, self.info = self._returned("step", result)
         try:
             score = check_score(reward)
         except RewardError:
@@ -200,8 +188,6 @@ class Episode:
             if row.token_ids
         ]
 
-    # -- the next prompt ------------------------------------------------------------------------------------------
-
     def _continue(self, messages: list[dict[str, Any]], said: Sequence[int]) -> None:
         """Make the prompt of the next turn from the environment's messages."""
         self._messages += messages
@@ -210,9 +196,7 @@ class Episode:
         self._turns[-1] += between
         budget = self.limits.prompt_length
         current = self._rows[-1]
-        prompt = current.ids + between
-        if self.limits.forks:
-            prompt = self.chat.prompt(self._messages)
+        prompt = self.chat.prompt(self._messages) if self.limits.forks else current.ids + between
         if budget is not None and len(prompt) > budget and self.limits.sliding_window and not self.limits.forks:
             prompt = self._window(budget)
         if budget is not None and len(prompt) > budget:
@@ -238,10 +222,11 @@ class Episode:
         """The class name that the environment's author knows, without adapters."""
         return type(getattr(self.env.unwrapped, "inner", self.env.unwrapped)).__name__
 
-    def _returned(self, method: str, names: Sequence[str], result: Any) -> Any:
-        """Return what a method of the environment returned; raises EnvError if it is not a tuple of these values."""
+    def _returned(self, method: str, result: Any) -> Sequence[Any]:
+        """Return what ``reset`` or ``step`` returned, its info as a dict; raises EnvError if values are missing."""
+        names = RETURNED[method]
         if isinstance(result, tuple) and len(result) == len(names):
-            return result
+            return *result[:-1], dict(result[-1] or {})
         kind = f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")
         raise EnvError(f"{self._name}.{method} must return ({', '.join(names)}), found {kind}; see agilerl check")
 
@@ -251,9 +236,6 @@ def _observed(observation: Observation) -> list[dict[str, Any]]:
         return as_messages(observation)
     except ConfigError as error:
         raise EnvError(str(error)) from None
-
-
-# -- the task: an environment, its seeds, and its chat format ---------------------------------------------------------
 
 
 Factory = Annotated[
@@ -310,9 +292,6 @@ class EpisodeTask:
                 False accepts it, with a separate training row for each turn after a rewritten one.
             enable_sliding_window: if the context is full, drop the oldest turns instead of cutting the episode.
             step_timeout: seconds for one call of an environment; None waits forever.
-
-        Raises:
-            ConfigError: a setting out of range, or an unusable environment.
         """
         if enable_sliding_window and not strict_chat_template_boundary:
             raise ConfigError(
@@ -380,9 +359,7 @@ class EpisodeTask:
     def chat(self, tokenizer: Any) -> ChatFormat:
         """Return the environment's chat format for this tokenizer; the last one is cached.
 
-        Raises:
-            ConfigError: a chat template that does not suit the environment: it has no system role although there is a
-                system prompt, does not show tools although there are tools, or rewrites earlier turns.
+        Raises ConfigError for a chat template that does not show the tools that there are, or rewrites earlier turns.
         """
         if self._chat is not None and self._chat.tokenizer is tokenizer:
             return self._chat
@@ -403,14 +380,8 @@ class EpisodeTask:
         """Return an episode that has not begun; its environment is reserved until it is given back."""
         env = self.take()
         env.bind(chat.tokenizer)
-        limits = EpisodeLimits(
-            context_length,
-            self.max_turns,
-            reserve,
-            sliding_window=self.sliding_window,
-            forks=chat.rewrites_history and not self.strict,
-        )
-        return Episode(env, chat, limits)
+        forks = chat.rewrites_history and not self.strict
+        return Episode(env, chat, EpisodeLimits(context_length, self.max_turns, reserve, self.sliding_window, forks))
 
     def take(self) -> TextEnv:
         """Return an idle environment, or a new one."""
@@ -439,9 +410,6 @@ class EpisodeTask:
         while self._idle:
             with contained():
                 self._idle.pop().close()
-
-
-# -- many environments at once, with a timeout ------------------------------------------------------------------------
 
 
 _WORKERS = 8

@@ -3,7 +3,7 @@
 import re
 import string
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from typing import Annotated, Any, Literal, NamedTuple
@@ -14,7 +14,7 @@ from gymnasium.spaces import Text
 
 from agilerl.arguments import Whole, Within, checked
 from agilerl.envs.adapters.base import Counted
-from agilerl.envs.text_env import StepResult, TextEnv
+from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
 from agilerl.errors import ConfigError
 from agilerl.streams import stream
 
@@ -70,9 +70,7 @@ class Game(Counted, TextEnv):
         """Return an action of perfect play, using only what the player has been told."""
 
     @checked
-    def reset(
-        self, *, seed: Whole | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: Whole | None = None, options: Options = None) -> Begun:
         """Begin the game of ``seed``; without a seed, use the last one plus one (0 at first). There are no options."""
         # gymnasium's check_env inspects its generator; games do not use it.
         gymnasium.Env.reset(self, seed=self._begin_episode(seed))
@@ -109,9 +107,6 @@ class Game(Counted, TextEnv):
 def last_number(action: str) -> str:
     """Return the last run of ASCII digits in a text, so that reasoning may precede the answer; empty without any."""
     return str(("", *re.findall(r"[0-9]+", action))[-1])
-
-
-# -- guess the number: the smallest game in which the next action depends on earlier turns ----------------------------
 
 
 Style = Literal["range", "hint", "verbose"]
@@ -188,9 +183,6 @@ class GuessTheNumber(Game):
 
     def _answer(self, hint: str, sentence: str) -> str:
         return super()._answer(f"{self._low}-{self._high}" if self.style == "range" else hint, sentence)
-
-
-# -- mastermind: find a code of digits from how close each guess came -------------------------------------------------
 
 
 MOST_CODES = 1296  # 6**4, the classic game; minimax compares all pairs of codes
@@ -319,9 +311,6 @@ def _guesses_needed(length: int, digits: int) -> tuple[int, ...]:
             else:
                 waiting.append((possible[answers == answer], used + 1))
     return tuple(counts)
-
-
-# -- tic-tac-toe against an opponent whose moves are drawn from the seed ----------------------------------------------
 
 
 Opponent = Literal["random", "minimax"]

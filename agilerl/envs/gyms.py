@@ -38,7 +38,7 @@ class Gym(ABC, Generic[Batch]):
     """Batches of one split at a time; a subclass defines what a batch holds.
 
     The order depends only on the seed and the number of batches drawn. Inside ``eval_mode()`` the rows are those of the
-    panel, always from its first.
+    test dataset (a task's exam), always from its first, so that every agent takes the same exam.
     """
 
     _panel: ClassVar[Split]
@@ -109,11 +109,7 @@ class Gym(ABC, Generic[Batch]):
 
 
 class ReasoningGym(Gym[list[Prompt]]):
-    """Batches of prompts out, completions in, rewards back.
-
-    The order of prompts depends only on ``seed`` and the number of batches drawn. Inside ``eval_mode()`` the prompts
-    are those of the test dataset, always from its first row, so that every agent takes the same exam.
-    """
+    """Batches of prompts out, completions in, rewards back."""
 
     _panel = "exam"
 
@@ -170,10 +166,7 @@ class ReasoningGym(Gym[list[Prompt]]):
         accelerator: Accelerator | None = None,
         max_context_length: Count | None = None,
     ) -> Self:
-        """Make an environment from any task; ``eval_mode()`` uses its exam panel.
-
-        A dataset task is fitted first, which leaves out prompts of more than ``max_context_length`` tokens.
-        """
+        """Make an environment from any task; a dataset task leaves out what exceeds ``max_context_length`` tokens."""
         task.fit(tokenizer, max_context_length)
         env = cls.__new__(cls)
         env.return_raw_completions = False
@@ -298,10 +291,8 @@ class GymRows(Task):
 class DataGym(Gym[RolloutBatch]):
     """Batches of examples for ``agent.learn``; a subclass says as which task the rows are learned.
 
-    The datasets are anything that ``read_dataset`` takes, or a mixture. All rows are checked at the start.
-
-    The order depends only on ``seed`` and the number of batches drawn, a new one each epoch. Inside ``eval_mode()`` the
-    rows are those of the test dataset, starting at its first.
+    The datasets are anything that ``read_dataset`` takes, or a mixture. All rows are checked at the start. Each epoch
+    has a new order.
     """
 
     _panel = "test"
@@ -411,7 +402,6 @@ class SFTGym(DataGym):
 
         Raises:
             EnvError: a dataset that is empty or lacks a column, or a malformed row.
-            ConfigError: a tokenizer without pad and end token, a batch size below 1, an unknown ``loss_on``.
         """
         self.response_column, self.loss_on = response_column, loss_on
         self._form_options = {"response": response_column, "learned": True}

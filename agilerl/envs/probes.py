@@ -14,7 +14,7 @@ from gymnasium.spaces import Text
 from agilerl.arguments import Count, Hint, Name, Seed, Whole, Within, checked
 from agilerl.envs.adapters.base import AnyText, Counted
 from agilerl.envs.core import Row, Split, Task
-from agilerl.envs.text_env import StepResult, TextEnv
+from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
 from agilerl.errors import ConfigError
 from agilerl.streams import stream
 
@@ -97,9 +97,7 @@ class GridNavigation(Counted, TextEnv):
         self.action_space = Text(1, charset="123")
 
     @checked
-    def reset(
-        self, *, seed: Whole | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: Whole | None = None, options: Options = None) -> Begun:
         """Place agent and goal on two different cells, by ``seed`` (0 if not given). There are no options."""
         seed = self._begin_episode(seed or 0)
         gymnasium.Env.reset(self, seed=seed)  # gymnasium's check_env inspects its generator; it is not used
@@ -135,9 +133,7 @@ class _DigitEnv(Counted, TextEnv):
         self.observation_space = self.action_space = AnyText()
 
     @checked
-    def reset(
-        self, *, seed: Whole | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: Whole | None = None, options: Options = None) -> Begun:
         """Ask the question of ``seed`` (by default that of the constructor)."""
         seed = self._begin_episode(self.seed if seed is None else seed)
         question, self._target = self._ask(stream(seed, "digit_env"))
@@ -214,9 +210,7 @@ class GridNavigationEnv(Counted, TextEnv):
         self.observation_space, self.action_space = Text(2, charset="0123456789"[:grid_size]), AnyText()
 
     @checked
-    def reset(
-        self, *, seed: Whole | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: Whole | None = None, options: Options = None) -> Begun:
         """Place agent and goal on two different cells, by ``seed`` (by default that of the constructor)."""
         draws = stream(self._begin_episode(self.seed if seed is None else seed), "grid_navigation_env")
         self.position, self.target = map(int, draws.choice(self.grid_size, size=2, replace=False))

@@ -57,8 +57,7 @@ def check_task(config: RunConfig) -> None:
 def check_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of dataset ``name``, checked; for ``composite`` the nested ones too.
 
-    Raises:
-        ConfigError: the task or a parameter is unknown (the message lists close names), or a value has the wrong type.
+    Raises ConfigError for an unknown task or parameter (with the nearest name), or a value of the wrong type.
     """
     registry, how = _registry(), how_to_install("tasks")
     if name not in registry:
@@ -95,11 +94,7 @@ def default_params(name: str) -> dict[str, Any]:
 
 
 def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int) -> Any:
-    """Build a reasoning_gym dataset of ``size`` problems from checked parameters.
-
-    Raises:
-        ConfigError: reasoning_gym refuses the parameters; the message has its reason.
-    """
+    """Return a dataset of ``size`` problems; raises ConfigError if reasoning_gym refuses the checked parameters."""
     arguments = dict(params)
     if name == "composite":
         arguments["datasets"] = [_library().composite.DatasetSpec(**spec) for spec in params["datasets"]]
@@ -125,10 +120,7 @@ def _words_read(name: str, arguments: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def curricula() -> list[str]:
-    """Return the names of the datasets that reasoning_gym has a curriculum for.
-
-    Raises ConfigError if it is not installed.
-    """
+    """Return the datasets that reasoning_gym has a curriculum for; raises ConfigError if it is not installed."""
     if not _installed():
         raise ConfigError(f"a curriculum is reasoning_gym's, which is not installed; run: {how_to_install('tasks')}")
     return [name for name in known_tasks() if _library().factory.has_curriculum(name)]
@@ -223,10 +215,7 @@ def _check_plain(what: str, value: Any) -> None:
 
 
 def _file(what: str, name: str) -> str:
-    """Return a file name that reasoning_gym, which looks in its package folder, can find.
-
-    Raises ConfigError for anything but a plain file of reasonable size.
-    """
+    """Return a name that reasoning_gym can find; raises ConfigError for all but a plain file of reasonable size."""
     if is_packaged(name):
         return name
     path = Path(name).absolute()

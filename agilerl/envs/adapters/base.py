@@ -2,14 +2,14 @@
 
 import inspect
 import warnings
-from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import gymnasium
 from gymnasium.spaces import Space, Text
 
-from agilerl.envs.text_env import StepResult, TextEnv
+from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 from agilerl.streams import sealed, stream
 
@@ -65,12 +65,18 @@ class Adapter(Counted, TextEnv):
     Without a seed, ``reset`` uses the last seed plus one, starting at 0.
     """
 
-    def __init__(self, inner: Any, max_turns: int | None = None) -> None:
-        """Wrap ``inner``.
+    action_form = "{}"
+    """How an action is written around numbers."""
+    draws_globally = False
+    """Whether ``inner`` draws from the global random generators.
 
-        Raises:
-            ConfigError: neither ``inner`` nor the argument limits the number of turns.
-        """
+    Then each call finds them seeded by the episode's seed and the turn and restores them afterwards, so episodes are
+    pure functions of seed and actions, and no other code's draws change. Such environments run one at a time, whatever
+    the number of threads.
+    """
+
+    def __init__(self, inner: Any, max_turns: int | None = None) -> None:
+        """Wrap ``inner``; raises ConfigError if neither it nor the argument limits the number of turns."""
         declared = getattr(inner, "max_turns", None) if max_turns is None else max_turns
         if isinstance(declared, bool) or not isinstance(declared, int) or declared < 1:
             raise ConfigError(
@@ -80,10 +86,10 @@ class Adapter(Counted, TextEnv):
         self.inner, self.max_turns = inner, declared
         self.system_prompt = getattr(inner, "system_prompt", None)
         self.tools = getattr(inner, "tools", ())
-        self.observation_space = self.action_space = AnyText()
+        self.observation_space, self.action_space = AnyText(), AnyText(self.action_form)
         self._closed = False
 
-    def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
+    def begin(self, seed: int) -> Begun:
         """Begin the inner episode with ``seed``; return the first observation and info."""
         return self.inner.reset(seed=seed)  # type: ignore[no-any-return]
 
@@ -91,16 +97,20 @@ class Adapter(Counted, TextEnv):
         """Pass an action to the inner environment."""
         return self.inner.step(action)  # type: ignore[no-any-return]
 
-    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> Begun:
         """Begin an episode. ``options`` are not passed on."""
         if self._closed:
             raise EnvError(f"this environment ({type(self.inner).__name__}) was closed; make a new one")
-        return self.begin(self._begin_episode(seed))
+        seed = self._begin_episode(seed)
+        with sealed(seed) if self.draws_globally else nullcontext():
+            return self.begin(seed)
 
     def step(self, action: str) -> StepResult:
         """Take a turn; raises EnvError if the episode has not begun, or is over."""
         self._count_turn()
-        result = self.act(action)
+        draws = stream(max(self._seed, 0), "sealed_adapter", self._turn - 1)
+        with sealed(int(draws.integers(2**32))) if self.draws_globally else nullcontext():
+            result = self.act(action)
         if not isinstance(result, tuple) or len(result) != 5:
             return result  # malformed results are reported by the caller, not repaired here
         observation, reward, terminated, truncated, info = result
@@ -118,29 +128,6 @@ class Adapter(Counted, TextEnv):
         return f"{type(self).__name__}({type(self.inner).__name__}, max_turns={self.max_turns})"
 
 
-class SealedAdapter(Adapter):
-    """An adapter for an environment that draws from the global random generators.
-
-    Each call finds them seeded by the episode's seed and the turn and restores them afterwards, so episodes are pure
-    functions of seed and actions, and no other code's draws change. Such environments run one at a time, whatever the
-    number of threads.
-    """
-
-    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode. ``options`` are not passed on."""
-        with sealed(self._seed + 1 if seed is None else seed):  # the seed that super().reset will choose
-            return super().reset(seed=seed, options=options)
-
-    def step(self, action: str) -> StepResult:
-        """Take a turn; raises as any adapter does."""
-        draws = stream(max(self._seed, 0), "sealed_adapter", self._turn)
-        with sealed(int(draws.integers(2**32))):
-            return super().step(action)
-
-
-# -- a plain Python class with the documented protocol ----------------------------------------------------------------
-
-
 class PlainEnv(Adapter):
     """Any object with ``max_turns``, ``reset(seed=...)``, ``step(str)``; optional ``close``, ``system_prompt``, spaces.
 
@@ -148,13 +135,9 @@ class PlainEnv(Adapter):
     """
 
     def __init__(self, inner: Any, max_turns: int | None = None) -> None:
-        """Wrap ``inner``.
-
-        Raises:
-            ConfigError: ``reset(seed=...)``, ``step(action)`` or a turn limit is missing.
-        """
+        """Wrap ``inner``; raises ConfigError if ``reset(seed=...)``, ``step(action)`` or a turn limit is missing."""
         name = type(inner).__name__
-        for method, arguments in (("reset", "seed=..."), ("step", "action")):
+        for method, shown, arguments in (("reset", "reset(seed=...)", {"seed": 0}), ("step", "step(action)", {})):
             function = getattr(inner, method, None)
             if isinstance(inner, type) or not callable(function):
                 what = f"the class {inner.__name__} itself" if isinstance(inner, type) else f"an object of {name}"
@@ -163,10 +146,9 @@ class PlainEnv(Adapter):
                     f"an environment, not {what}"
                 )
             try:
-                signature = inspect.signature(function)
-                signature.bind(seed=0) if method == "reset" else signature.bind("")
+                inspect.signature(function).bind(*([] if arguments else [""]), **arguments)
             except TypeError as error:
-                raise ConfigError(f"expected {name}.{method}({arguments}), but {error}") from error
+                raise ConfigError(f"expected {name}.{shown}, but {error}") from error
         super().__init__(inner, max_turns)
         size = getattr(inner, "dataset_size", 0)
         # Environments of AgileRL 2.58 that serve the rows of a dataset are told which; equal seeds get equal rows.
@@ -175,7 +157,7 @@ class PlainEnv(Adapter):
         self.action_space = getattr(inner, "action_space", self.action_space)
         self.observation_space = getattr(inner, "observation_space", self.observation_space)
 
-    def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
+    def begin(self, seed: int) -> Begun:
         """Return what ``inner.reset`` returns."""
         if self._rows is None:
             return super().begin(seed)
@@ -184,18 +166,20 @@ class PlainEnv(Adapter):
         return self.inner.reset(seed=seed, row_index=row)  # type: ignore[no-any-return]
 
 
-class UnseededEnv(SealedAdapter):
+class UnseededEnv(Adapter):
     """A plain environment whose ``reset`` takes no seed.
 
     It finds the global generators of Python and numpy seeded, so episodes that draw from these are functions of
     the seed; with a generator of its own, equal seeds give different episodes.
     """
 
+    draws_globally = True
+
     def __init__(self, inner: Any, max_turns: int | None = None) -> None:
         super().__init__(inner, max_turns)
         _warn_of_no_seed(type(inner).__name__)
 
-    def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
+    def begin(self, seed: int) -> Begun:
         """Return what ``inner.reset`` returns."""
         return self.inner.reset()  # type: ignore[no-any-return]
 
@@ -220,9 +204,6 @@ def takes_no_seed(env: Any) -> bool:
     return not takes_seed and callable(getattr(env, "step", None)) and not isinstance(env, type)
 
 
-# -- a gymnasium environment whose observations and actions are text --------------------------------------------------
-
-
 class GymnasiumText(Adapter):
     """A gymnasium environment with ``Text`` spaces, or a TextEnv in wrappers.
 
@@ -231,26 +212,18 @@ class GymnasiumText(Adapter):
     """
 
     def __init__(self, inner: gymnasium.Env[Any, Any], max_turns: int | None = None) -> None:
-        """Wrap ``inner``.
-
-        Raises:
-            ConfigError: its spaces are not text, no turn limit is known, or wrappers hide an ``act`` that
-                needs the sampled tokens.
-        """
+        """Wrap ``inner``; raises ConfigError if it is not of text, has no turn limit, or needs the sampled tokens."""
         core, name = inner.unwrapped, type(inner.unwrapped).__name__
-        if isinstance(core, TextEnv):
-            if type(core).step_ids is not TextEnv.step_ids:
+        if isinstance(core, TextEnv) and type(core).step_ids is not TextEnv.step_ids:
+            raise ConfigError(
+                f"{name} reads the sampled tokens, which gymnasium's wrappers do not pass on; give it without wrappers"
+            )
+        for what, space in (("observation", inner.observation_space), ("action", inner.action_space)):
+            if not isinstance(core, TextEnv) and not isinstance(space, Text | AnyText):
                 raise ConfigError(
-                    f"{name} reads the sampled tokens, which gymnasium's wrappers do not pass on; give it without "
-                    "wrappers"
+                    f"expected a gymnasium environment with text spaces, but the {what} space of {name} is {space}; "
+                    "write a wrapper that turns it into gymnasium.spaces.Text"
                 )
-        else:
-            for what, space in (("observation", inner.observation_space), ("action", inner.action_space)):
-                if not isinstance(space, Text | AnyText):
-                    raise ConfigError(
-                        f"expected a gymnasium environment with text spaces, but the {what} space of {name} is {space};"
-                        " write a wrapper that turns it into gymnasium.spaces.Text"
-                    )
         limit = inner.spec.max_episode_steps if inner.spec is not None else None
         super().__init__(core, max_turns if max_turns is not None else getattr(core, "max_turns", limit))
         self.inner = inner

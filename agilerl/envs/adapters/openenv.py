@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel
 
 from agilerl.envs.adapters.base import Adapter
-from agilerl.envs.text_env import StepResult, TextEnv
+from agilerl.envs.text_env import Begun, StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 
 _ANSWER_MIB = 64
@@ -31,11 +31,7 @@ class OpenEnv(Adapter):
         action: Callable[[str], Any] | None = None,
         observation: Callable[[Any], str] | None = None,
     ) -> None:
-        """Wrap ``inner``; each TextEnv needs a separate environment or client.
-
-        Raises:
-            ConfigError: no turn limit is given, or the action's class cannot be determined.
-        """
+        """Wrap ``inner``, one for each TextEnv; raises ConfigError without a turn limit or a known class of actions."""
         from openenv.core import EnvClient, Environment
 
         super().__init__(inner, max_turns)
@@ -45,16 +41,15 @@ class OpenEnv(Adapter):
         self._action = action or ((lambda text: {"message": text}) if self._remote else _action_of(inner))
         self._text = observation or _only_text
 
-    def begin(self, seed: int) -> tuple[str, dict[str, Any]]:
+    def begin(self, seed: int) -> Begun:
         """Return the first observation as text."""
-        observation, _, _, _, info = self._read(self.inner.reset(seed=seed))
-        return observation, info
+        return self._read(self.inner.reset(seed=seed))[::4]
 
     def act(self, action: str) -> StepResult:
         """Return the environment's reply."""
         return self._read(self.inner.step(self._action(action)))
 
-    def _read(self, reply: Any) -> tuple[str, float, bool, bool, dict[str, Any]]:
+    def _read(self, reply: Any) -> StepResult:
         text = self._text(reply.observation if self._remote else reply)
         return text, float(reply.reward or 0.0), bool(reply.done), False, dict(reply.metadata or {})
 

@@ -10,33 +10,29 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 from agilerl.arguments import Count, Name, checked
 from agilerl.custom_code import contained, load_code, names_code
 from agilerl.envs.adapters.base import (
-    AnyText,
+    Adapter,
     GymnasiumText,
     PlainEnv,
-    SealedAdapter,
     UnseededEnv,
     takes_no_seed,
 )
 from agilerl.envs.adapters.openenv import OpenEnv, make_openenv
-from agilerl.envs.text_env import StepResult, TextEnv
+from agilerl.envs.text_env import Begun, StepResult, TextEnv
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.streams import sealed
 
-# -- GEM (package ``gem-llm``) ----------------------------------------------------------------------------------------
 
-
-class GemEnv(SealedAdapter):
+class GemEnv(Adapter):
     """A GEM environment, without its observation wrappers: the transcript already holds the history.
 
     What GEM puts into ``info["suffix"]`` (the board, what to answer) is part of the observation. Rewards are those of
     GEM; a malformed answer earns -0.1 in most of its games. Seeds are taken modulo 2 ** 32.
     """
 
-    def __init__(self, inner: Any, max_turns: int | None = None) -> None:
-        super().__init__(inner, max_turns)
-        self.action_space = AnyText("\\boxed{{}}")
+    action_form = "\\boxed{{}}"
+    draws_globally = True
 
-    def begin(self, seed: int) -> tuple[str, dict[str, Any]]:
+    def begin(self, seed: int) -> Begun:
         """Return the first observation with its suffix."""
         observation, info = self.inner.reset(seed=seed % 2**32)
         return _with_suffix(observation, info), info
@@ -61,9 +57,8 @@ _INSTEAD = {
 def make_gem(name: str, **settings: Any) -> TextEnv:
     """Return the GEM environment registered as ``name``, e.g. "game:GuessTheNumber-v0-easy".
 
-    Raises:
-        ConfigError: a GEM environment that evaluates completions in this process (code, mathematics, its
-            reasoning_gym, terminals).
+    Raises ConfigError for one that evaluates completions in this process (code, mathematics, its reasoning_gym,
+    terminals).
     """
     import gem
     import gem.envs
@@ -87,10 +82,7 @@ def _with_suffix(observation: str, info: dict[str, Any]) -> str:
     return f"{observation.rstrip()}\n{suffix}" if suffix else observation
 
 
-# -- single-player games of the package ``textarena`` -----------------------------------------------------------------
-
-
-class TextArenaEnv(SealedAdapter):
+class TextArenaEnv(Adapter):
     """A single-player textarena game.
 
     Its observation wrappers, which repeat the whole history each time, are dropped: an observation is what the game has
@@ -98,12 +90,11 @@ class TextArenaEnv(SealedAdapter):
     invalid move in a row. ``info`` of the last step is that of textarena.
     """
 
-    def __init__(self, inner: Any, max_turns: int | None = None) -> None:
-        """Wrap ``inner``.
+    action_form = "[{}]"
+    draws_globally = True
 
-        Raises:
-            ConfigError: the game is not for one player, or does not declare its number of turns.
-        """
+    def __init__(self, inner: Any, max_turns: int | None = None) -> None:
+        """Wrap ``inner``; raises ConfigError if the game does not declare its number of turns."""
         from textarena import Wrapper
 
         core = inner
@@ -112,9 +103,8 @@ class TextArenaEnv(SealedAdapter):
         self._core = core
         super().__init__(core, max_turns if max_turns is not None else getattr(core, "max_turns", None))
         self.inner = inner
-        self.action_space = AnyText("[{}]")
 
-    def begin(self, seed: int) -> tuple[str, dict[str, Any]]:
+    def begin(self, seed: int) -> Begun:
         """Return the game's prompt."""
         try:
             self.inner.reset(num_players=1, seed=seed)
@@ -150,9 +140,6 @@ def make_textarena(name: str, max_turns: int | None = None, **settings: Any) -> 
         settings["max_turns"] = max_turns
     with sealed(0):  # some constructors draw random numbers
         return TextArenaEnv(textarena.make(name, **settings), max_turns)
-
-
-# -- which adapter an environment needs, and environments by name -----------------------------------------------------
 
 
 _FOREIGN: dict[str, tuple[Callable[[Any, int | None], TextEnv], Callable[..., TextEnv], str]] = {

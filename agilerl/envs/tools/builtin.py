@@ -92,7 +92,7 @@ def _power(base: Number, exponent: Number) -> Number:
     """Refuse a huge power before it is computed: 9**9**9 has 370 million digits."""
     if isinstance(base, int) and isinstance(exponent, int) and exponent * (abs(base).bit_length() - 1) > MOST_BITS:
         raise OverflowError
-    return base**exponent  # type: ignore[no-any-return]
+    return base**exponent
 
 
 def _factorial(number: Number) -> int:
@@ -144,9 +144,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-# -- Python: every program runs in a separate sandbox -----------------------------------------------------------------
-
-
 STARTING = 5.0
 """Seconds beyond the program's own timeout, for starting and cleaning up."""
 
@@ -160,13 +157,7 @@ class PythonTool(Tool):
 
     @checked
     def __init__(self, *, name: Name = "python", timeout: Positive = 5.0, memory_bytes: Count = 512 * 2**20) -> None:
-        """Set the limits of a program.
-
-        Args:
-            name: the tool's name for the model.
-            timeout: seconds of wall time for a program, more than 0.
-            memory_bytes: its address space.
-        """
+        """Set the tool's name for the model, the seconds of wall time of a program, and its address space."""
         self.program_timeout, self.memory_bytes = timeout, memory_bytes
         super().__init__(self.run, name=name, timeout=timeout + STARTING)
 
@@ -183,9 +174,6 @@ class PythonTool(Tool):
         elif not done.ok and not parts[1]:
             parts.append(f"(ended with status {done.returncode})")
         return "\n".join(filter(None, parts)) or "(nothing was printed)"
-
-
-# -- search: over HTTP, with AgileRL's documented names and text protocol, and over a local corpus --------------------
 
 
 URL_VARIABLE = "SEARCH_URL"
@@ -222,9 +210,6 @@ class SearchTool:
             search_url: http or https; by default the environment variable SEARCH_URL, read at the first search.
             topk: most results of one search, 1 or more.
             timeout: seconds to connect, and between two chunks of a response.
-
-        Raises:
-            ConfigError: a setting out of range.
         """
         self.num_workers, self.search_url, self.topk, self.timeout = num_workers, search_url, topk, timeout
         if search_url is not None:
@@ -237,7 +222,21 @@ class SearchTool:
         Args:
             query: a few words.
         """
-        return _numbered(self._results(query)) or "Nothing was found."
+        url = self.search_url or _checked_url(os.environ.get(URL_VARIABLE) or "")
+        try:
+            full = httpx2.URL(url).copy_merge_params({"q": query, "format": "json"})
+            with OPENING:
+                client = self._client
+            answer = request(client, "GET", full, seconds=4 * self.timeout).raise_for_status()
+            results = parsed(answer.content, _Results).results
+        except httpx2.HTTPStatusError as error:
+            raise EnvError(f"the search server answered with status {error.response.status_code}") from error
+        except httpx2.HTTPError as error:
+            raise EnvError(f"the search server did not answer: {type(error).__name__} {error}".rstrip()) from error
+        except ValueError as error:
+            expected = 'expected {"results": [{"content": ...}]} from the search server'
+            raise EnvError(f"{expected}, found something else: {error}") from error
+        return _numbered([result.content or "" for result in results[: self.topk]]) or "Nothing was found."
 
     @checked
     def execute_action(self, action: str) -> tuple[bool, bool, str, str]:
@@ -280,24 +279,6 @@ class SearchTool:
         weakref.finalize(self, client.close)  # an environment does not close its tool functions
         return client
 
-    def _results(self, query: str) -> list[str]:
-        """Query the server; raises EnvError if that fails."""
-        url = self.search_url or _checked_url(os.environ.get(URL_VARIABLE) or "")
-        try:
-            full = httpx2.URL(url).copy_merge_params({"q": query, "format": "json"})
-            with OPENING:
-                client = self._client
-            answer = request(client, "GET", full, seconds=4 * self.timeout).raise_for_status()
-            results = parsed(answer.content, _Results).results
-        except httpx2.HTTPStatusError as error:
-            raise EnvError(f"the search server answered with status {error.response.status_code}") from error
-        except httpx2.HTTPError as error:
-            raise EnvError(f"the search server did not answer: {type(error).__name__} {error}".rstrip()) from error
-        except ValueError as error:
-            expected = 'expected {"results": [{"content": ...}]} from the search server'
-            raise EnvError(f"{expected}, found something else: {error}") from error
-        return [result.content or "" for result in results[: self.topk]]
-
 
 def _checked_url(url: str) -> str:
     if not url.startswith(("http://", "https://")):
@@ -308,17 +289,15 @@ def _checked_url(url: str) -> str:
     return url
 
 
-# -- a local corpus, by BM25 (Robertson and Zaragoza, The Probabilistic Relevance Framework, 2009) --------------------
-
-
 WORD = re.compile(r"\w+")
 
 
 class LocalSearch:
     """Finds the passages that match a query best; ``LocalSearch(...).search`` is the tool.
 
-    The same query gives the same passages in the same order; passages of equal score are in the corpus's order. Words
-    are compared in lower case, otherwise unchanged. Needs bm25s: ``pip install 'lora-evolution[search]'``.
+    By BM25 (Robertson and Zaragoza, The Probabilistic Relevance Framework, 2009). The same query gives the same
+    passages in the same order; passages of equal score are in the corpus's order. Words are compared in lower case,
+    otherwise unchanged. Needs bm25s: ``pip install 'lora-evolution[search]'``.
     """
 
     @checked
@@ -335,7 +314,12 @@ class LocalSearch:
             EnvError: a file that cannot be read or has no such column, no passages, or passages that are not text.
         """
         self.topk = topk
-        self.passages = _column(Path(corpus), column) if isinstance(corpus, str | Path) else list(corpus)
+        if isinstance(corpus, str | Path):
+            table = read_file(Path(corpus))
+            if column not in table.columns:
+                raise EnvError(f"{Path(corpus).name} has no column {column!r}; {nearest(column, table.columns)}")
+            corpus = [row.get(column) for row in table.rows]
+        self.passages = list(corpus)
         for number, text in enumerate(self.passages):
             if not isinstance(text, str):
                 raise EnvError(f"expected text as passage {number} of the corpus, found {shown(text)}")
@@ -364,10 +348,3 @@ class LocalSearch:
 
 def _numbered(texts: Sequence[str]) -> str:
     return "\n".join(f"{rank}. {text}" for rank, text in enumerate(texts, 1))
-
-
-def _column(path: Path, column: str) -> list[Any]:
-    table = read_file(path)
-    if column not in table.columns:
-        raise EnvError(f"{path.name} has no column {column!r}; {nearest(column, table.columns)}")
-    return [row.get(column) for row in table.rows]

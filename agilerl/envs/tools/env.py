@@ -14,7 +14,7 @@ from agilerl.envs.adapters.base import AnyText, Counted
 from agilerl.envs.core import Row, Split, Task, score_completions
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.prompts import render_text, text_ids
-from agilerl.envs.text_env import Observation, StepResult, TextEnv
+from agilerl.envs.text_env import Begun, Observation, Options, StepResult, TextEnv
 from agilerl.envs.tools.parsers import MalformedCall, TextTagParser, ToolCall, ToolCallParser, parser_for, parser_of
 from agilerl.envs.tools.tool import Tool, ToolResult
 from agilerl.errors import ConfigError, EnvError, RewardError
@@ -86,11 +86,10 @@ class ToolEnv(Counted, TextEnv):
             max_result_chars: longer results are cut, with a note; 20 or more.
 
         Raises:
-            ConfigError: a setting out of range, duplicate tool names, a function without a schema, rows without a
-                grader, or a task whose prompt ends with a prefill.
+            ConfigError: no tools or equal names, a function without a schema, rows without a grader, or a prefill.
         """
         self._factory, self._plain_tools, self._timeout = environment_factory, tools, timeout
-        self._equip()
+        self._make_tools()
         self.task = _as_task(task, grader, _reward_of(self._environment))
         self.max_turns, self.max_result_chars = max_turns, max_result_chars
         self.observation_space, self.action_space = Conversation(), AnyText()
@@ -115,22 +114,22 @@ class ToolEnv(Counted, TextEnv):
         if callable(release := getattr(self._environment, "close", None)):
             release()
 
-    def _equip(self) -> None:
+    def _make_tools(self) -> None:
         """Make the environment of the tools, if there is one, and the tools."""
-        self._environment = None if self._factory is None else self._factory()
-        if self._factory is not None and not callable(getattr(self._environment, "reset", None)):
-            raise ConfigError(
-                f"environment_factory: expected an object with reset(), found {described(self._environment)}"
-            )
-        tools = [*self._plain_tools, *_methods(self._environment)]
-        self._tools = _by_name([t if isinstance(t, Tool) else Tool(t, timeout=self._timeout) for t in tools])
+        self._environment = shared = None if self._factory is None else self._factory()
+        if self._factory is not None and not callable(getattr(shared, "reset", None)):
+            raise ConfigError(f"environment_factory: expected an object with reset(), found {described(shared)}")
+        # The public methods are tools; they are looked up in the class, so that no property is read.
+        names = [name for name, _ in inspect.getmembers(type(shared), inspect.isfunction) if not name.startswith("_")]
+        methods = [getattr(shared, name) for name in names if name not in ("reset", "get_reward", "close")]
+        tools = [t if isinstance(t, Tool) else Tool(t, timeout=self._timeout) for t in (*self._plain_tools, *methods)]
+        self._tools = {tool.name: tool for tool in tools}
+        if not tools or len(self._tools) < len(tools):
+            known = ", ".join(tool.name for tool in tools)
+            raise ConfigError(f"expected at least one tool, with distinct names, found: {known or 'none'}")
 
     def bind(self, tokenizer: Any) -> None:
-        """Determine from the tokenizer how tools are called, announced and answered.
-
-        Raises:
-            ConfigError: no family of tool calls fits the tokenizer, or not the requested one.
-        """
+        """Determine from the tokenizer how tools are called, announced and answered; raises as ``parser_for``."""
         if tokenizer is self._tokenizer:
             return
         if self._recognises:
@@ -149,14 +148,8 @@ class ToolEnv(Counted, TextEnv):
         self._forbidden = re.compile("|".join(map(re.escape, spellings))) if spellings else None
 
     @checked
-    def reset(
-        self, *, seed: Whole | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Any, dict[str, Any]]:
-        """Ask the question of ``seed``; by default the last seed plus one (0 at first).
-
-        Raises:
-            EnvError: a split without rows.
-        """
+    def reset(self, *, seed: Whole | None = None, options: Options = None) -> Begun:
+        """Ask the question of ``seed``; by default the last seed plus one. Raises EnvError for a split without rows."""
         seed = self._begin_episode(seed)
         gymnasium.Env.reset(self, seed=seed)  # seeds gymnasium's generator, which episodes do not use
         index, split = seed // len(SPLITS), SPLITS[seed % len(SPLITS)]
@@ -168,7 +161,7 @@ class ToolEnv(Counted, TextEnv):
         with _ONE_THREAD:
             self._row = self.task.row(split, index)
         if self._factory is not None and self._counts["tool_errors/timeout"]:
-            self._equip()  # the call that hangs still has the old one
+            self._make_tools()  # the call that hangs still has the old one
         self._counts = Counter()
         return self._opening(), {"split": split, "index": index}
 
@@ -179,9 +172,7 @@ class ToolEnv(Counted, TextEnv):
     def step_ids(self, action: str, token_ids: Sequence[int]) -> StepResult:
         """Make the completion's tool calls, or grade it as the answer.
 
-        Raises:
-            EnvError: the episode has not begun or is over, or reading calls needs a tokenizer and none is bound.
-            RewardError: the task could not grade the answer.
+        Raises EnvError if the episode is not running or no tokenizer is bound, RewardError if there is no grade.
         """
         if self._parser is None:
             raise EnvError("expected bind(tokenizer) before step(): calls are read from the tokenizer's special tokens")
@@ -199,7 +190,7 @@ class ToolEnv(Counted, TextEnv):
 
     def _opening(self) -> Observation:
         messages = [dict(message) for message in self.task.messages(self._row)]
-        messages[-1]["content"] += self._reset_environment()
+        messages[-1]["content"] += "" if self._environment is None else self._reset_environment()
         system = [self._instructions] if self._instructions else []
         if not self._in_template and self._announce != "none":
             lines = [f"{tool.signature} - {tool.schema['function']['description']}" for tool in self._tools.values()]
@@ -213,8 +204,6 @@ class ToolEnv(Counted, TextEnv):
 
     def _reset_environment(self) -> str:
         """Reset the environment of the tools; return what it says."""
-        if self._environment is None:
-            return ""
         name = f"{type(self._environment).__name__}.reset"
         try:
             text = self._environment.reset(**select(name, self._environment.reset, self._row))
@@ -292,12 +281,6 @@ class Conversation(AnyText):
         )
 
 
-def _methods(environment: Any) -> list[Callable[..., Any]]:
-    """Return the public methods of an object, which are tools; those of its class, so that no property is read."""
-    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if not name.startswith("_")]
-    return [getattr(environment, name) for name in names if name not in ("reset", "get_reward", "close")]
-
-
 def _reward_of(environment: Any) -> Callable[..., Any] | None:
     """Return the reward that an environment gives itself, as a grader with the name of its class."""
     if not callable(getattr(environment, "get_reward", None)):
@@ -326,14 +309,6 @@ def _as_task(task: Task | Sequence[Row], grader: Graders | None, of_environment:
     if opening[-1]["role"] == "assistant":
         raise ConfigError(f"expected questions that end with the user's message, found a prefill in {task.name}")
     return task
-
-
-def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
-    by_name = {tool.name: tool for tool in tools}
-    if not tools or len(by_name) < len(tools):
-        names = ", ".join(tool.name for tool in tools)
-        raise ConfigError(f"expected at least one tool, with distinct names, found: {names or 'none'}")
-    return by_name
 
 
 def _broken_up(tag: re.Match[str]) -> str:

@@ -10,15 +10,12 @@ from agilerl.envs.adapters import as_text_env
 from agilerl.envs.core import Row, Task, is_held_out
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.text_env import StepResult, TextEnv
+from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
 from agilerl.envs.tools.builtin import LocalSearch, PythonTool, calculator
 from agilerl.envs.tools.env import ToolEnv
 from agilerl.errors import ConfigError
 from agilerl.rewards.grader import CLOSE, OPEN, extract_answer
 from agilerl.streams import stream
-
-# -- a small corpus about made-up towns, and questions that only it can answer ----------------------------------------
-
 
 ONSETS = ("b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z", "br", "dr", "kr", "st", "tr", "th")
 VOWELS = ("a", "e", "i", "o", "u", "ai", "ei", "ou")
@@ -90,9 +87,6 @@ def _names(rng: np.random.Generator, count: int) -> list[str]:
     return list(names)
 
 
-# -- the environments -------------------------------------------------------------------------------------------------
-
-
 FORM = "Put the final answer, and nothing else, between <answer> and </answer>."
 
 
@@ -149,9 +143,6 @@ def search_env(towns: Count = 200, *, seed: Seed = 42, topk: Count = 3, **settin
     return _tool_env(facts_task(known, seed), search, instruction, settings)
 
 
-# -- a bonus for the documented answer format: a model learns to answer before it answers correctly -------------------
-
-
 class FormatRewardWrapper(TextEnv):
     """Adds ``format_bonus`` to the last reward of an episode whose answer is in ``<answer>`` tags but wrong.
 
@@ -161,11 +152,7 @@ class FormatRewardWrapper(TextEnv):
 
     @checked
     def __init__(self, env: Any, format_bonus: NotNegative = 0.1) -> None:
-        """Wrap a TextEnv, or any environment that ``as_text_env`` turns into one.
-
-        Raises:
-            ConfigError: the bonus is not a number of 0 or more.
-        """
+        """Wrap a TextEnv, or any environment that ``as_text_env`` turns into one."""
         self.env: TextEnv = as_text_env(env)
         self.format_bonus = format_bonus
         self._read()
@@ -175,7 +162,7 @@ class FormatRewardWrapper(TextEnv):
         """The wrapped environment."""
         return self.env.unwrapped  # type: ignore[return-value]
 
-    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> Begun:
         """Begin an episode."""
         return self.env.reset(seed=seed, options=options)
 
@@ -186,11 +173,7 @@ class FormatRewardWrapper(TextEnv):
 
     def step(self, action: str) -> StepResult:
         """Take a step and add the bonus if it is due."""
-        return self._rewarded(action, self.env.step(action))
-
-    def step_ids(self, action: str, token_ids: Sequence[int]) -> StepResult:
-        """Take a step and add the bonus if it is due."""
-        return self._rewarded(action, self.env.step_ids(action, token_ids))
+        return self.step_ids(action, None)
 
     def close(self) -> None:
         """Close the wrapped environment."""
@@ -201,7 +184,9 @@ class FormatRewardWrapper(TextEnv):
         self.max_turns, self.system_prompt, self.tools = self.env.max_turns, self.env.system_prompt, self.env.tools
         self.observation_space, self.action_space = self.env.observation_space, self.env.action_space
 
-    def _rewarded(self, action: str, result: StepResult) -> StepResult:
+    def step_ids(self, action: str, token_ids: Sequence[int] | None) -> StepResult:
+        """Take a step and add the bonus if it is due."""
+        result = self.env.step(action) if token_ids is None else self.env.step_ids(action, token_ids)
         observation, reward, terminated, truncated, info = result
         solved = info.get("success", info.get("correct", False))
         if terminated and not solved and 0 <= action.find(OPEN) < action.rfind(CLOSE):

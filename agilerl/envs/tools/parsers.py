@@ -18,9 +18,6 @@ from agilerl.envs.tools.tool import json_or_text
 from agilerl.errors import ConfigError
 from agilerl.padding import decoded
 
-# -- calls, and their JSON form ---------------------------------------------------------------------------------------
-
-
 KEYS = ("arguments", "parameters")
 SEPARATORS = ";, \n\t\r"
 
@@ -82,7 +79,7 @@ def call_of(value: Any, keys: Sequence[str] = KEYS) -> ToolCall | MalformedCall:
         if isinstance(arguments, dict):
             call_id = value.get("id")
             return ToolCall(value["name"], arguments, call_id if isinstance(call_id, str) else None)
-    return MalformedCall(f"{_expected(keys)}, found {shown(value)}")
+    return _misread(keys, shown(value))
 
 
 def json_values(text: str) -> Iterator[Any]:
@@ -96,19 +93,11 @@ def json_values(text: str) -> Iterator[Any]:
 
 def _no_json(text: str, keys: Sequence[str], error: Exception) -> MalformedCall:
     why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-    return MalformedCall(f"{_expected(keys)}, found {_excerpt(text)}, which is no JSON: {why}")
+    return _misread(keys, f"{shown(text.strip())}, which is no JSON: {why}")
 
 
-def _expected(keys: Sequence[str]) -> str:
-    return f'expected a call as {{"name": "...", "{keys[0]}": {{...}}}}'
-
-
-def _excerpt(text: str) -> str:
-    text = text.strip()
-    return repr(text if len(text) <= 80 else f"{text[:80]}...")
-
-
-# -- the parsers ------------------------------------------------------------------------------------------------------
+def _misread(keys: Sequence[str], what: str) -> MalformedCall:
+    return MalformedCall(f'expected a call as {{"name": "...", "{keys[0]}": {{...}}}}, found {what}')
 
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -178,9 +167,8 @@ class QwenCoderParser(HermesParser):
         """Return the call; the newlines next to a value's tags are not part of it."""
         if match := self._FUNCTION.fullmatch(content):
             return ToolCall(match[1], dict(self._PARAMETER.findall(match[2])))
-        return MalformedCall(
-            f"expected <function=name><parameter=key>value</parameter></function>, found {_excerpt(content)}"
-        )
+        form = "<function=name><parameter=key>value</parameter></function>"
+        return MalformedCall(f"expected {form}, found {shown(content.strip())}")
 
 
 class LlamaParser:
@@ -248,8 +236,8 @@ class MistralParser:
             arguments = json_or_text(content)
             if name and isinstance(arguments, dict):
                 return [ToolCall(name, arguments, call_ids[0] if call_ids else None)]
-            form = f"{TOOL_CALLS}name{ARGS}{{...}}"
-            return [MalformedCall(f"expected {form}, found {name!r} and {_excerpt(content)}, which is no JSON object")]
+            misread = f"{name!r} and {shown(content.strip())}, which is no JSON object"
+            return [MalformedCall(f"expected {TOOL_CALLS}name{ARGS}{{...}}, found {misread}")]
         content = _decoded(self._tokenizer, ids)
         values = json_or_text(content)
         return [call_of(value) for value in values] if values and isinstance(values, list) else [json_call(content)]
