@@ -76,7 +76,7 @@ def _value(node: ast.expr) -> Number:
             except TypeError:
                 raise ValueError(f"{name} does not take {', '.join(map(_shown, values)) or 'nothing'}") from None
         case ast.Name(name) | ast.Call(ast.Name(name)):
-            raise ValueError(f"unknown name {name!r}; known: {', '.join([*FUNCTIONS, *CONSTANTS])}")
+            raise ValueError(f"unknown name {name!r}; known: {', '.join([*sorted(FUNCTIONS), *CONSTANTS])}")
     raise ValueError(f"expected arithmetic, found {ast.unparse(node)[:80]!r}")
 
 
@@ -126,22 +126,9 @@ OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs,
-    "ceil": math.ceil,
-    "cos": math.cos,
-    "exp": math.exp,
-    "factorial": _factorial,
-    "floor": math.floor,
-    "gcd": math.gcd,
-    "log": math.log,
-    "max": max,
-    "min": min,
-    "round": _round,
-    "sin": math.sin,
-    "sqrt": math.sqrt,
-    "tan": math.tan,
-}
+_OF_MATH = ("ceil", "cos", "exp", "floor", "gcd", "log", "sin", "sqrt", "tan")
+FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(math, name) for name in _OF_MATH}
+FUNCTIONS |= {"abs": abs, "factorial": _factorial, "max": max, "min": min, "round": _round}
 
 
 STARTING = 5.0

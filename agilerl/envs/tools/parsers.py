@@ -7,9 +7,9 @@ The formats are those of the families' chat templates: Hermes and Qwen 2.5/3 (al
 import ast
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import groupby, takewhile
 from typing import Annotated, Any, Protocol
 
 from agilerl.arguments import Having, checked, nearest, shown
@@ -103,6 +103,8 @@ def _misread(keys: Sequence[str], what: str) -> MalformedCall:
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 PYTHON_TAG, END_OF_MESSAGE, END_OF_TURN = "<|python_tag|>", "<|eom_id|>", "<|eot_id|>"
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+MARK = "\ufdd0"
+"""Stands before a tag that is a token; Unicode has no such character, and text that a model writes is freed of it."""
 
 
 class TextTagParser:
@@ -114,6 +116,7 @@ class TextTagParser:
     family = "text"
     tags: tuple[str, ...] = ()
     _form = '{"name": "...", "arguments": {...}}'
+    _mark = ""
 
     def __init__(self, tokenizer: Any = None, *, begin: str = OPEN, end: str = CLOSE) -> None:
         if not begin or not end:
@@ -123,17 +126,13 @@ class TextTagParser:
 
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
         """Return the call between each pair of tags."""
-        parts = [part.partition(self._end) for part in text.split(self._begin)[1:]]
-        return [self._call(content, bool(end)) for content, end, _ in parts]
+        unclosed = MalformedCall(f"expected {self._end} after the call that {self._begin} begins, found none")
+        parts = [part.partition(self._mark + self._end) for part in text.split(self._mark + self._begin)[1:]]
+        return [self.read(content) if end else unclosed for content, end, _ in parts]
 
     def read(self, content: str) -> ToolCall | MalformedCall:
         """Return the call between two tags; override it for a format other than JSON."""
         return json_call(content)
-
-    def _call(self, content: str, closed: bool) -> ToolCall | MalformedCall:
-        if closed:
-            return self.read(content)
-        return MalformedCall(f"expected {self._end} after the call that {self._begin} begins, found none")
 
 
 class HermesParser(TextTagParser):
@@ -141,18 +140,16 @@ class HermesParser(TextTagParser):
 
     family = "hermes"
     tags: tuple[str, ...] = (OPEN, CLOSE, "<tool_response>", "</tool_response>")
+    _mark = MARK
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()
-        self._tokenizer = tokenizer
-        self._open, self._close = _token_ids(tokenizer, REQUIRED["hermes"], self.family)
-        self._think = _optional_ids(tokenizer, "<think>", "</think>")
+        self._tokenizer = _having(tokenizer, REQUIRED["hermes"], self.family)
 
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
         """Return the call between each pair of tag tokens."""
-        begun = list(_split(_after_thinking(token_ids, *self._think), self._open))[1:]
-        parts = [list(_split(ids, self._close)) for ids in begun]
-        return [self._call(_decoded(self._tokenizer, part[0]), len(part) > 1) for part in parts]
+        marked = _marked(self._tokenizer, token_ids, OPEN, CLOSE, "<think>", "</think>")
+        return super().parse(token_ids, _after_thinking(marked, "<think>", "</think>"))
 
 
 class QwenCoderParser(HermesParser):
@@ -183,18 +180,18 @@ class LlamaParser:
     tags: tuple[str, ...] = (PYTHON_TAG,)
     instruction = 'To call a tool, write {"name": "...", "parameters": {...}} and nothing else'
     _BARE = re.compile(r'\s*\{\s*"name"\s*:.*"parameters"\s*:', re.DOTALL)
+    _END = re.compile(MARK + r"<\|(?:eom|eot)_id\|>")
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        (self._tag,) = _token_ids(tokenizer, REQUIRED["llama"], self.family)
-        self._ends = set(_optional_ids(tokenizer, END_OF_MESSAGE, END_OF_TURN)) - {None}
+        self._tokenizer = _having(tokenizer, REQUIRED["llama"], self.family)
 
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
         """Return the calls after the tag, else those of a bare completion."""
-        ids = _until(token_ids, self._ends)
+        marked = _marked(self._tokenizer, token_ids, PYTHON_TAG, END_OF_MESSAGE, END_OF_TURN)
+        whole, *rest = self._END.split(marked, maxsplit=1)
         # Text before the tag is for the user; each further tag begins more calls.
-        bare, *parts = [_decoded(self._tokenizer, part) for part in _split(ids, self._tag)]
-        if not parts and len(ids) < len(token_ids) and self._BARE.match(bare):
+        bare, *parts = whole.split(MARK + PYTHON_TAG)
+        if rest and not parts and self._BARE.match(bare):
             parts = [bare]
         return [call for part in parts for call in self._calls(part)]
 
@@ -217,30 +214,26 @@ class MistralParser:
     instruction = f'To call tools, write {TOOL_CALLS}[{{"name": "...", "arguments": {{...}}}}]'
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        (self._begin,) = _token_ids(tokenizer, REQUIRED["mistral"], self.family)
-        self._args, self._call_id = _optional_ids(tokenizer, ARGS, CALL_ID)
-        self._think = _optional_ids(tokenizer, "[THINK]", "[/THINK]")
+        self._tokenizer = _having(tokenizer, REQUIRED["mistral"], self.family)
         self._ends = end_token_ids(tokenizer)
 
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
         """Return the calls of every segment after the token."""
-        ids = _until(_after_thinking(token_ids, *self._think), self._ends)
-        return [call for part in list(_split(ids, self._begin))[1:] for call in self._calls(part)]
+        ids = list(takewhile(lambda token: token not in self._ends, token_ids))
+        marked = _marked(self._tokenizer, ids, TOOL_CALLS, ARGS, CALL_ID, "[THINK]", "[/THINK]")
+        parts = _after_thinking(marked, "[THINK]", "[/THINK]").split(MARK + TOOL_CALLS)[1:]
+        return [call for part in parts for call in self._calls(part)]
 
-    def _calls(self, ids: list[int]) -> Calls:
-        if self._args in ids:
-            begin = ids.index(self._args)
-            name, *call_ids = [_decoded(self._tokenizer, part).strip() for part in _split(ids[:begin], self._call_id)]
-            content = _decoded(self._tokenizer, ids[begin + 1 :])
-            arguments = json_or_text(content)
-            if name and isinstance(arguments, dict):
-                return [ToolCall(name, arguments, call_ids[0] if call_ids else None)]
-            misread = f"{name!r} and {shown(content.strip())}, which is no JSON object"
-            return [MalformedCall(f"expected {TOOL_CALLS}name{ARGS}{{...}}, found {misread}")]
-        content = _decoded(self._tokenizer, ids)
-        values = json_or_text(content)
-        return [call_of(value) for value in values] if values and isinstance(values, list) else [json_call(content)]
+    def _calls(self, part: str) -> Calls:
+        head, named, content = part.partition(MARK + ARGS)
+        values = json_or_text(content if named else head)
+        if not named:
+            return [call_of(value) for value in values] if values and isinstance(values, list) else [json_call(head)]
+        name, _, call_id = (piece.strip() for piece in head.partition(MARK + CALL_ID))
+        if name and isinstance(values, dict):
+            return [ToolCall(name, values, call_id or None)]
+        misread = f"{name!r} and {shown(content.strip())}, which is no JSON object"
+        return [MalformedCall(f"expected {TOOL_CALLS}name{ARGS}{{...}}, found {misread}")]
 
 
 REQUIRED = {"hermes": (OPEN, CLOSE), "mistral": (TOOL_CALLS,), "llama": (PYTHON_TAG,)}
@@ -288,43 +281,32 @@ def parser_of(family: str) -> Callable[[Any], ToolCallParser]:
     return PARSERS[family]
 
 
-def _token_ids(tokenizer: Any, tokens: Sequence[str], family: str) -> list[int]:
-    added = tokenizer.get_added_vocab()
-    if missing := [token for token in tokens if token not in added]:
+def _having(tokenizer: Any, tokens: Sequence[str], family: str) -> Any:
+    """Return a tokenizer; raises ConfigError if it lacks special tokens."""
+    if missing := [token for token in tokens if token not in tokenizer.get_added_vocab()]:
         raise ConfigError(
             f"expected the special tokens of {family}, found a tokenizer without {' and '.join(missing)}; "
             'name another family, or "text"'
         )
-    return [int(added[token]) for token in tokens]
+    return tokenizer
 
 
-def _optional_ids(tokenizer: Any, *tokens: str) -> tuple[int | None, ...]:
+def _marked(tokenizer: Any, ids: Sequence[int], *tags: str) -> str:
+    """Return the text of ids with a mark before tags that are tokens, and without other special tokens."""
     added = tokenizer.get_added_vocab()
-    return tuple(added.get(token) for token in tokens)
+    names = {added[tag]: MARK + tag for tag in tags if tag in added}
+    parts = []
+    for is_tag, group in groupby(ids, names.__contains__):
+        if is_tag:
+            parts += [names[token] for token in group]
+        else:
+            parts.append(decoded(tokenizer, list(group), skip_special_tokens=True).replace(MARK, ""))
+    return "".join(parts)
 
 
-def _after_thinking(ids: Sequence[int], begin: int | None, end: int | None) -> list[int]:
-    """Remove the thinking: a call that is only considered does not count."""
-    ids = list(ids)
-    if end in ids:
-        ids = ids[len(ids) - ids[::-1].index(end) :]
-    return ids[: ids.index(begin)] if begin in ids else ids  # thinking that never ended
-
-
-def _until(ids: Sequence[int], ends: Collection[int | None]) -> list[int]:
-    """Return the ids before the first that is one of ``ends``."""
-    return list(takewhile(lambda token: token not in ends, ids))
-
-
-def _split(ids: Sequence[int], token: int | None) -> Iterator[list[int]]:
-    """Return the parts between the places of a token, as ``str.split`` does."""
-    cuts = [-1, *(place for place, other in enumerate(ids) if other == token), len(ids)]
-    return (list(ids[before + 1 : after]) for before, after in pairwise(cuts))
-
-
-def _decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    # Special tokens are dropped, because an end token after the call is not part of it.
-    return decoded(tokenizer, list(ids), skip_special_tokens=True)
+def _after_thinking(marked: str, begin: str, end: str) -> str:
+    """Remove the thinking, also one that never ended: a call that is only considered does not count."""
+    return marked.rpartition(MARK + end)[2].partition(MARK + begin)[0]
 
 
 def _python_call(content: str) -> ToolCall | None:
