@@ -72,10 +72,10 @@ def check_env(env_or_factory: Any, tokenizer: Any = None) -> list[Finding]:
     is_factory = isinstance(env_or_factory, type) or (callable(env_or_factory) and not hasattr(env_or_factory, "step"))
 
     def instance() -> TextEnv:
-        made = as_text_env(env_or_factory() if is_factory else env_or_factory)
+        env = as_text_env(env_or_factory() if is_factory else env_or_factory)
         if tokenizer is not None:
-            made.bind(tokenizer)
-        return made
+            env.bind(tokenizer)
+        return env
 
     try:
         with contained():

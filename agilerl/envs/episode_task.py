@@ -188,11 +188,11 @@ class Episode:
             if row.token_ids
         ]
 
-    def _continue(self, messages: list[dict[str, Any]], said: Sequence[int]) -> None:
+    def _continue(self, messages: list[dict[str, Any]], completion: Sequence[int]) -> None:
         """Make the prompt of the next turn from the environment's messages."""
         self._messages += messages
         self._log += [f"< {m['content']}" for m in messages]
-        between = self.chat.between(self._opening, said, messages)
+        between = self.chat.between(self._opening, completion, messages)
         self._turns[-1] += between
         budget = self.limits.prompt_length
         current = self._rows[-1]
@@ -389,7 +389,7 @@ class EpisodeTask:
             return self._idle.pop()
         try:
             with contained():
-                made = self.env_factory(**self.env_config)
+                env = self.env_factory(**self.env_config)
         except ConfigError:
             raise
         except Exception as error:
@@ -399,7 +399,7 @@ class EpisodeTask:
                 f"{type(error).__name__}: {error}"
             ) from error
         # Environments from outside gymnasium may not declare max_turns.
-        return as_text_env(made, None if isinstance(made, gymnasium.Env) else self._wanted_turns)
+        return as_text_env(env, None if isinstance(env, gymnasium.Env) else self._wanted_turns)
 
     def give_back(self, env: TextEnv) -> None:
         """Return an environment to the pool for the next episode."""

@@ -1,8 +1,9 @@
 """The environments that AgileRL documents for single turns: batches of prompts, of demonstrations or of pairs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import torch
@@ -298,6 +299,8 @@ class DataGym(Gym[RolloutBatch]):
     _panel = "test"
     kind: ClassVar[DataKind]
     """What an agent learns from it."""
+    _task_class: Callable[..., DataTask]
+    """What makes examples of the rows."""
     _form_options: Mapping[str, Any] = {}
     """Further arguments of ``form_of``."""
 
@@ -323,16 +326,12 @@ class DataGym(Gym[RolloutBatch]):
         for split, rows in self.rows.items():
             check_rows(rows, forms[split])
         self._order = TrainingOrder(self.rows["train"].sizes, self.rows["train"].weights, seed)
-        self._tasks = {split: self._task_of(GymRows(self, form)) for split, form in forms.items()}
+        self._tasks = {split: self._task_class(GymRows(self, form)) for split, form in forms.items()}
 
     @property
     def task(self) -> DataTask:
         """The same rows as a task, for ``Population``."""
         return self._tasks["train"]
-
-    @abstractmethod
-    def _task_of(self, rows: GymRows) -> DataTask:
-        """Return the task that makes examples of rows."""
 
     def _size(self, split: Split) -> int:
         return len(self.rows[split])
@@ -353,8 +352,8 @@ class DataGym(Gym[RolloutBatch]):
 
     def _next(self) -> RolloutBatch:
         rows = [self.row(self._split, position) for position in self._positions()]
-        made = [t for group, row in enumerate(rows) for t in trajectories(self._examples(row), group, row)]
-        return collate(made, int(self.tokenizer.pad_token_id))
+        examples = [t for group, row in enumerate(rows) for t in trajectories(self._examples(row), group, row)]
+        return collate(examples, int(self.tokenizer.pad_token_id))
 
     def _examples(self, row: Row) -> list[Example]:
         """Return the examples of a row of the current split; those that belong together are adjacent."""
@@ -405,6 +404,7 @@ class SFTGym(DataGym):
         """
         self.response_column, self.loss_on = response_column, loss_on
         self._form_options = {"response": response_column, "learned": True}
+        self._task_class = partial(_Demonstrations, loss_on=loss_on)
         super().__init__(
             train_dataset,
             test_dataset,
@@ -414,9 +414,6 @@ class SFTGym(DataGym):
             max_context_length=max_context_length,
             seed=seed,
         )
-
-    def _task_of(self, rows: GymRows) -> DataTask:
-        return _Demonstrations(rows, self.loss_on)
 
 
 class _Demonstrations(DataTask):
@@ -442,9 +439,7 @@ class PreferenceGym(DataGym):
     """
 
     kind = "preference"
-
-    def _task_of(self, rows: GymRows) -> DataTask:
-        return PreferenceTask(rows)
+    _task_class = PreferenceTask
 
 
 class UnpairedGym(DataGym):
@@ -455,9 +450,7 @@ class UnpairedGym(DataGym):
     """
 
     kind = "unpaired"
-
-    def _task_of(self, rows: GymRows) -> DataTask:
-        return UnpairedTask(rows)
+    _task_class = UnpairedTask
 
     def _examples(self, row: Row) -> list[Example]:
         if self._tasks[self._split].labelled:

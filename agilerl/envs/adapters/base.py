@@ -131,13 +131,22 @@ class Adapter(Counted, TextEnv):
 class PlainEnv(Adapter):
     """Any object with ``max_turns``, ``reset(seed=...)``, ``step(str)``; optional ``close``, ``system_prompt``, spaces.
 
-    ``reset`` returns (observation, info), ``step`` returns (observation, reward, terminated, truncated, info).
+    ``reset`` returns (observation, info), ``step`` returns (observation, reward, terminated, truncated, info). A
+    ``reset()`` that takes no seed finds the global generators of Python and numpy seeded, so episodes that draw from
+    these are functions of the seed; with a generator of its own, equal seeds give different episodes.
     """
 
     def __init__(self, inner: Any, max_turns: int | None = None) -> None:
         """Wrap ``inner``; raises ConfigError if ``reset(seed=...)``, ``step(action)`` or a turn limit is missing."""
         name = type(inner).__name__
-        for method, shown, arguments in (("reset", "reset(seed=...)", {"seed": 0}), ("step", "step(action)", {})):
+        self.draws_globally = takes_no_seed(inner)
+        if self.draws_globally:
+            _warn_of_no_seed(name)
+        calls: dict[str, tuple[str, tuple[str, ...], dict[str, int]]] = {
+            "reset": ("reset(seed=...)", (), {} if self.draws_globally else {"seed": 0}),
+            "step": ("step(action)", ("",), {}),
+        }
+        for method, (shown, args, kwargs) in calls.items():
             function = getattr(inner, method, None)
             if isinstance(inner, type) or not callable(function):
                 what = f"the class {inner.__name__} itself" if isinstance(inner, type) else f"an object of {name}"
@@ -146,13 +155,13 @@ class PlainEnv(Adapter):
                     f"an environment, not {what}"
                 )
             try:
-                inspect.signature(function).bind(*([] if arguments else [""]), **arguments)
+                inspect.signature(function).bind(*args, **kwargs)
             except TypeError as error:
                 raise ConfigError(f"expected {name}.{shown}, but {error}") from error
         super().__init__(inner, max_turns)
         size = getattr(inner, "dataset_size", 0)
         # Environments of AgileRL 2.58 that serve the rows of a dataset are told which; equal seeds get equal rows.
-        served = "row_index" in inspect.signature(inner.reset).parameters
+        served = "row_index" in inspect.signature(inner.reset).parameters and not self.draws_globally
         self._rows: int | None = int(size) if served and isinstance(size, int) and size > 0 else None
         self.action_space = getattr(inner, "action_space", self.action_space)
         self.observation_space = getattr(inner, "observation_space", self.observation_space)
@@ -160,28 +169,10 @@ class PlainEnv(Adapter):
     def begin(self, seed: int) -> Begun:
         """Return what ``inner.reset`` returns."""
         if self._rows is None:
-            return super().begin(seed)
+            return self.inner.reset() if self.draws_globally else super().begin(seed)
         # Seeds of training leave the same remainder when divided by 3, so the remainder alone would miss rows.
         row = (seed + seed // self._rows) % self._rows
         return self.inner.reset(seed=seed, row_index=row)  # type: ignore[no-any-return]
-
-
-class UnseededEnv(Adapter):
-    """A plain environment whose ``reset`` takes no seed.
-
-    It finds the global generators of Python and numpy seeded, so episodes that draw from these are functions of
-    the seed; with a generator of its own, equal seeds give different episodes.
-    """
-
-    draws_globally = True
-
-    def __init__(self, inner: Any, max_turns: int | None = None) -> None:
-        super().__init__(inner, max_turns)
-        _warn_of_no_seed(type(inner).__name__)
-
-    def begin(self, seed: int) -> Begun:
-        """Return what ``inner.reset`` returns."""
-        return self.inner.reset()  # type: ignore[no-any-return]
 
 
 @cache  # once a process for each class

@@ -9,13 +9,7 @@ from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
 from agilerl.arguments import Count, Name, checked
 from agilerl.custom_code import contained, load_code, names_code
-from agilerl.envs.adapters.base import (
-    Adapter,
-    GymnasiumText,
-    PlainEnv,
-    UnseededEnv,
-    takes_no_seed,
-)
+from agilerl.envs.adapters.base import Adapter, GymnasiumText, PlainEnv
 from agilerl.envs.adapters.openenv import OpenEnv, make_openenv
 from agilerl.envs.text_env import Begun, StepResult, TextEnv
 from agilerl.errors import AgileRLError, ConfigError
@@ -171,7 +165,7 @@ def as_text_env(env: Any, max_turns: Count | None = None) -> TextEnv:
     for package, (adapter, _, _) in _FOREIGN.items():
         if package in packages:
             return adapter(env, max_turns)
-    return UnseededEnv(env, max_turns) if takes_no_seed(env) else PlainEnv(env, max_turns)
+    return PlainEnv(env, max_turns)
 
 
 @checked

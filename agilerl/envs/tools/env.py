@@ -116,7 +116,8 @@ class ToolEnv(Counted, TextEnv):
 
     def _make_tools(self) -> None:
         """Make the environment of the tools, if there is one, and the tools."""
-        self._environment = shared = None if self._factory is None else self._factory()
+        self._environment: Any = None if self._factory is None else self._factory()
+        shared = self._environment
         if self._factory is not None and not callable(getattr(shared, "reset", None)):
             raise ConfigError(f"environment_factory: expected an object with reset(), found {described(shared)}")
         # The public methods are tools; they are looked up in the class, so that no property is read.
@@ -137,8 +138,8 @@ class ToolEnv(Counted, TextEnv):
         self._tokenizer = tokenizer
         schemas = [tool.schema for tool in self._tools.values()]
         question = [{"role": "user", "content": "x"}]
-        told = _rendered(tokenizer, question, schemas)
-        self._in_template = self._announce == "auto" and told not in ("", _rendered(tokenizer, question))
+        with_tools = _rendered(tokenizer, question, schemas)
+        self._in_template = self._announce == "auto" and with_tools not in ("", _rendered(tokenizer, question))
         self.tools = schemas if self._in_template else ()
         results = [{"role": "tool", "name": "f", "content": _PROBE, "tool_call_id": f"call0000{n}"} for n in range(2)]
         turn = [*question, {"role": "assistant", "content": "y"}, *results]

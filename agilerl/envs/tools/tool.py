@@ -124,8 +124,8 @@ class Tool:
                 values[name] = json_or_text(value) if kind in ("array", "object") else value
         if not problems:
             try:
-                made = self._model(**values)
-                return {self._model.model_fields[f].alias or f: getattr(made, f) for f in made.model_fields_set}
+                model, about = self._model(**values), self._model.model_fields
+                return {about[field].alias or field: getattr(model, field) for field in model.model_fields_set}
             except ValidationError as error:
                 problems = [_problem(item) for item in error.errors()]
         raise ConfigError(f"expected {self.signature}; {'; '.join(problems)}")
