@@ -213,7 +213,7 @@ def _state(env: TextEnv, seed: int) -> str:
 
     def plain(value: Any) -> Any:
         if isinstance(value, np.ndarray | set | frozenset):
-            return sorted(value, key=str) if isinstance(value, set | frozenset) else value.tolist()
+            return str(value) if isinstance(value, np.ndarray) else sorted(value, key=str)
         searched = type(value).__module__.partition(".")[0] not in _NOT_STATE
         return getattr(value, "__dict__", None) if searched else None
 

@@ -56,9 +56,6 @@ class Tool:
             function: the function to call; its schema is :func:`agilerl.envs.tools.tool_schema`.
             name: the tool's name for the model; by default the function's name.
             timeout: seconds, more than 0.
-
-        Raises:
-            ConfigError: a function without a schema, or a timeout that is not positive.
         """
         if not inspect.isfunction(function) and not inspect.ismethod(function):
             raise ConfigError(f"expected a Python function or method as a tool, found {shown(function)}")
@@ -108,10 +105,7 @@ class Tool:
         """Return the arguments as the types of the signature; omitted ones stay omitted.
 
         Harmless conversions are made ("5" for a number, JSON text for a list), because a model should not have to guess
-        the spelling; true and false are not numbers.
-
-        Raises:
-            ConfigError: missing, unknown or wrongly typed arguments; the message says what the function takes.
+        the spelling; true and false are not numbers. Raises ConfigError for arguments that do not fit.
         """
         problems, values = [], {}
         for name, value in given.items():
@@ -133,10 +127,8 @@ class Tool:
     def call(self, arguments: Mapping[str, Any]) -> ToolResult:
         """Check the arguments, call the function and return its result, or the error, as text.
 
-        Text is returned unchanged, anything else as JSON.
-
-        Raises:
-            ConfigError: raised by the function itself to signal a mistake of the user, not of the model.
+        Text is returned unchanged, anything else as JSON. A ConfigError of the function is raised: it is a mistake of
+        the user, not of the model.
         """
         try:
             arguments = self.check(arguments)
