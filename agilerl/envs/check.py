@@ -1,18 +1,22 @@
 """Check an environment before training on it, and say in sentences what is wrong."""
 
+import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import zip_longest
+from statistics import median
 from time import perf_counter
 from typing import Any, Literal
 
 import numpy as np
 
+from agilerl.arguments import shown
 from agilerl.custom_code import contained, left
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.prompts import ChatFormat, as_messages
-from agilerl.envs.text_env import TextEnv
+from agilerl.envs.text_env import RETURNED, TextEnv
 from agilerl.errors import AgileRLError, EnvError
 from agilerl.padding import padded
 from agilerl.streams import stream
@@ -31,8 +35,6 @@ ODD_ACTIONS = (
 )
 """Texts that a model may generate, and that an environment must answer."""
 SEEDS = 8
-MOST_OBJECTS = 10_000
-"""Most objects of an environment to search for state that depends on its seed."""
 _NOT_STATE = ("numpy", "random", "_random", "torch", "gymnasium", "builtins", "re")
 """Modules whose objects (generators, spaces, functions) are not searched."""
 SLOW = 0.5
@@ -55,14 +57,6 @@ class Finding:
         return f"{self.level}: {self.sentence} [{self.code}]"
 
 
-@dataclass
-class _Played:
-    """What an episode with given actions looked like from outside."""
-
-    events: list[str] = field(default_factory=list)
-    ended: bool = False
-
-
 def check_env(env_or_factory: Any, tokenizer: Any = None) -> list[Finding]:
     """Play a few short episodes and return what is wrong, the most basic problems first.
 
@@ -75,161 +69,138 @@ def check_env(env_or_factory: Any, tokenizer: Any = None) -> list[Finding]:
             that returns one; then two instances are compared as well.
         tokenizer: of the model that will play.
     """
-    found: list[Finding] = []
+    is_factory = isinstance(env_or_factory, type) or (callable(env_or_factory) and not hasattr(env_or_factory, "step"))
+
+    def instance() -> TextEnv:
+        env = as_text_env(env_or_factory() if is_factory else env_or_factory)
+        if tokenizer is not None:
+            env.bind(tokenizer)
+        return env
+
     try:
         with contained():
-            factory = _factory(env_or_factory)
-            env = factory()
-            if tokenizer is not None:
-                env.bind(tokenizer)
+            env = instance()
     except Exception as error:
-        return [_error("not-an-environment", _told(error, "the environment cannot be made"))]
+        return [_raised("not-an-environment", "the environment cannot be made", error)]
+    findings: list[Finding] = []
     try:
-        for check in (_check_reset, _check_spaces, _check_steps):
-            found += check(env)
-            if any(finding.level == "error" for finding in found):
-                return found
-        found += _check_purity(env, factory, tokenizer)
-        if all(finding.code != "slow" for finding in found):  # with a slow environment these would take hours
-            found += [*_check_seeds(env), *_check_odd_actions(env)]
-        found += _check_end(env)
+        findings += _check_first_episode(env)
+        if any(finding.level == "error" for finding in findings):
+            return findings
+        findings += _check_purity(env, instance if is_factory else None)
+        if all(finding.code != "slow" for finding in findings):  # with a slow environment these would take hours
+            findings += [*_check_seeds(env), *_check_odd_actions(env)]
+        findings += _check_end(env)
         if tokenizer is not None:
-            found += _check_tokenizer(env, tokenizer)
+            findings += _check_tokenizer(env, tokenizer)
     except BaseException as error:
-        found.append(_error("leaves-the-process", _told(left(error), "the environment ended the process")))
+        findings.append(_raised("leaves-the-process", "the environment ended the process", left(error)))
     finally:
-        found += _check_close(env)
-    return found
+        try:
+            with contained():
+                env.close()
+                env.close()
+        except Exception as error:
+            findings.append(_raised("close-raises", "close() must work, even when called twice, but failed", error))
+    return findings
 
 
-# -- one check each ---------------------------------------------------------------------------------------------------
-
-
-def _check_reset(env: TextEnv) -> Iterator[Finding]:
-    turns = env.max_turns
+def _check_first_episode(env: TextEnv) -> Iterator[Finding]:
+    """Look at the attributes, and at everything that one episode returns; later checks rely on their form."""
+    turns, prompt = env.max_turns, env.system_prompt
     if isinstance(turns, bool) or not isinstance(turns, int) or turns < 1:
         yield _error("max-turns", f"expected max_turns to be a whole number of 1 or more, found {turns!r}")
-    try:
-        begun = env.reset(seed=0)
-    except Exception as error:
-        yield _error("reset-raises", _told(error, "reset(seed=0) failed"))
         return
-    if not isinstance(begun, tuple) or len(begun) != 2:
-        yield _error("reset-shape", f"expected reset to return (observation, info), found {_shape(begun)}")
-        return
-    yield from _check_observation(begun[0], "reset")
-    if not isinstance(begun[1], Mapping):
-        yield _error("info", f"expected the info of reset to be a dict, found {_shape(begun[1])}")
-    prompt = env.system_prompt
     if prompt is not None and not isinstance(prompt, str):
         yield _error("system-prompt", f"expected system_prompt to be text or None, found {_shape(prompt)}")
-
-
-def _check_spaces(env: TextEnv) -> Iterator[Finding]:
     for name in ("observation_space", "action_space"):
         if getattr(env, name, None) is None:
-            yield _error(
-                "no-space", f"expected an {name}; gymnasium.spaces.Text(max_length, charset=...) describes text"
-            )
+            yield _error("no-space", f"expected an {name}, such as gymnasium.spaces.Text(max_length, charset=...)")
             return
-    observation, _ = env.reset(seed=0)
-    yield from _check_contained(env, observation, "reset")
-
-
-def _check_steps(env: TextEnv) -> Iterator[Finding]:
-    """Play one episode and look at every tuple; later checks rely on their form."""
-    env.reset(seed=0)
-    seconds: list[float] = []
-    for turn, action in enumerate(_actions(env, 0)):
-        start = perf_counter()
+    times: list[float] = []
+    for turn, action in enumerate([None, *_actions(env, 0)]):
+        method, start = "reset" if action is None else "step", perf_counter()
         try:
-            result = env.step(action)
+            result: Any = env.reset(seed=0) if action is None else env.step(action)
         except Exception as error:
-            yield _error("step-raises", _told(error, f"step({_short(action)}) failed in turn {turn + 1}"))
+            call = "reset(seed=0) failed" if action is None else f"step({shown(action)}) failed in turn {turn}"
+            yield _raised(f"{method}-raises", call, error)
             return
-        seconds.append(perf_counter() - start)
-        problems = list(_check_tuple(result))
+        times.append(perf_counter() - start)
+        problems = list(check_result(env, method, result))
         yield from problems
-        if any(problem.level == "error" for problem in problems):
+        if problems:
             return
-        yield from _once(_check_contained(env, result[0], "step"))
-        if result[2] or result[3]:
+        if action is not None and (result[2] or result[3]):
             break
-    if (median := sorted(seconds)[len(seconds) // 2]) > SLOW:
-        yield _warning(
-            "slow", f"a step takes {median:.1f} s; training takes thousands: load what is slow once, not in each step"
-        )
-    if not (result[2] or result[3]) and env.max_turns <= LONGEST:
-        yield _error(
-            "never-ends",
-            f"expected the episode to end after at most max_turns = {env.max_turns} actions, but terminated and "
-            "truncated are still False",
-        )
+    else:
+        if turns <= LONGEST:
+            never = f"expected the episode to end after at most max_turns = {turns} actions"
+            yield _error("never-ends", f"{never}, but terminated and truncated are still False")
+    if (seconds := median(times[1:])) > SLOW:
+        advice = "training takes thousands: load what is slow once, not in each step"
+        yield _warning("slow", f"a step takes {seconds:.1f} s; {advice}")
 
 
-def _check_tuple(result: Any) -> Iterator[Finding]:
-    if not isinstance(result, tuple) or len(result) != 5:
-        yield _error(
-            "step-shape",
-            f"expected step to return (observation, reward, terminated, truncated, info), found {_shape(result)}",
-        )
+def check_result(env: TextEnv, method: str, result: Any) -> Iterator[Finding]:
+    """Yield what is wrong with what ``reset`` or ``step`` returned."""
+    names = RETURNED[method]
+    if not isinstance(result, tuple) or len(result) != len(names):
+        yield _error(f"{method}-shape", f"expected {method} to return ({', '.join(names)}), found {_shape(result)}")
         return
-    observation, reward, terminated, truncated, info = result
-    yield from _check_observation(observation, "step")
-    if isinstance(reward, bool) or not isinstance(reward, int | float | np.number) or not math.isfinite(reward):
-        yield _error("reward", f"expected the reward of step to be a finite float, found {reward!r}")
-    for name, flag in (("terminated", terminated), ("truncated", truncated)):
-        if not isinstance(flag, bool | np.bool_):
-            yield _error("flag", f"expected {name} to be True or False, found {flag!r}; wrap it in bool()")
-    if not isinstance(info, Mapping):
-        yield _error("info", f"expected the info of step to be a dict, found {_shape(info)}")
-
-
-def _check_observation(observation: Any, where: str) -> Iterator[Finding]:
+    values = dict(zip(names, result))
+    observation, reward, info = values["observation"], values.get("reward", 0.0), values["info"]
     try:
         as_messages(observation)
+        if observation not in env.observation_space:
+            yield _error(
+                "outside-space",
+                f"expected the observation of {method} to be in {env.observation_space!r:.80}, found "
+                f"{shown(observation)}; give the space a larger max_length or charset",
+            )
     except AgileRLError:
         yield _error(
             "observation",
-            f"expected the observation of {where} to be text, or a list of messages with role and content, found "
+            f"expected the observation of {method} to be text, or a list of messages with role and content, found "
             f"{_shape(observation)}",
         )
+    if isinstance(reward, bool) or not isinstance(reward, int | float | np.number) or not math.isfinite(reward):
+        yield _error("reward", f"expected the reward of step to be a finite float, found {reward!r}")
+    for name in ("terminated", "truncated"):
+        if not isinstance(flag := values.get(name, False), bool | np.bool_):
+            yield _error("flag", f"expected {name} to be True or False, found {flag!r}; wrap it in bool()")
+    if not isinstance(info, Mapping):
+        yield _error("info", f"expected the info of {method} to be a dict, found {_shape(info)}")
 
 
-def _check_contained(env: TextEnv, observation: Any, where: str) -> Iterator[Finding]:
-    if observation not in env.observation_space:
-        yield _error(
-            "outside-space",
-            f"expected the observation of {where} to be in {env.observation_space!r:.80}, found {_short(observation)}; "
-            "give the space a larger max_length or charset",
-        )
-
-
-def _check_purity(env: TextEnv, factory: Callable[[], TextEnv], tokenizer: Any) -> Iterator[Finding]:
+def _check_purity(env: TextEnv, instance: Callable[[], TextEnv] | None) -> Iterator[Finding]:
     for seed in range(2):
         first = _play(env, seed)
         _play(env, seed + 1)  # state left behind by this episode would show in the next
-        again = _play(env, seed)
-        if first.events != again.events:
-            yield _error("not-pure", _difference(first, again, seed, "played again"))
-            return
-        other = factory()
-        if tokenizer is not None:
-            other.bind(tokenizer)
-        fresh = _play(other, seed)
-        if other is not env:
-            with suppress(Exception):  # _check_close reports it
+        others = {"played again": _play(env, seed)}
+        if instance is not None:
+            other = instance()
+            others["played in a new instance"] = _play(other, seed)
+            with suppress(Exception):  # check_env reports it
                 other.close()
-        if first.events != fresh.events:
-            yield _error("not-pure", _difference(first, fresh, seed, "played in a new instance"))
-            return
+        for when, second in others.items():
+            for turn, (before, after) in enumerate(zip_longest(first, second, fillvalue="nothing")):
+                if before != after:
+                    yield _error(
+                        "not-pure",
+                        "expected an episode to be a function of seed and actions alone, but the one of seed "
+                        f"{seed} differs when it is {when}: turn {turn} gave {shown(before)}, then {shown(after)}; "
+                        "draw from a generator seeded in reset, and initialise all state there",
+                    )
+                    return
 
 
 def _check_seeds(env: TextEnv) -> Iterator[Finding]:
-    streams = range(4)  # of actions: an environment may refuse all random ones with the same text
-    if _hides_a_difference(env):  # e.g. a secret that no random action finds
-        return
-    if all(len({tuple(_play(env, seed, actions).events) for seed in range(SEEDS)}) == 1 for actions in streams):
+    with suppress(ValueError, RecursionError):  # of state that refers to itself
+        if len({_state(env, seed) for seed in range(SEEDS)}) > 1:  # e.g. a secret that no random action finds
+            return
+    # Several streams of actions: an environment may refuse all actions of one with the same text.
+    if all(len({tuple(_play(env, seed, actions)) for seed in range(SEEDS)}) == 1 for actions in range(4)):
         yield _warning(
             "same-episodes",
             f"seeds 0 to {SEEDS - 1} gave the same episode for the same random actions; training on a single episode "
@@ -237,37 +208,19 @@ def _check_seeds(env: TextEnv) -> Iterator[Finding]:
         )
 
 
-def _hides_a_difference(env: TextEnv) -> bool:
-    """Return whether any state depends on the seed, besides the seed itself and generators."""
-    states = []
-    for seed in range(SEEDS):
-        env.reset(seed=seed)
-        states.append(dict(_leaves(vars(env.unwrapped) | vars(env), "", set())))
-    return any(
-        states[0].get(place) != value and (states[0].get(place), value) != ("0", str(seed))  # not a copy of the seed
-        for seed, state in enumerate(states)
-        for place, value in state.items()
-    )
+def _state(env: TextEnv, seed: int) -> str:
+    """Return what an environment remembers after ``reset``, as JSON without generators, spaces and the seed itself."""
 
+    def plain(value: Any) -> Any:
+        if isinstance(value, np.ndarray | set | frozenset):
+            return str(value) if isinstance(value, np.ndarray) else sorted(value, key=str)
+        searched = type(value).__module__.partition(".")[0] not in _NOT_STATE
+        return getattr(value, "__dict__", None) if searched else None
 
-def _leaves(value: Any, place: str, seen: set[int]) -> Iterator[tuple[str, str]]:
-    """Yield the plain values in an object and everything nested in it, by their place."""
-    if isinstance(value, str | bytes | int | float | bool | np.ndarray | None):
-        yield place, str(value)
-        return
-    if id(value) in seen or len(seen) > MOST_OBJECTS:
-        return
-    seen.add(id(value))
-    if isinstance(value, Mapping):
-        items: Any = value.items()
-    elif isinstance(value, list | tuple | set | frozenset):
-        items = enumerate(sorted(value, key=str) if isinstance(value, set | frozenset) else value)
-    elif type(value).__module__.partition(".")[0] in _NOT_STATE:
-        return
-    else:
-        items = getattr(value, "__dict__", {}).items()
-    for key, item in list(items):
-        yield from _leaves(item, f"{place}.{key}", seen)
+    seed += 10**9  # a number that nothing else is likely to be
+    env.reset(seed=seed)
+    text = json.dumps({**vars(env.unwrapped), **vars(env)}, default=plain, skipkeys=True)
+    return text.replace(str(seed), "seed")
 
 
 def _check_odd_actions(env: TextEnv) -> Iterator[Finding]:
@@ -276,27 +229,24 @@ def _check_odd_actions(env: TextEnv) -> Iterator[Finding]:
         try:
             result = env.step(action)
         except Exception as error:
-            what = _told(error, f"step({_short(action)}) failed")
-            yield _error(
-                "odd-action", f"{what}; a model may say anything, so handle it by a rule (a penalty, a lost turn)"
-            )
+            advice = "a model may say anything, so handle it by a rule (a penalty, a lost turn)"
+            yield _raised("odd-action", f"step({shown(action)}) failed", error, advice)
             continue
-        yield from _once(_check_tuple(result))
+        yield from list(check_result(env, "step", result))[:1]
 
 
 def _check_end(env: TextEnv) -> Iterator[Finding]:
-    if not _play(env, 0).ended:
+    if not _play(env, 0)[-1].endswith("over True"):
         return
     try:
         env.step(_actions(env, 1)[0])
     except Exception:
-        pass
-    else:
-        yield _warning(
-            "step-after-end",
-            "a step after the end of the episode was accepted as if nothing had happened; raise an error there, so "
-            "that a caller's mistake is noticed",
-        )
+        return
+    yield _warning(
+        "step-after-end",
+        "a step after the end of the episode was accepted as if nothing had happened; raise an error there, so that a "
+        "caller's mistake is noticed",
+    )
 
 
 def _check_tokenizer(env: TextEnv, tokenizer: Any) -> Iterator[Finding]:
@@ -318,56 +268,30 @@ def _check_tokenizer(env: TextEnv, tokenizer: Any) -> Iterator[Finding]:
         yield _warning(
             "unknown-characters",
             f"the tokenizer maps some characters of the first observation to {tokenizer.unk_token!r}: "
-            f"{_short(observation)}",
+            f"{shown(observation)}",
         )
 
 
-def _check_close(env: TextEnv) -> Iterator[Finding]:
+def _play(env: TextEnv, seed: int, actions_of: int | None = None) -> list[str]:
+    """Return what an episode looks like from outside, with the actions drawn for ``actions_of`` (default: the seed)."""
+    events = []
     try:
-        with contained():
-            env.close()
-            env.close()
-    except Exception as error:
-        yield _error("close-raises", _told(error, "close() must work, even when called twice, but failed"))
-
-
-# -- playing ----------------------------------------------------------------------------------------------------------
-
-
-def _play(env: TextEnv, seed: int, actions_of: int | None = None) -> _Played:
-    """Play an episode with the random actions drawn for ``actions_of`` (by default the seed)."""
-    played = _Played()
-    try:
-        observation, _ = env.reset(seed=seed)
-        played.events.append(repr(observation))
+        events.append(repr(env.reset(seed=seed)[0]))
         for action in _actions(env, seed if actions_of is None else actions_of):
             observation, reward, terminated, truncated, _ = env.step(action)
-            over = bool(terminated), bool(truncated)
-            played.events.append(f"{observation!r}, reward {float(reward):g}, over {any(over)}")
-            if any(over):
-                played.ended = True
+            over = bool(terminated) or bool(truncated)
+            events.append(f"{observation!r}, reward {float(reward):g}, over {over}")
+            if over:
                 break
     except Exception as error:
-        played.events.append(f"{type(error).__name__}: {error}")
-    return played
+        events.append(f"{type(error).__name__}: {error}")
+    return events
 
 
 def _actions(env: TextEnv, number: int) -> Sequence[str]:
     """Return random actions: samples of the action space, which is reseeded first."""
-    draws = stream(number, "check_env")
-    env.action_space.seed(int(draws.integers(2**31)))
+    env.action_space.seed(int(stream(number, "check_env").integers(2**31)))
     return [str(env.action_space.sample()) for _ in range(min(env.max_turns, LONGEST))]
-
-
-def _factory(given: Any) -> Callable[[], TextEnv]:
-    """Return a factory of environments; for an instance, one that returns it each time."""
-    if isinstance(given, type) or (callable(given) and getattr(given, "step", None) is None):
-        return lambda: as_text_env(given())
-    env = as_text_env(given)
-    return lambda: env
-
-
-# -- sentences --------------------------------------------------------------------------------------------------------
 
 
 def _error(code: str, sentence: str) -> Finding:
@@ -378,37 +302,11 @@ def _warning(code: str, sentence: str) -> Finding:
     return Finding("warning", code, sentence)
 
 
-def _once(findings: Iterator[Finding]) -> list[Finding]:
-    return list(findings)[:1]
-
-
-def _told(error: Exception, what: str) -> str:
+def _raised(code: str, what: str, error: Exception, advice: str = "") -> Finding:
     name = "" if isinstance(error, EnvError) else f"{type(error).__name__}: "
-    return f"{what}: {name}{error}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:50]}... ({len(text)} characters)"
+    return _error(code, f"{what}: {name}{error}{advice and '; '}{advice}")
 
 
 def _shape(value: Any) -> str:
     size = f" of {len(value)}" if isinstance(value, tuple | list) else ""
-    return f"a {type(value).__name__}{size}: {_short(value)}"
-
-
-def _difference(first: _Played, second: _Played, seed: int, when: str) -> str:
-    turn, (a, b) = next(
-        (turn, pair) for turn, pair in enumerate(_pairs(first.events, second.events)) if pair[0] != pair[1]
-    )
-    return (
-        f"expected an episode to be a function of seed and actions alone, but the one of seed {seed} differs when it "
-        f"is {when}: turn {turn} gave {_short(a)}, then {_short(b)}; draw from a generator seeded in reset, and "
-        "initialise all state there"
-    )
-
-
-def _pairs(first: list[str], second: list[str]) -> Iterator[tuple[str, str]]:
-    length = max(len(first), len(second))
-    nothing = ["nothing"]
-    yield from zip((first + nothing * length)[:length], (second + nothing * length)[:length])
+    return f"a {type(value).__name__}{size}: {shown(value)}"

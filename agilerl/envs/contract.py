@@ -10,7 +10,6 @@
 Each law takes a factory, which returns a new environment, and raises AssertionError if it does not hold.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,15 +17,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agilerl.envs.adapters import as_text_env
-from agilerl.envs.check import ODD_ACTIONS, check_env
-from agilerl.envs.prompts import as_messages
+from agilerl.envs.check import ODD_ACTIONS, check_env, check_result
 from agilerl.envs.text_env import TextEnv
 
 Factory = Callable[[], Any]
 _SEEDS = st.integers(min_value=0, max_value=2**31)
-_SETTINGS = settings(
-    max_examples=25, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
-)
 
 
 def check_env_finds_no_error(factory: Factory) -> None:
@@ -37,42 +32,19 @@ def check_env_finds_no_error(factory: Factory) -> None:
 
 def any_text_is_answered(factory: Factory) -> None:
     """For any text as the action, a step returns a valid five-tuple and the episode ends in time."""
-    env = as_text_env(factory())
-
-    @_SETTINGS
-    @given(seed=_SEEDS, actions=_texts(env))
-    def law(seed: int, actions: list[str]) -> None:
-        for _, reward, terminated, truncated, info in _steps(env, seed, actions):
-            assert math.isfinite(reward)
-            assert isinstance(terminated, bool)
-            assert isinstance(truncated, bool)
-            assert isinstance(info, dict)
-
-    law()
-    env.close()
+    _check_results(factory, lambda code: code != "outside-space")
 
 
 def observations_are_in_the_space(factory: Factory) -> None:
     """Every observation is in the observation space."""
-    env = as_text_env(factory())
-
-    @_SETTINGS
-    @given(seed=_SEEDS, actions=_texts(env))
-    def law(seed: int, actions: list[str]) -> None:
-        first, _ = env.reset(seed=seed)
-        for observation in [first, *(step[0] for step in _steps(env, seed, actions))]:
-            assert observation in env.observation_space
-            assert as_messages(observation)
-
-    law()
-    env.close()
+    _check_results(factory, lambda code: code in ("outside-space", "observation"))
 
 
 def episodes_end_within_max_turns(factory: Factory) -> None:
     """An episode is over after ``max_turns`` actions at the latest, even if all are nonsense."""
     env = as_text_env(factory())
     for action in ("", ODD_ACTIONS[-1]):
-        last = _steps(env, 0, [action] * env.max_turns)[-1]
+        last = _episode(env, 0, [action] * env.max_turns)[-1]
         assert last[2] or last[3], f"the episode continues after {env.max_turns} times {action!r}"
     env.close()
 
@@ -81,15 +53,12 @@ def episodes_are_functions_of_seed_and_actions(factory: Factory) -> None:
     """Equal seeds and actions give equal episodes, in any instance and order, whatever was played before."""
     env, other = as_text_env(factory()), as_text_env(factory())
 
-    @_SETTINGS
-    @given(seeds=st.lists(_SEEDS, min_size=2, max_size=3), actions=_texts(env))
     def law(seeds: list[int], actions: list[str]) -> None:
-        played = {seed: (env.reset(seed=seed)[0], _steps(env, seed, actions)) for seed in seeds}
+        played = {seed: _episode(env, seed, actions) for seed in seeds}
         for seed in reversed(seeds):
-            assert (other.reset(seed=seed)[0], _steps(other, seed, actions)) == played[seed]
+            assert _episode(other, seed, actions) == played[seed]
 
-    law()
-    env.close()
+    _fuzz(env, law, seeds=st.lists(_SEEDS, min_size=2, max_size=3))
     other.close()
 
 
@@ -98,11 +67,9 @@ def instances_do_not_disturb_each_other(factory: Factory) -> None:
     envs = [as_text_env(factory()), as_text_env(factory())]
     envs[0].action_space.seed(0)
     actions = [str(envs[0].action_space.sample()) for _ in range(min(envs[0].max_turns, 20))]
-    alone = [_steps(env, seed, actions) for seed, env in enumerate(envs)]
-    for seed, env in enumerate(envs):
-        env.reset(seed=seed)
-    together: list[list[Any]] = [[], []]
-    for turn, action in enumerate(actions):
+    alone = [_episode(env, seed, actions) for seed, env in enumerate(envs)]
+    together = [_episode(env, seed, ()) for seed, env in enumerate(envs)]
+    for turn, action in enumerate(actions, 1):
         for seed, env in enumerate(envs):
             if turn < len(alone[seed]):
                 together[seed].append(env.step(action))
@@ -122,20 +89,36 @@ LAWS: Sequence[Callable[[Factory], None]] = (
 """All laws; each takes a factory of environments."""
 
 
-def _texts(env: TextEnv) -> st.SearchStrategy[list[str]]:
-    """Lists of actions: any text, texts known to be awkward, and samples of the action space."""
+def _check_results(factory: Factory, counts: Callable[[str], bool]) -> None:
+    """Raise AssertionError for a result of ``reset`` or ``step`` with a finding whose code counts."""
+    env = as_text_env(factory())
+
+    def law(seed: int, actions: list[str]) -> None:
+        for result in _episode(env, seed, actions):
+            problems = check_result(env, "reset" if len(result) == 2 else "step", result)
+            assert not [str(problem) for problem in problems if counts(problem.code)]
+
+    _fuzz(env, law, seed=_SEEDS)
+
+
+def _fuzz(env: TextEnv, law: Callable[..., None], **strategies: st.SearchStrategy[Any]) -> None:
+    """Call a law with drawn values and actions (any text, awkward ones, samples of the space), then close ``env``."""
     env.action_space.seed(0)
     samples = [str(env.action_space.sample()) for _ in range(20)]
     one = st.one_of(st.sampled_from(samples), st.sampled_from(ODD_ACTIONS), st.text(max_size=40))
-    return st.lists(one, min_size=1, max_size=min(env.max_turns, 20))
+    actions = st.lists(one, min_size=1, max_size=min(env.max_turns, 20))
+    same = settings(
+        max_examples=25, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
+    )
+    same(given(actions=actions, **strategies)(law))()
+    env.close()
 
 
-def _steps(env: TextEnv, seed: int, actions: Sequence[str]) -> list[Any]:
-    """Return the five-tuples of an episode, until it is over or the actions run out."""
-    env.reset(seed=seed)
-    steps: list[Any] = []
+def _episode(env: TextEnv, seed: int, actions: Sequence[str]) -> list[Any]:
+    """Return what ``reset`` and each ``step`` return, until the episode is over or the actions run out."""
+    results: list[Any] = [(env.reset(seed=seed)[0], {})]  # the info of a reset may differ
     for action in actions:
-        steps.append(env.step(action))
-        if steps[-1][2] or steps[-1][3]:
+        results.append(env.step(action))
+        if results[-1][2] or results[-1][3]:
             break
-    return steps
+    return results

@@ -8,18 +8,18 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from time import monotonic
 from types import MappingProxyType, TracebackType
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import gymnasium
 
-from agilerl.arguments import Count, Positive, Seed, Whole, checked
+from agilerl.arguments import Count, Hint, Positive, Seed, Whole, checked, described, reason
 from agilerl.custom_code import contained, left, torch_restored
 from agilerl.data import Completion, EpisodeOutcome, Trajectory
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.core import Lengths, Place, Split
 from agilerl.envs.prompts import ChatFormat, as_messages
-from agilerl.envs.text_env import Observation, TextEnv
-from agilerl.errors import AgileRLError, ConfigError, EnvError, RewardError
+from agilerl.envs.text_env import RETURNED, Observation, TextEnv
+from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards.grader import check_score
 from agilerl.streams import stream
 
@@ -62,15 +62,7 @@ class _Row:
     def ids(self) -> list[int]:
         return self.prompt_ids + self.token_ids
 
-    def say(self, completion: Completion, turn: int) -> None:
-        """Append what the agent generated."""
-        self._append(completion.token_ids, turn, completion.logprobs)
-
-    def hear(self, ids: Sequence[int]) -> None:
-        """Append what the environment wrote."""
-        self._append(ids, -1, [0.0] * len(ids))
-
-    def _append(self, ids: Sequence[int], turn: int, logprobs: Sequence[float] | None) -> None:
+    def append(self, ids: Sequence[int], turn: int, logprobs: Sequence[float] | None) -> None:
         self.token_ids += ids
         self.turn_ids += [turn] * len(ids)
         # One unknown log-prob discards all of the row's: a made-up number would enter the loss.
@@ -88,6 +80,8 @@ class Episode:
         self.env, self.chat, self.limits = env, chat, limits
         self.max_turns = env.max_turns if limits.max_turns is None else min(limits.max_turns, env.max_turns)
         self.done = False
+        self.error: str | None = None
+        """What went wrong in the environment, or None."""
         self.rewards: list[float] = []
         self.info: dict[str, Any] = {}
         self._rows: list[_Row] = []
@@ -97,9 +91,7 @@ class Episode:
         self._opening: list[dict[str, Any]] = []
         self._log: list[str] = []
         self._truncated: Truncation | None = None
-        self._error: str | None = None
         self._finish: str = "stop"
-        self.seed = 0
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -112,34 +104,16 @@ class Episode:
         return len(self._rows[-1].prompt_ids)
 
     @property
-    def error(self) -> str | None:
-        """What went wrong in the environment, or None."""
-        return self._error
-
-    @property
     def outcome(self) -> EpisodeOutcome:
         """How the episode has gone so far."""
         success = self.info.get("success")
-        return EpisodeOutcome(
-            turns=len(self._turns),
-            success=None if success is None else bool(success),
-            truncated=self._truncated,
-            error=self._error,
-        )
+        success = None if success is None else bool(success)
+        return EpisodeOutcome(turns=len(self._turns), success=success, truncated=self._truncated, error=self.error)
 
     def begin(self, seed: int) -> None:
-        """Reset the environment and render the first prompt.
-
-        Raises:
-            EnvError: a prompt that is empty or over the budget, or an observation that is not text.
-            ConfigError: a chat template that refuses the messages.
-        """
+        """Reset the environment and render the first prompt; raises as ``act`` and ``ChatFormat.prompt``."""
         self.seed = seed
-        begun = self.env.reset(seed=seed)
-        if not isinstance(begun, tuple) or len(begun) != 2:
-            found = f"a {type(begun).__name__}" + (f" of {len(begun)}" if isinstance(begun, tuple) else "")
-            raise EnvError(f"{_name(self.env)}.reset must return (observation, info), found {found}; see agilerl check")
-        observation, self.info = begun[0], dict(begun[1] or {})
+        observation, self.info = self._returned("reset", self.env.reset(seed=seed))
         system = [] if self.env.system_prompt is None else [{"role": "system", "content": self.env.system_prompt}]
         self._opening = system + _observed(observation)
         self._messages = list(self._opening)
@@ -148,46 +122,51 @@ class Episode:
     def act(self, completion: Completion, text: str) -> float:
         """Pass one completion, as tokens and as text, to the environment; return its reward.
 
-        Raises:
-            EnvError: the environment broke the protocol: the step is not a five-tuple, the reward is not a finite
-                number, or the observation is not text.
+        Raises EnvError for a step that is no five-tuple, a reward that is no finite number, or what is not text.
         """
-        turn = len(self.rewards)
-        self._rows[-1].say(completion, turn)
+        self._rows[-1].append(completion.token_ids, len(self.rewards), completion.logprobs)
         self._turns.append(list(completion.token_ids))
         self._messages.append({"role": "assistant", "content": text})
         self._log.append(f"> {text}")
         self._finish = completion.finish_reason
-        observation, reward, terminated, truncated, self.info = _checked(
-            self.env.step_ids(text, completion.token_ids), self.env
-        )
-        self.rewards.append(reward)
+        result = self.env.step_ids(text, completion.token_ids)
+        observation, reward, terminated, truncated, self.info = self._returned("step", result)
+        try:
+            score = check_score(reward)
+        except RewardError:
+            score = None
+        if score is None:
+            raise EnvError(
+                f"the reward of {self._name}.step must be a finite number (up to 3.4e38), found {described(reward)}; "
+                "return 0.0 for no reward"
+            )
+        self.rewards.append(score)
         if terminated:
             self.done = True
         elif truncated or len(self.rewards) >= self.max_turns:
-            self._cut("environment" if truncated else "turns")
-        if self.done:
-            if isinstance(observation, str) and observation:
-                self._log.append(f"< {observation}")
-            return reward
-        self._continue(_observed(observation), completion.token_ids)
-        return reward
+            self.stop("environment" if truncated else "turns")
+        if not self.done:
+            self._continue(_observed(observation), completion.token_ids)
+        elif isinstance(observation, str) and observation:
+            self._log.append(f"< {observation}")
+        return score
 
     def fail(self, error: str) -> None:
         """End the episode without a grade because the environment failed."""
-        self._error, self.done = error, True
+        self.error, self.done = error, True
 
     def stop(self, reason: Truncation) -> None:
-        """Truncate the episode from outside."""
-        self._cut(reason)
+        """Truncate the episode."""
+        self._truncated, self.done = reason, True
 
     def trajectories(self, group: int, number: int) -> list[Trajectory]:
         """Return the training rows: one, or several if the context was rewritten.
 
         Each row has the rewards of all turns; NaN if the environment failed.
         """
-        outcome = self.outcome
-        rewards = self.rewards or [float("nan")]
+        rewards, outcome = list(self.rewards), self.outcome
+        if self.error is not None or not rewards:
+            rewards = [float("nan")] * max(len(rewards), 1)
         question = "\n".join(str(m["content"]) for m in self._opening)
         finish: Any = "length" if self._truncated in ("turns", "environment") else self._truncated or self._finish
         return [
@@ -196,7 +175,7 @@ class Episode:
                 token_ids=row.token_ids,
                 action_mask=[turn >= 0 for turn in row.turn_ids],
                 logprobs=row.logprobs,
-                rewards=[float("nan")] * len(rewards) if self._error is not None else list(rewards),
+                rewards=list(rewards),
                 group=group,
                 turn_ids=row.turn_ids,
                 finish_reason="error" if self._finish == "error" else finish,
@@ -209,25 +188,22 @@ class Episode:
             if row.token_ids
         ]
 
-    # -- the next prompt ------------------------------------------------------------------------------------------
-
-    def _continue(self, messages: list[dict[str, Any]], said: Sequence[int]) -> None:
+    def _continue(self, messages: list[dict[str, Any]], completion: Sequence[int]) -> None:
         """Make the prompt of the next turn from the environment's messages."""
         self._messages += messages
         self._log += [f"< {m['content']}" for m in messages]
-        between = self.chat.between(self._opening, said, messages)
+        between = self.chat.between(self._opening, completion, messages)
         self._turns[-1] += between
         budget = self.limits.prompt_length
         current = self._rows[-1]
-        prompt = current.ids + between
-        if self.limits.forks:
-            prompt = self.chat.prompt(self._messages)
+        prompt = self.chat.prompt(self._messages) if self.limits.forks else current.ids + between
         if budget is not None and len(prompt) > budget and self.limits.sliding_window and not self.limits.forks:
             prompt = self._window(budget)
         if budget is not None and len(prompt) > budget:
-            self._cut("context")
+            self.stop("context")
         elif prompt[: len(current.ids)] == current.ids:
-            current.hear(prompt[len(current.ids) :])
+            written = prompt[len(current.ids) :]
+            current.append(written, -1, [0.0] * len(written))
         else:
             self._rows.append(_Row(prompt))
 
@@ -241,8 +217,18 @@ class Episode:
             kept = turn + kept
         return first + kept
 
-    def _cut(self, reason: Truncation) -> None:
-        self._truncated, self.done = reason, True
+    @property
+    def _name(self) -> str:
+        """The class name that the environment's author knows, without adapters."""
+        return type(getattr(self.env.unwrapped, "inner", self.env.unwrapped)).__name__
+
+    def _returned(self, method: str, result: Any) -> Sequence[Any]:
+        """Return what ``reset`` or ``step`` returned, its info as a dict; raises EnvError if values are missing."""
+        names = RETURNED[method]
+        if isinstance(result, tuple) and len(result) == len(names):
+            return *result[:-1], dict(result[-1] or {})
+        kind = f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")
+        raise EnvError(f"{self._name}.{method} must return ({', '.join(names)}), found {kind}; see agilerl check")
 
 
 def _observed(observation: Observation) -> list[dict[str, Any]]:
@@ -252,33 +238,10 @@ def _observed(observation: Observation) -> list[dict[str, Any]]:
         raise EnvError(str(error)) from None
 
 
-def _name(env: TextEnv) -> str:
-    """Return the class name that the environment's author knows, without adapters."""
-    return type(getattr(env.unwrapped, "inner", env.unwrapped)).__name__
-
-
-def _checked(result: Any, env: TextEnv) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-    """Return a step's result with a float reward; raises EnvError if it is not a five-tuple."""
-    name = _name(env)
-    if not isinstance(result, tuple) or len(result) != 5:
-        found = f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")
-        raise EnvError(
-            f"{name}.step must return (observation, reward, terminated, truncated, info), found {found}; see "
-            "agilerl check"
-        )
-    observation, reward, terminated, truncated, info = result
-    try:
-        score = check_score(reward, f"the reward of {name}.step")
-    except RewardError as error:
-        raise EnvError(str(error).replace(" or None", "").partition("; return None")[0]) from None
-    if score is None:
-        raise EnvError(f"the reward of {name}.step must be a finite number, found None; return 0.0 for no reward")
-    return observation, score, bool(terminated), bool(truncated), dict(info or {})
-
-
-# -- the task: an environment, its seeds, and its chat format ---------------------------------------------------------
-
-
+Factory = Annotated[
+    Callable[..., Any],
+    Hint("for an environment by name pass partial(make_env, name), with make_env from agilerl.envs.adapters"),
+]
 _SPLITS: tuple[Split, ...] = ("train", "exam", "test")
 _TRIED = 8
 """Episodes of a split begun before training, to measure prompt lengths."""
@@ -301,7 +264,7 @@ class EpisodeTask:
     @checked
     def __init__(
         self,
-        env_factory: Any,
+        env_factory: Factory,
         env_config: Mapping[str, Any] | None = None,
         *,
         name: str | None = None,
@@ -329,9 +292,6 @@ class EpisodeTask:
                 False accepts it, with a separate training row for each turn after a rewritten one.
             enable_sliding_window: if the context is full, drop the oldest turns instead of cutting the episode.
             step_timeout: seconds for one call of an environment; None waits forever.
-
-        Raises:
-            ConfigError: a setting out of range, or an unusable environment.
         """
         if enable_sliding_window and not strict_chat_template_boundary:
             raise ConfigError(
@@ -347,8 +307,8 @@ class EpisodeTask:
         self._idle: list[TextEnv] = []
         self._chat: ChatFormat | None = None
         self._wanted_turns = max_turns
-        first = self._made()
-        self._idle.append(first)
+        first = self.take()
+        self.give_back(first)
         self.name = name or type(first.unwrapped).__name__
         self.max_turns = first.max_turns if max_turns is None else min(max_turns, first.max_turns)
 
@@ -377,18 +337,17 @@ class EpisodeTask:
 
         Raises EnvError for an environment that fails at this.
         """
-        chat, first, replies = self.chat(tokenizer), [], []
+        first, replies = [], []
         nothing = Completion([tokenizer.eos_token_id], None, "stop")
         for place in places[:_TRIED]:
-            episode = self.episode(chat, context_length, 1)
-            (error,) = call_all([partial(episode.begin, place.row["seed"])], self.step_timeout)
-            first.append(0 if error is not None else len(episode.prompt_ids))
-            if error is None:
-                (error,) = call_all([partial(episode.act, nothing, "")], self.step_timeout)
-            if error is not None:
-                what = str(error) if isinstance(error, AgileRLError) else f"{type(error).__name__}: {error}"
-                raise EnvError(f"{self.name} failed in the first turn of an episode: {what}") from error
-            replies.append(max(len(episode.prompt_ids) - first[-1] - 1, 0))
+            episode, sizes = self.episode(self.chat(tokenizer), context_length, 1), []
+            for call in (partial(episode.begin, place.row["seed"]), partial(episode.act, nothing, "")):
+                (error,) = call_all([call], self.step_timeout)
+                if error is not None:
+                    raise EnvError(f"{self.name} failed in the first turn of an episode: {reason(error)}") from error
+                sizes.append(len(episode.prompt_ids))
+            first.append(sizes[0])
+            replies.append(max(sizes[1] - sizes[0] - 1, 0))
             self.give_back(episode.env)
         return Lengths(first, max(replies, default=0), self.max_turns)
 
@@ -400,9 +359,7 @@ class EpisodeTask:
     def chat(self, tokenizer: Any) -> ChatFormat:
         """Return the environment's chat format for this tokenizer; the last one is cached.
 
-        Raises:
-            ConfigError: a chat template that does not suit the environment: it has no system role although there is a
-                system prompt, does not show tools although there are tools, or rewrites earlier turns.
+        Raises ConfigError for a chat template that does not show the tools that there are, or rewrites earlier turns.
         """
         if self._chat is not None and self._chat.tokenizer is tokenizer:
             return self._chat
@@ -423,18 +380,26 @@ class EpisodeTask:
         """Return an episode that has not begun; its environment is reserved until it is given back."""
         env = self.take()
         env.bind(chat.tokenizer)
-        limits = EpisodeLimits(
-            context_length,
-            self.max_turns,
-            reserve,
-            sliding_window=self.sliding_window,
-            forks=chat.rewrites_history and not self.strict,
-        )
-        return Episode(env, chat, limits)
+        forks = chat.rewrites_history and not self.strict
+        return Episode(env, chat, EpisodeLimits(context_length, self.max_turns, reserve, self.sliding_window, forks))
 
     def take(self) -> TextEnv:
         """Return an idle environment, or a new one."""
-        return self._idle.pop() if self._idle else self._made()
+        if self._idle:
+            return self._idle.pop()
+        try:
+            with contained():
+                env = self.env_factory(**self.env_config)
+        except ConfigError:
+            raise
+        except Exception as error:
+            name = getattr(self.env_factory, "__name__", repr(self.env_factory))
+            raise ConfigError(
+                f"{name} could not make an environment of {self.env_config or 'no settings'}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        # Environments from outside gymnasium may not declare max_turns.
+        return as_text_env(env, None if isinstance(env, gymnasium.Env) else self._wanted_turns)
 
     def give_back(self, env: TextEnv) -> None:
         """Return an environment to the pool for the next episode."""
@@ -445,29 +410,6 @@ class EpisodeTask:
         while self._idle:
             with contained():
                 self._idle.pop().close()
-
-    def _made(self) -> TextEnv:
-        if not callable(self.env_factory):
-            raise ConfigError(
-                f"expected a class or function that makes an environment, found {self.env_factory!r}; for an "
-                "environment by name pass partial(make_env, name), with make_env from agilerl.envs.adapters"
-            )
-        try:
-            with contained():
-                made = self.env_factory(**self.env_config)
-        except ConfigError:
-            raise
-        except Exception as error:
-            name = getattr(self.env_factory, "__name__", repr(self.env_factory))
-            raise ConfigError(
-                f"{name} could not make an environment of {self.env_config or 'no settings'}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        # Environments from outside gymnasium may not declare max_turns.
-        return as_text_env(made, None if isinstance(made, gymnasium.Env) else self._wanted_turns)
-
-
-# -- many environments at once, with a timeout ------------------------------------------------------------------------
 
 
 _WORKERS = 8
@@ -532,33 +474,29 @@ class Stepping:
         """Return what each call raised, or None, in the order of ``add``, when all have ended or run out of time."""
         if self.timeout is None:
             return [self._timed(call)[0] for call in self._calls]
-        found: dict[int, Exception | None] = {}
+        outcomes: dict[int, Exception | None] = {}
         late = TimeoutError(f"no answer within {self.timeout:g} seconds")
-        while len(found) < len(self._calls):
+        while len(outcomes) < len(self._calls):
             try:
                 number, error, seconds = self._done.get(timeout=min(_POLL, self.timeout))
                 # It may have ended too late before anybody looked.
-                found.setdefault(number, error if seconds <= self.timeout else late)
+                outcomes.setdefault(number, error if seconds <= self.timeout else late)
             except Empty:
                 now = monotonic()
                 for number, start in list(self._started.items()):
-                    if number not in found and now - start > self.timeout:
-                        found[number] = late
-                        self._replace(number)
-        return [found[number] for number in range(len(self._calls))]
+                    if number not in outcomes and now - start > self.timeout:
+                        outcomes[number] = late
+                        with self._lock:  # give up on the thread of the call
+                            self._abandoned.add(number)
+                            if self._next < len(self._calls):
+                                self._start_worker()
+        return [outcomes[number] for number in range(len(self._calls))]
 
     def _start_worker(self) -> None:
         # A daemon, because a call that never returns must not keep the process from ending.
         worker = threading.Thread(target=self._work, daemon=True)
         self._workers.add(worker)
         worker.start()
-
-    def _replace(self, number: int) -> None:
-        """Give up on the thread of a call that hangs."""
-        with self._lock:
-            self._abandoned.add(number)
-            if self._next < len(self._calls):
-                self._start_worker()
 
     def _work(self) -> None:
         number = None
@@ -572,18 +510,13 @@ class Stepping:
             self._done.put((number, *self._timed(self._calls[number])))
 
     def _timed(self, call: Callable[[], object]) -> tuple[Exception | None, float]:
-        start = monotonic()
-        error = _caught(call)
+        start, caught = monotonic(), None
+        try:
+            call()
+        except Exception as error:
+            caught = error
+        except BaseException as error:  # an environment must not end the process
+            caught = left(error)
         seconds = monotonic() - start
         self.seconds.append(seconds)
-        return error, seconds
-
-
-def _caught(call: Callable[[], object]) -> Exception | None:
-    try:
-        call()
-    except Exception as error:
-        return error
-    except BaseException as error:  # an environment must not end the process
-        return left(error)
-    return None
+        return caught, seconds

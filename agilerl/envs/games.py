@@ -3,22 +3,24 @@
 import re
 import string
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
 import gymnasium
 import numpy as np
 from gymnasium.spaces import Text
 
-from agilerl.arguments import Count, checked
-from agilerl.envs.text_env import StepResult, TextEnv
-from agilerl.errors import ConfigError, EnvError
+from agilerl.arguments import Whole, Within, checked
+from agilerl.envs.adapters.base import Counted
+from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
+from agilerl.errors import ConfigError
 from agilerl.streams import stream
 
 PROSE = string.ascii_letters + string.digits + string.punctuation + " \n"
 """The characters of verbose observations."""
+Turns = Annotated[int, Within(least=1, most=10_000)]
 
 
 class Turn(NamedTuple):
@@ -31,7 +33,7 @@ class Turn(NamedTuple):
     """Reward in [0, 1] if the game ends here; None while it continues."""
 
 
-class Game(TextEnv):
+class Game(Counted, TextEnv):
     """A single-player game; its only reward, in [0, 1], comes with the last turn.
 
     An illegal action raises nothing: it costs its turn, changes nothing, and ``info["valid"]`` is False.
@@ -46,12 +48,10 @@ class Game(TextEnv):
     random_return: float
     """Mean return of play that draws uniformly from ``legal_actions``."""
 
-    def __init__(self, max_turns: int, observation_space: Text, action_space: Text) -> None:
-        self.max_turns = whole(max_turns, "max_turns", 1, 10_000)
-        self.observation_space, self.action_space = observation_space, action_space
-        self._seed = -1
-        self._turn = 0
-        self._running = False
+    def __init__(self, max_turns: int, compact: Text, actions: Text, verbose: bool) -> None:
+        self.max_turns, self.verbose = max_turns, verbose
+        self.observation_space = Text(500, charset=PROSE) if verbose else compact
+        self.action_space = actions
 
     @abstractmethod
     def begin(self) -> str:
@@ -69,33 +69,19 @@ class Game(TextEnv):
     def best_action(self) -> str:
         """Return an action of perfect play, using only what the player has been told."""
 
-    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin the game of ``seed``; without a seed, use the last one plus one (0 at first). There are no options.
-
-        Raises:
-            EnvError: the seed is not a whole number of 0 or more.
-        """
-        seed = self._seed + 1 if seed is None else seed
-        if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-            raise EnvError(f"expected a whole number of 0 or more as the seed of {type(self).__name__}, found {seed!r}")
-        self._seed, self._turn, self._running = int(seed), 0, True
-        gymnasium.Env.reset(self, seed=self._seed)  # gymnasium's check_env inspects its generator; games do not use it
+    @checked
+    def reset(self, *, seed: Whole | None = None, options: Options = None) -> Begun:
+        """Begin the game of ``seed``; without a seed, use the last one plus one (0 at first). There are no options."""
+        # gymnasium's check_env inspects its generator; games do not use it.
+        gymnasium.Env.reset(self, seed=self._begin_episode(seed))
         return self.begin(), {"best_return": self.best_return, "random_return": self.random_return}
 
     @checked
     def step(self, action: str) -> StepResult:
-        """Take a turn.
-
-        Raises:
-            EnvError: the game has not begun, or is over.
-        """
-        if not self._running:
-            raise EnvError(
-                f"expected reset() before step(): the game of {type(self).__name__} has not begun, or is over"
-            )
-        self._turn += 1
+        """Take a turn; raises EnvError if the game has not begun, or is over."""
+        self._count_turn()
         turn = self.play(action)
-        over = turn.score is not None or self._turn == self.max_turns
+        over = turn.score is not None or not self.turns_left
         self._running = not over
         score = turn.score or 0.0
         info: dict[str, Any] = {"valid": turn.valid} | ({"success": score == 1.0} if over else {})
@@ -110,25 +96,17 @@ class Game(TextEnv):
         """Actions left before the game is over."""
         return self.max_turns - self._turn
 
-
-def last_number(action: str) -> str | None:
-    """Return the last run of ASCII digits in a text, so that reasoning may precede the answer."""
-    found = re.findall(r"[0-9]+", action)
-    return found[-1] if found else None
-
-
-def whole(value: Any, name: str, low: int, high: int) -> int:
-    """Check that a setting is a whole number from ``low`` to ``high``, and return it.
-
-    Raises:
-        ConfigError: it is of another type, or out of range.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise ConfigError(f"expected a whole number from {low} to {high} as {name}, found {value!r}")
-    return value
+    def _answer(self, hint: str, sentence: str) -> str:
+        """Return the observation after a guess that does not end the game by itself."""
+        left = self.turns_left
+        if self.verbose:
+            return f"{sentence} Guesses left: {left}." if left else f"{sentence} No guess is left."
+        return hint if left else "x"
 
 
-# -- guess the number: the smallest game in which the next action depends on earlier turns ----------------------------
+def last_number(action: str) -> str:
+    """Return the last run of ASCII digits in a text, so that reasoning may precede the answer; empty without any."""
+    return str(("", *re.findall(r"[0-9]+", action))[-1])
 
 
 Style = Literal["range", "hint", "verbose"]
@@ -151,27 +129,28 @@ class GuessTheNumber(Game):
     name = "guess_the_number"
 
     @checked
-    def __init__(self, max_number: int = 9, max_turns: Count | None = None, style: Style = "range") -> None:
-        if style not in get_args(Style):
-            raise ConfigError(f"expected the style {', '.join(get_args(Style))}, found {style!r}")
-        self.max_number = whole(max_number, "max_number", 2, 10**6)
-        self.style = style
-        digits = len(str(max_number))
-        compact = Text(2 * digits + 1, charset="0123456789-hl?=x")
+    def __init__(
+        self,
+        max_number: Annotated[int, Within(least=2, most=10**6)] = 9,
+        max_turns: Turns | None = None,
+        style: Style = "range",
+    ) -> None:
+        self.max_number, self.style = max_number, style
+        digits, charset = len(str(max_number)), "0123456789"
         super().__init__(
             max_number.bit_length() if max_turns is None else max_turns,
-            Text(400, charset=PROSE) if style == "verbose" else compact,
-            Text(digits, charset="0123456789"),
+            Text(2 * digits + 1, charset=charset + "-hl?=x"),
+            Text(digits, charset=charset),
+            style == "verbose",
         )
         self.best_return = min(max_number, 2**self.max_turns - 1) / max_number
         self.random_return = 1.0 - (1.0 - 1.0 / max_number) ** self.max_turns
-        self._low, self._high, self._number = 1, max_number, 1
 
     def begin(self) -> str:
         """Draw the number."""
         self._number = int(self.draws().integers(self.max_number)) + 1
         self._low, self._high = 1, self.max_number
-        if self.style != "verbose":
+        if not self.verbose:
             return f"1-{self.max_number}"
         return (
             f"I have chosen a whole number from 1 to {self.max_number}. Find it in at most {self.max_turns} guesses. "
@@ -180,18 +159,19 @@ class GuessTheNumber(Game):
 
     def play(self, action: str) -> Turn:
         """Compare a guess with the number."""
-        digits = (last_number(action) or "").lstrip("0")
+        digits = last_number(action).lstrip("0")
         # int() refuses very long runs of digits; their length alone shows that they are out of range.
         guess = int(digits) if digits and len(digits) <= len(str(self.max_number)) else 0
         if not 1 <= guess <= self.max_number:
-            return Turn(self._told("?", "That is not a guess"), False)
+            need = f"a whole number from 1 to {self.max_number} as the last number of your answer"
+            return Turn(self._answer("?", f"That is not a guess: I need {need}."), False)
         if guess == self._number:
-            return Turn("=" if self.style != "verbose" else f"{guess} is right.", True, 1.0)
+            return Turn(f"{guess} is right." if self.verbose else "=", True, 1.0)
         if guess < self._number:
             self._low = max(self._low, guess + 1)
-            return Turn(self._told("h", f"It is higher than {guess}"), True)
+            return Turn(self._answer("h", f"It is higher than {guess}."), True)
         self._high = min(self._high, guess - 1)
-        return Turn(self._told("l", f"It is lower than {guess}"), True)
+        return Turn(self._answer("l", f"It is lower than {guess}."), True)
 
     def legal_actions(self) -> Sequence[str]:
         """Return all numbers: those ruled out by hints may still be guessed, at the cost of a turn."""
@@ -201,18 +181,8 @@ class GuessTheNumber(Game):
         """Return the middle of what is still possible."""
         return str((self._low + self._high) // 2)
 
-    def _told(self, hint: str, sentence: str) -> str:
-        left = self.turns_left
-        if self.style == "verbose":
-            what = f"a whole number from 1 to {self.max_number} as the last number of your answer"
-            reason = f"{sentence}: I need {what}." if hint == "?" else f"{sentence}."
-            return f"{reason} No guess is left." if left == 0 else f"{reason} Guesses left: {left}."
-        if left == 0:
-            return "x"
-        return hint if self.style == "hint" else f"{self._low}-{self._high}"
-
-
-# -- mastermind: find a code of digits from how close each guess came -------------------------------------------------
+    def _answer(self, hint: str, sentence: str) -> str:
+        return super()._answer(f"{self._low}-{self._high}" if self.style == "range" else hint, sentence)
 
 
 MOST_CODES = 1296  # 6**4, the classic game; minimax compares all pairs of codes
@@ -236,30 +206,33 @@ class Mastermind(Game):
     name = "mastermind"
 
     @checked
-    def __init__(self, length: int = 2, digits: int = 4, max_turns: Count | None = None, verbose: bool = False) -> None:
-        self.length = whole(length, "length", 1, 6)
-        self.digits = whole(digits, "digits", 2, 9)
+    def __init__(
+        self,
+        length: Annotated[int, Within(least=1, most=6)] = 2,
+        digits: Annotated[int, Within(least=2, most=9)] = 4,
+        max_turns: Turns | None = None,
+        verbose: bool = False,
+    ) -> None:
         if digits**length > MOST_CODES:
             raise ConfigError(
                 f"expected at most {MOST_CODES} codes, found {digits} ** {length} = {digits**length}; use fewer digits"
             )
-        self.verbose = verbose
+        self.length, self.digits = length, digits
         self._codes, self._pegs = _codes(length, digits), _pegs(length, digits)
         needed = _guesses_needed(length, digits)
         super().__init__(
             max(needed) if max_turns is None else max_turns,
-            Text(500, charset=PROSE) if verbose else Text(3, charset="0123456789?=x"),
+            Text(3, charset="0123456789?=x"),
             Text(length, min_length=length, charset="123456789"[:digits]),
+            verbose,
         )
         self.best_return = sum(n <= self.max_turns for n in needed) / len(needed)
         self.random_return = 1.0 - (1.0 - 1.0 / len(self._codes)) ** self.max_turns
-        self._code = 0
-        self._possible: Sequence[int] = ()
 
     def begin(self) -> str:
         """Draw the code."""
         self._code = int(self.draws().integers(len(self._codes)))
-        self._possible = range(len(self._codes))
+        self._possible: Sequence[int] = range(len(self._codes))
         if not self.verbose:
             return f"{self.length}x{self.digits}"
         return (
@@ -270,18 +243,17 @@ class Mastermind(Game):
 
     def play(self, action: str) -> Turn:
         """Compare a guess with the code."""
-        lines = action.strip().splitlines()
-        text = "".join(c for c in lines[-1] if c in "0123456789") if lines else ""
-        if len(text) != self.length or not set(text) <= set("123456789"[: self.digits]):
+        text = re.sub(r"[^0-9]", "", (action.strip().splitlines() or [""])[-1])
+        if text not in self._codes:
             need = f"{self.length} digits from 1 to {self.digits} alone on the last line"
-            return Turn(self._told("?", f"That is not a guess: I need {need}."), False)
+            return Turn(self._answer("?", f"That is not a guess: I need {need}."), False)
         guess = self._codes.index(text)
         if guess == self._code:
             return Turn(f"{text} is right." if self.verbose else "=", True, 1.0)
         row = self._pegs[guess]
-        answer = row[self._code]
-        self._possible = [code for code in self._possible if row[code] == answer]
-        return Turn(self._told(f"{answer:02d}", f"Right place: {answer // 10}. Another place: {answer % 10}."), True)
+        pegs = row[self._code]
+        self._possible = [code for code in self._possible if row[code] == pegs]
+        return Turn(self._answer(f"{pegs:02d}", f"Right place: {pegs // 10}. Another place: {pegs % 10}."), True)
 
     def legal_actions(self) -> Sequence[str]:
         """Return all codes, including those that the answers have ruled out."""
@@ -290,12 +262,6 @@ class Mastermind(Game):
     def best_action(self) -> str:
         """Return the guess of minimax play."""
         return self._codes[_best_guess(self.length, self.digits, tuple(self._possible))]
-
-    def _told(self, answer: str, sentence: str) -> str:
-        left = self.turns_left
-        if self.verbose:
-            return f"{sentence} Guesses left: {left}." if left else f"{sentence} No guess is left."
-        return answer if left else "x"
 
 
 @cache
@@ -320,8 +286,8 @@ def _best_guess(length: int, digits: int, possible: tuple[int, ...]) -> int:
     if len(possible) <= 2:
         return possible[0]
     answers = _pegs(length, digits)[:, possible]
-    kinds = 10 * length + 1
-    guesses = len(answers)
+    kinds, guesses = 10 * length + 1, len(answers)
+    # Each guess counts in a range of its own, so that one call counts the answers of all.
     flat = (answers + kinds * np.arange(guesses)[:, None]).ravel()
     largest_rest = np.bincount(flat, minlength=kinds * guesses).reshape(guesses, kinds).max(1)
     unlikely = np.ones(guesses, dtype=int)
@@ -334,21 +300,17 @@ def _guesses_needed(length: int, digits: int) -> tuple[int, ...]:
     """Return how many guesses minimax play needs for each code."""
     pegs = _pegs(length, digits)
     counts = [0] * len(pegs)
-    waiting: list[tuple[tuple[int, ...], int]] = [(tuple(range(len(pegs))), 1)]
+    waiting = [(np.arange(len(pegs)), 1)]
     while waiting:
         possible, used = waiting.pop()
-        guess = _best_guess(length, digits, possible)
-        rests: dict[int, list[int]] = {}
-        for code in possible:
-            if code == guess:
-                counts[code] = used
+        guess = _best_guess(length, digits, tuple(possible.tolist()))
+        answers = pegs[guess, possible]
+        for answer in np.unique(answers):
+            if answer == 10 * length:
+                counts[guess] = used
             else:
-                rests.setdefault(int(pegs[guess, code]), []).append(code)
-        waiting += [(tuple(rest), used + 1) for rest in rests.values()]
+                waiting.append((possible[answers == answer], used + 1))
     return tuple(counts)
-
-
-# -- tic-tac-toe against an opponent whose moves are drawn from the seed ----------------------------------------------
 
 
 Opponent = Literal["random", "minimax"]
@@ -375,24 +337,15 @@ class TicTacToe(Game):
         self,
         opponent: Opponent = "random",
         begins: Literal["X", "O", "seed"] = "seed",
-        max_turns: int = 9,
+        max_turns: Annotated[int, Within(least=5, most=10_000)] = 9,
         verbose: bool = False,
     ) -> None:
-        if opponent not in get_args(Opponent):
-            raise ConfigError(f"expected the opponent {' or '.join(get_args(Opponent))}, found {opponent!r}")
-        if begins not in ("X", "O", "seed"):
-            raise ConfigError(f"expected X, O or seed as who begins, found {begins!r}")
-        self.opponent, self.begins, self.verbose = opponent, begins, verbose
+        self.opponent, self.begins = opponent, begins
         compact = Text(9, min_length=9, charset="XO" + EMPTY)
-        super().__init__(
-            whole(max_turns, "max_turns", 5, 10_000),
-            Text(500, charset=PROSE) if verbose else compact,
-            Text(1, charset=EMPTY),
-        )
-        firsts = ["X", "O"] if begins == "seed" else [begins]
+        super().__init__(max_turns, compact, Text(1, charset=EMPTY), verbose)
+        firsts = "XO" if begins == "seed" else begins
         self.best_return = sum(_value(EMPTY, first, opponent, "best") for first in firsts) / len(firsts)
         self.random_return = sum(_value(EMPTY, first, opponent, "random") for first in firsts) / len(firsts)
-        self._board = EMPTY
 
     def begin(self) -> str:
         """Clear the board; the opponent moves if it is first."""
@@ -409,16 +362,16 @@ class TicTacToe(Game):
 
     def play(self, action: str) -> Turn:
         """Place X, and let the opponent reply."""
-        cell = last_number(action) or ""
+        cell = last_number(action)
         if cell not in self.legal_actions():
-            return Turn(self._told("That is not the number of a free cell."), False)
+            return Turn(self._shown("That is not the number of a free cell."), False)
         self._board = self._board.replace(cell, "X")
         if not _over(self._board):
             self._reply()
         if not _over(self._board):
-            return Turn(self._told("Your move."), True)
-        score = SCORES[_winner(self._board)]
-        return Turn(self._told({1.0: "You win.", 0.5: "A draw.", 0.0: "You lose."}[score]), True, score)
+            return Turn(self._shown("Your move."), True)
+        winner = _winner(self._board)
+        return Turn(self._shown({"X": "You win.", "": "A draw.", "O": "You lose."}[winner]), True, SCORES[winner])
 
     def legal_actions(self) -> Sequence[str]:
         """Return the numbers of the free cells."""
@@ -426,16 +379,15 @@ class TicTacToe(Game):
 
     def best_action(self) -> str:
         """Return the move with the best mean return against this opponent."""
-        return max(
-            _free(self._board), key=lambda cell: _value(self._board.replace(cell, "X"), "O", self.opponent, "best")
-        )
+        board = self._board
+        return max(_free(board), key=lambda cell: _value(board.replace(cell, "X"), "O", self.opponent, "best"))
 
     def _reply(self) -> None:
         moves = _replies(self._board, self.opponent)
-        move = moves[self.draws(1 + sum(cell == "O" for cell in self._board)).integers(len(moves))]
+        move = moves[self.draws(1 + self._board.count("O")).integers(len(moves))]
         self._board = self._board.replace(move, "O")
 
-    def _told(self, sentence: str) -> str:
+    def _shown(self, sentence: str) -> str:
         return f"{_drawn(self._board)}\n{sentence}" if self.verbose else self._board
 
 
@@ -462,17 +414,8 @@ def _replies(board: str, opponent: Opponent) -> tuple[str, ...]:
     moves = _free(board)
     if opponent == "random":
         return tuple(moves)
-    worth = {cell: _minimax(board.replace(cell, "O"), "X") for cell in moves}
+    worth = {cell: _value(board.replace(cell, "O"), "X", "minimax", "best") for cell in moves}
     return tuple(cell for cell in moves if worth[cell] == min(worth.values()))
-
-
-@cache
-def _minimax(board: str, turn: str) -> float:
-    """Return the score of X if both play perfectly."""
-    if _over(board):
-        return SCORES[_winner(board)]
-    other, best = ("O", max) if turn == "X" else ("X", min)
-    return best(_minimax(board.replace(cell, turn), other) for cell in _free(board))
 
 
 @cache

@@ -1,9 +1,9 @@
 """The environments that AgileRL documents for single turns: batches of prompts, of demonstrations or of pairs."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from agilerl.arguments import Count, Name, Seed, Tokenizer, checked
 from agilerl.data import RolloutBatch, collate
 from agilerl.envs.core import AnyTask, Row, Split, Task, TrainingOrder, score_completions
-from agilerl.envs.curation import Form, Sample, as_messages, check_rows, form_of
+from agilerl.envs.curation import Form, as_messages, check_rows, form_of
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.examples import (
     DataKind,
@@ -22,16 +22,9 @@ from agilerl.envs.examples import (
     PreferenceTask,
     UnpairedTask,
     demonstration,
-    render_completion,
     trajectories,
 )
-from agilerl.envs.prompts import (
-    Accelerator,
-    check_tokenizer,
-    decode_completions,
-    render_prompt,
-    saved_batches,
-)
+from agilerl.envs.prompts import Accelerator, check_tokenizer, decode_completions, render_prompt, saved_batches
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import EnvError
 from agilerl.padding import decoded, padded
@@ -46,7 +39,7 @@ class Gym(ABC, Generic[Batch]):
     """Batches of one split at a time; a subclass defines what a batch holds.
 
     The order depends only on the seed and the number of batches drawn. Inside ``eval_mode()`` the rows are those of the
-    panel, always from its first.
+    test dataset (a task's exam), always from its first, so that every agent takes the same exam.
     """
 
     _panel: ClassVar[Split]
@@ -91,7 +84,7 @@ class Gym(ABC, Generic[Batch]):
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Use the test dataset (a task's exam) inside; afterwards training continues from its last batch."""
+        """Use the test dataset (a task's exam) inside; afterwards training continues where it was."""
         kept, self._split = self._split, self._panel
         self._drawn[self._panel] = 0
         try:
@@ -103,25 +96,21 @@ class Gym(ABC, Generic[Batch]):
         """Return what ``from_state`` needs to continue from here: the number of training batches drawn."""
         return {"batches": self._drawn["train"]}
 
-    def _places(self) -> Sequence[int]:
-        """Return the places of this process's share of the next batch in the current split."""
-        own, drawn = self.data_batch_size_per_gpu, self._drawn[self._split]
-        whole, size = own * self._world, len(self)
+    def _positions(self) -> Sequence[int]:
+        """Return the positions of this process's share of the next batch in the current split."""
+        share, drawn = self.data_batch_size_per_gpu, self._drawn[self._split]
+        whole, size = share * self._world, len(self)
         self._drawn[self._split] += 1
         if self._split == "train":
-            first = drawn * whole + self._rank * own
-            return range(first, first + own)
+            first = drawn * whole + self._rank * share
+            return range(first, first + share)
         # A panel's last batch may be short, because no row counts twice in one pass.
         first = drawn % -(-size // whole) * whole
         return range(first, min(first + whole, size))[self._rank :: self._world]
 
 
 class ReasoningGym(Gym[list[Prompt]]):
-    """Batches of prompts out, completions in, rewards back.
-
-    The order of prompts depends only on ``seed`` and the number of batches drawn. Inside ``eval_mode()`` the prompts
-    are those of the test dataset, always from its first row, so that every agent takes the same exam.
-    """
+    """Batches of prompts out, completions in, rewards back."""
 
     _panel = "exam"
 
@@ -178,10 +167,7 @@ class ReasoningGym(Gym[list[Prompt]]):
         accelerator: Accelerator | None = None,
         max_context_length: Count | None = None,
     ) -> Self:
-        """Make an environment from any task; ``eval_mode()`` uses its exam panel.
-
-        A dataset task is fitted first, which leaves out prompts of more than ``max_context_length`` tokens.
-        """
+        """Make an environment from any task; a dataset task leaves out what exceeds ``max_context_length`` tokens."""
         task.fit(tokenizer, max_context_length)
         env = cls.__new__(cls)
         env.return_raw_completions = False
@@ -191,7 +177,7 @@ class ReasoningGym(Gym[list[Prompt]]):
     def _setup(self, task: Task, tokenizer: Any, batch_size: int, accelerator: Any, max_tokens: int | None) -> None:
         self._begin(tokenizer, batch_size, accelerator, max_tokens)
         self.task = task
-        self._prompts: list[Prompt] = []
+        self._prompts: dict[Split, list[Prompt]] = {"train": [], "exam": []}
 
     def _size(self, split: Split) -> int:
         return (self.task.train_size or 0) if split == "train" else self.task.exam_prompts
@@ -211,10 +197,11 @@ class ReasoningGym(Gym[list[Prompt]]):
             EnvError: called before ``reset``, or ids that do not fit the prompts.
             RewardError: the reward function failed.
         """
-        self._check_completions(completion_ids)
+        prompts = self._prompts[self._split]
+        self._check_completions(prompts, completion_ids)
         texts: list[str] = []
         rows: list[Row] = []
-        for prompt, ids in zip(self._prompts, completion_ids):
+        for prompt, ids in zip(prompts, completion_ids):
             start = prompt["input_ids"].shape[1]
             texts += decode_completions(self.tokenizer, ids[:, start:].tolist())
             rows += [prompt["row"]] * ids.shape[0]
@@ -222,29 +209,19 @@ class ReasoningGym(Gym[list[Prompt]]):
         rewards = torch.tensor([float("nan") if score is None else score for score in scores], dtype=torch.float32)
         return self._next(), rewards.reshape(len(completion_ids), -1)
 
-    @contextmanager
-    def eval_mode(self) -> Iterator[None]:
-        """Use the test dataset (a task's exam) inside; afterwards training continues with its current prompts."""
-        kept, self._prompts = self._prompts, []
-        try:
-            with super().eval_mode():
-                yield
-        finally:
-            self._prompts = kept
-
     @checked
     def from_state(self, state: Mapping[str, int]) -> list[Prompt]:
         """Return to a saved position, and return its current prompts."""
-        self._split, self._prompts, self._drawn["train"] = "train", [], saved_batches(state)
-        if self._drawn["train"]:
-            self._drawn["train"] -= 1
-            self._next()
-        return self._prompts
+        self._split, self._drawn["train"] = "train", saved_batches(state)
+        if not self._drawn["train"]:
+            return []
+        self._drawn["train"] -= 1
+        return self._next()
 
     def _next(self) -> list[Prompt]:
         split = self._split
-        self._prompts = [self._prompt(self.task.row(split, place)) for place in self._places()]
-        return self._prompts
+        self._prompts[split] = [self._prompt(self.task.row(split, position)) for position in self._positions()]
+        return self._prompts[split]
 
     def _prompt(self, row: Row) -> Prompt:
         ids = render_prompt(self.tokenizer, self.task.messages(row), self.max_context_length)
@@ -258,25 +235,25 @@ class ReasoningGym(Gym[list[Prompt]]):
             "row": row,
         }
 
-    def _check_completions(self, completion_ids: Sequence[Tensor]) -> None:
-        if not self._prompts:
+    def _check_completions(self, prompts: Sequence[Prompt], completion_ids: Sequence[Tensor]) -> None:
+        if not self._drawn[self._split]:
             raise EnvError("expected reset() before step(): there are no prompts to complete yet")
-        if len(completion_ids) != len(self._prompts):
+        if len(completion_ids) != len(prompts):
             raise EnvError(
-                f"expected completions for {len(self._prompts)} prompts, found {len(completion_ids)}; step() takes the "
-                "ids for the prompts that the last reset() or step() returned"
+                f"expected completions for {len(prompts)} prompts, found {len(completion_ids)}; step() takes the ids "
+                "for the prompts that the last reset() or step() returned"
             )
         groups = {tuple(ids.shape[:-1]) for ids in completion_ids}
-        if len(groups) != 1 or len(next(iter(groups))) != 1 or not next(iter(groups))[0]:
+        if [(len(shape), all(shape)) for shape in groups] != [(1, True)]:
             raise EnvError(
                 f"expected one [G, P + L] tensor per prompt with the same G of 1 or more, found {sorted(groups)}"
             )
-        for place, (prompt, ids) in enumerate(zip(self._prompts, completion_ids)):
-            expected = prompt["input_ids"][0]
-            start = ids[:, : len(expected)].cpu()
-            if start.shape[1] < len(expected) or not bool((start == expected).all()):
+        for number, (prompt, ids) in enumerate(zip(prompts, completion_ids)):
+            expected = prompt["input_ids"]
+            start = ids[:, : expected.shape[1]].cpu()
+            if not torch.equal(start, expected.expand(len(ids), -1).to(start.dtype)):
                 raise EnvError(
-                    f"expected the ids of prompt {place} to begin with its {len(expected)} prompt tokens, found "
+                    f"expected the ids of prompt {number} to begin with its {expected.shape[1]} prompt tokens, found "
                     "others; pass whole sequences (prompt and completion, right-padded)"
                 )
 
@@ -286,48 +263,46 @@ class GymRows(Task):
 
     grader = "none"
 
-    def __init__(self, gym: "DataGym") -> None:
-        self._gym, self.name, self.train_size = gym, gym._rows["train"].name, len(gym._rows["train"])
-        self.exam_prompts, self.labelled = len(gym._rows["test"]), gym._forms["train"].labelled
+    def __init__(self, gym: "DataGym", form: Form) -> None:
+        self.gym, self.read, self.labelled = gym, form.read, form.labelled
+        self.name, self.train_size, self.exam_prompts = gym.rows["train"].name, gym._size("train"), gym._size("test")
 
     def row(self, split: Split, index: int) -> Row:
         """Return the row of a training position, or one of the test dataset."""
         self.check_index(split, index)
-        gym = self._gym
-        row: Row = gym._rows["train"][gym._order(index)] if split == "train" else gym._rows["test"][index]
-        return {**row, "question": self._read(row).question}
+        row = self.gym.row("train" if split == "train" else "test", index)
+        return {**row, "question": self.read(row).question}
 
     def reward(self, completion: str, row: Mapping[str, Any]) -> None:
         """Return no grade: the gym's rows are learned, not answered."""
 
     def messages(self, row: Mapping[str, Any]) -> list[dict[str, str]]:
         """Return the conversation before the response."""
-        return as_messages(self._read(row).prompt, "user", "the prompt")
+        return as_messages(self.read(row).prompt, "user", "the prompt")
 
     def demonstration(self, row: Mapping[str, Any]) -> str | None:
         """Return the response."""
-        return self._read(row).response
+        return self.read(row).response
 
     def counterexample(self, row: Mapping[str, Any]) -> str | None:
         """Return the worse response."""
-        return self._read(row).rejected
-
-    def _read(self, row: Mapping[str, Any]) -> Sample:
-        return self._gym._forms["train"].read(row)
+        return self.read(row).rejected
 
 
 class DataGym(Gym[RolloutBatch]):
-    """Batches of examples for ``agent.learn``; a subclass defines a row's examples.
+    """Batches of examples for ``agent.learn``; a subclass says as which task the rows are learned.
 
-    The datasets are anything that ``read_dataset`` takes, or a mixture. All rows are checked at the start.
-
-    The order depends only on ``seed`` and the number of batches drawn, a new one each epoch. Inside ``eval_mode()`` the
-    rows are those of the test dataset, starting at its first.
+    The datasets are anything that ``read_dataset`` takes, or a mixture. All rows are checked at the start. Each epoch
+    has a new order.
     """
 
     _panel = "test"
     kind: ClassVar[DataKind]
     """What an agent learns from it."""
+    _task_class: Callable[..., DataTask]
+    """What makes examples of the rows."""
+    _form_options: Mapping[str, Any] = {}
+    """Further arguments of ``form_of``."""
 
     @checked
     def __init__(
@@ -343,30 +318,28 @@ class DataGym(Gym[RolloutBatch]):
     ) -> None:
         self._begin(tokenizer, data_batch_size_per_gpu, accelerator, max_context_length)
         self.seed = seed
-        self._rows: dict[Split, Rows] = {
+        self.rows: dict[Split, Rows] = {
             "train": read_dataset(train_dataset, name="the train dataset"),
             "test": read_dataset(test_dataset, name="the test dataset"),
         }
-        self._forms = {split: self.form(rows) for split, rows in self._rows.items()}
-        for split, rows in self._rows.items():
-            check_rows(rows, self._forms[split])
-        self._order = TrainingOrder(self._rows["train"].sizes, self._rows["train"].weights, seed)
+        forms = {s: form_of(rows.columns, self.kind, rows.name, **self._form_options) for s, rows in self.rows.items()}
+        for split, rows in self.rows.items():
+            check_rows(rows, forms[split])
+        self._order = TrainingOrder(self.rows["train"].sizes, self.rows["train"].weights, seed)
+        self._tasks = {split: self._task_class(GymRows(self, form)) for split, form in forms.items()}
 
     @property
-    @abstractmethod
     def task(self) -> DataTask:
         """The same rows as a task, for ``Population``."""
-
-    @abstractmethod
-    def form(self, rows: Rows) -> Form:
-        """Return which columns are read; raises EnvError if one is missing."""
-
-    @abstractmethod
-    def examples(self, sample: Sample) -> list[Example]:
-        """Return the examples of a row; those that belong together are adjacent."""
+        return self._tasks["train"]
 
     def _size(self, split: Split) -> int:
-        return len(self._rows[split])
+        return len(self.rows[split])
+
+    def row(self, split: Split, position: int) -> Row:
+        """Return the row of a training position, or one of the test dataset."""
+        row: Row = self.rows[split][self._order(position) if split == "train" else position]
+        return row
 
     def step(self, completion_ids: Any = None) -> RolloutBatch:
         """Draw the next batch; nothing is graded, so completions are ignored."""
@@ -378,12 +351,13 @@ class DataGym(Gym[RolloutBatch]):
         self._split, self._drawn["train"] = "train", saved_batches(state)
 
     def _next(self) -> RolloutBatch:
-        places = self._places()
-        if self._split == "train":
-            places = [self._order(place) for place in places]
-        rows, form = [self._rows[self._split][place] for place in places], self._forms[self._split]
-        made = [t for group, row in enumerate(rows) for t in trajectories(self.examples(form.read(row)), group, row)]
-        return collate(made, int(self.tokenizer.pad_token_id))
+        rows = [self.row(self._split, position) for position in self._positions()]
+        examples = [t for group, row in enumerate(rows) for t in trajectories(self._examples(row), group, row)]
+        return collate(examples, int(self.tokenizer.pad_token_id))
+
+    def _examples(self, row: Row) -> list[Example]:
+        """Return the examples of a row of the current split; those that belong together are adjacent."""
+        return self._tasks[self._split].examples(self.tokenizer, row, self.max_context_length)
 
 
 class SFTGym(DataGym):
@@ -427,9 +401,10 @@ class SFTGym(DataGym):
 
         Raises:
             EnvError: a dataset that is empty or lacks a column, or a malformed row.
-            ConfigError: a tokenizer without pad and end token, a batch size below 1, an unknown ``loss_on``.
         """
         self.response_column, self.loss_on = response_column, loss_on
+        self._form_options = {"response": response_column, "learned": True}
+        self._task_class = partial(_Demonstrations, loss_on=loss_on)
         super().__init__(
             train_dataset,
             test_dataset,
@@ -440,32 +415,19 @@ class SFTGym(DataGym):
             seed=seed,
         )
 
-    @property
-    def task(self) -> DataTask:
-        """The same rows as a task, for ``Population``."""
-        return _Demonstrations(self)
-
-    def form(self, rows: Rows) -> Form:
-        """Return which columns are read: a conversation, else a prompt and its response."""
-        return form_of(rows.columns, "sft", rows.name, response=self.response_column, learned=True)
-
-    def examples(self, sample: Sample) -> list[Example]:
-        """Return the row's conversation."""
-        return [demonstration(self.tokenizer, sample, self.loss_on, self.max_context_length)]
-
 
 class _Demonstrations(DataTask):
-    """The rows of a gym, read as the gym reads them."""
+    """The rows of a gym, read as the gym reads them; unlike those of ``SFTTask`` they may have calls of tools."""
 
     kind: ClassVar[DataKind] = "sft"
 
-    def __init__(self, gym: SFTGym) -> None:
-        super().__init__(GymRows(gym))
-        self._gym = gym
+    def __init__(self, rows: GymRows, loss_on: LossOn) -> None:
+        super().__init__(rows)
+        self._read, self._loss_on = rows.read, loss_on
 
     def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
         """Return what the row teaches."""
-        return [demonstration(tokenizer, self._gym._forms["train"].read(row), self._gym.loss_on, max_tokens)]
+        return [demonstration(tokenizer, self._read(row), self._loss_on, max_tokens)]
 
 
 class PreferenceGym(DataGym):
@@ -477,21 +439,7 @@ class PreferenceGym(DataGym):
     """
 
     kind = "preference"
-
-    @property
-    def task(self) -> DataTask:
-        """The same rows as a task, for ``Population``."""
-        return PreferenceTask(GymRows(self))
-
-    def form(self, rows: Rows) -> Form:
-        """Return which columns are read."""
-        return form_of(rows.columns, "preference", rows.name)
-
-    def examples(self, sample: Sample) -> list[Example]:
-        """Return the prompt with its chosen and with its rejected completion."""
-        prompt, limit = as_messages(sample.prompt, "user", "the prompt"), self.max_context_length
-        answers = (str(sample.response), str(sample.rejected))
-        return [render_completion(self.tokenizer, prompt, answer, limit) for answer in answers]
+    _task_class = PreferenceTask
 
 
 class UnpairedGym(DataGym):
@@ -502,22 +450,12 @@ class UnpairedGym(DataGym):
     """
 
     kind = "unpaired"
+    _task_class = UnpairedTask
 
-    @property
-    def task(self) -> DataTask:
-        """The same rows as a task, for ``Population``."""
-        return UnpairedTask(GymRows(self))
-
-    def form(self, rows: Rows) -> Form:
-        """Return which columns are read."""
-        return form_of(rows.columns, "unpaired", rows.name)
-
-    def examples(self, sample: Sample) -> list[Example]:
-        """Return the prompt with its completion, or with both of a pair."""
-        prompt, limit = as_messages(sample.prompt, "user", "the prompt"), self.max_context_length
-        answers = [(str(sample.response), sample.desirable)]
-        answers += [] if sample.rejected is None else [(sample.rejected, False)]
-        return [replace(render_completion(self.tokenizer, prompt, a, limit), desirable=good) for a, good in answers]
+    def _examples(self, row: Row) -> list[Example]:
+        if self._tasks[self._split].labelled:
+            return super()._examples(row)
+        return super()._examples({**row, "label": True}) + super()._examples({**row, "label": False})
 
 
 class DatasetEnv:

@@ -4,7 +4,6 @@ Questions and answers are digits. Training, exam and test share the tiny spaces 
 algorithm learns, not whether a model generalises.
 """
 
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
@@ -13,27 +12,28 @@ import numpy as np
 from gymnasium.spaces import Text
 
 from agilerl.arguments import Count, Hint, Name, Seed, Whole, Within, checked
-from agilerl.envs.adapters.base import AnyText
+from agilerl.envs.adapters.base import AnyText, Counted
 from agilerl.envs.core import Row, Split, Task
-from agilerl.envs.text_env import StepResult, TextEnv
-from agilerl.errors import ConfigError, EnvError
+from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
+from agilerl.errors import ConfigError
 from agilerl.streams import stream
+
+Digit = Annotated[int, Within(least=0, most=9)]
 
 
 class _DigitProbe(Task):
     """Questions of ``digits`` digits; reward 1.0 for exactly the right digit, else 0.0; the best mean reward is 1.0."""
 
     digits = 1
-    best_reward = 1.0
 
     @checked
     def __init__(self, seed: Seed = 42) -> None:
         self.seed = seed
         self.exam_prompts = self.test_prompts = 10**self.digits
 
-    @abstractmethod
     def target(self, question: str) -> int:
         """Return the right digit."""
+        return sum(map(int, question)) % 3 + 1
 
     def row(self, split: Split, index: int) -> Row:
         """Return a random question in training; exam and test hold every question once."""
@@ -53,7 +53,7 @@ class ConstantTarget(_DigitProbe):
     name = "probe:constant"
 
     @checked
-    def __init__(self, target: Annotated[int, Within(least=0, most=9)] = 3, seed: Seed = 42) -> None:
+    def __init__(self, target: Digit = 3, seed: Seed = 42) -> None:
         super().__init__(seed)
         self._target = target
 
@@ -67,10 +67,6 @@ class ConditionalTarget(_DigitProbe):
 
     name = "probe:conditional"
 
-    def target(self, question: str) -> int:
-        """Return (d mod 3) + 1."""
-        return int(question) % 3 + 1
-
 
 class MultiInputConditional(_DigitProbe):
     """Two digits in; the answer is ((d1 + d2) mod 3) + 1. Needs attention to both."""
@@ -78,12 +74,8 @@ class MultiInputConditional(_DigitProbe):
     name = "probe:multi_input"
     digits = 2
 
-    def target(self, question: str) -> int:
-        """Return ((d1 + d2) mod 3) + 1."""
-        return (int(question[0]) + int(question[1])) % 3 + 1
 
-
-class GridNavigation(TextEnv):
+class GridNavigation(Counted, TextEnv):
     """Walk along ``size`` cells: 1 left, 2 stay, 3 right; return 1.0 for standing on the goal at the end.
 
     Observations are two digits: position and goal, each 1 to ``size``. The only reward comes with the last turn, so
@@ -103,32 +95,25 @@ class GridNavigation(TextEnv):
             )
         self.observation_space = Text(2, min_length=2, charset="123456789"[:size])
         self.action_space = Text(1, charset="123")
-        self._position = self._goal = self._turn = 0
-        self._running = False
 
     @checked
-    def reset(
-        self, *, seed: Whole | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: Whole | None = None, options: Options = None) -> Begun:
         """Place agent and goal on two different cells, by ``seed`` (0 if not given). There are no options."""
-        gymnasium.Env.reset(self, seed=seed or 0)  # gymnasium's check_env inspects its generator; it is not used
-        cells = stream(seed or 0, "grid_navigation").choice(self.size, size=2, replace=False)
-        self._position, self._goal = int(cells[0]) + 1, int(cells[1]) + 1
-        self._turn, self._running = 0, True
-        return self._observation(), {"best_return": self.best_return}
+        seed = self._begin_episode(seed or 0)
+        gymnasium.Env.reset(self, seed=seed)  # gymnasium's check_env inspects its generator; it is not used
+        cells = stream(seed, "grid_navigation").choice(self.size, size=2, replace=False)
+        self._position, self._goal = (int(cell) + 1 for cell in cells)
+        return f"{self._position}{self._goal}", {"best_return": self.best_return}
 
     @checked
     def step(self, action: str) -> StepResult:
         """Move by the first character of ``action``; ends after ``max_turns`` turns."""
-        if not self._running:
-            raise EnvError("expected reset() before step(): the episode of GridNavigation has not begun, or is over")
+        self._count_turn()
         move = {"1": -1, "2": 0, "3": 1}.get(action.strip()[:1])
         self._position = min(max(self._position + (move or 0), 1), self.size)
-        self._turn += 1
-        terminated = self._turn == self.max_turns
-        self._running = not terminated
-        reward = float(terminated and self._position == self._goal)
-        return self._observation(), reward, terminated, False, {"valid": move is not None}
+        self._running = self._turn < self.max_turns
+        reward = float(not self._running and self._position == self._goal)
+        return f"{self._position}{self._goal}", reward, not self._running, False, {"valid": move is not None}
 
     @staticmethod
     def best_action(observation: str) -> str:
@@ -136,40 +121,35 @@ class GridNavigation(TextEnv):
         position, goal = int(observation[0]), int(observation[1])
         return "2" if position == goal else "3" if goal > position else "1"
 
-    def _observation(self) -> str:
-        return f"{self._position}{self._goal}"
-
 
 # -- the same problems as AgileRL writes them: five-tuple environments that pay 1 and -1 ------------------------------
 
 
-class _DigitEnv(TextEnv):
+class _DigitEnv(Counted, TextEnv):
     """One question whose answer must contain a digit: 1.0 if it does, else -1.0."""
 
     def __init__(self, seed: int) -> None:
         self.max_turns, self.seed = 1, seed
         self.observation_space = self.action_space = AnyText()
-        self._target = ""
-
-    @abstractmethod
-    def ask(self, draws: np.random.Generator) -> tuple[str, str]:
-        """Return a question and the digit that answers it."""
 
     @checked
-    def reset(
-        self, *, seed: Whole | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: Whole | None = None, options: Options = None) -> Begun:
         """Ask the question of ``seed`` (by default that of the constructor)."""
-        question, self._target = self.ask(stream(self.seed if seed is None else seed, "digit_env"))
+        seed = self._begin_episode(self.seed if seed is None else seed)
+        question, self._target = self._ask(stream(seed, "digit_env"))
         return question, {"target": self._target}
 
     @checked
     def step(self, action: str) -> StepResult:
         """Return the reward of an answer; the episode is over."""
-        if not self._target:
-            raise EnvError(f"expected reset() before step(): the episode of {type(self).__name__} is over")
-        right, self._target = self._target in action, ""
+        self._count_turn()
+        self._running = False
+        right = self._target in action
         return "", 1.0 if right else -1.0, True, False, {"success": right}
+
+    def _ask(self, draws: np.random.Generator) -> tuple[str, str]:
+        """Return a question and the digit that answers it."""
+        raise NotImplementedError
 
 
 class ConstantTargetEnv(_DigitEnv):
@@ -180,50 +160,38 @@ class ConstantTargetEnv(_DigitEnv):
         super().__init__(seed)
         self.target_digit, self.prompt = target_digit, prompt
 
-    def ask(self, draws: np.random.Generator) -> tuple[str, str]:
-        """Return the prompt and the constant."""
+    def _ask(self, draws: np.random.Generator) -> tuple[str, str]:
         return self.prompt, self.target_digit
-
-
-Digits = Annotated[Sequence[Annotated[int, Within(least=0, most=9)]], Hint("pass a tuple such as (1, 2, 3)")]
 
 
 class ConditionalTargetEnv(_DigitEnv):
     """One of ``digits`` in; the answer is (d mod 3) + 1."""
 
+    _shown = 1
+
     @checked
-    def __init__(self, digits: Digits = (1, 2, 3), seed: Seed = 42) -> None:
+    def __init__(
+        self,
+        digits: Annotated[Sequence[Digit], Hint("pass a tuple such as (1, 2, 3)")] = (1, 2, 3),
+        seed: Seed = 42,
+    ) -> None:
+        if not digits:
+            raise ConfigError("expected at least one digit as digits, found none; pass a tuple such as (1, 2, 3)")
         super().__init__(seed)
-        self.digits = check_digits(digits)
+        self.digits = digits
 
-    def ask(self, draws: np.random.Generator) -> tuple[str, str]:
-        """Return a digit, and (d mod 3) + 1."""
-        digit = self.digits[int(draws.integers(len(self.digits)))]
-        return str(digit), str(digit % 3 + 1)
+    def _ask(self, draws: np.random.Generator) -> tuple[str, str]:
+        chosen = [self.digits[i] for i in draws.integers(len(self.digits), size=self._shown)]
+        return "".join(map(str, chosen)), str(sum(chosen) % 3 + 1)
 
 
-class MultiInputConditionalEnv(_DigitEnv):
+class MultiInputConditionalEnv(ConditionalTargetEnv):
     """Two of ``digits`` in; the answer is ((d1 + d2) mod 3) + 1."""
 
-    @checked
-    def __init__(self, digits: Digits = (1, 2, 3), seed: Seed = 42) -> None:
-        super().__init__(seed)
-        self.digits = check_digits(digits)
-
-    def ask(self, draws: np.random.Generator) -> tuple[str, str]:
-        """Return two digits, and ((d1 + d2) mod 3) + 1."""
-        first, second = (self.digits[int(place)] for place in draws.integers(len(self.digits), size=2))
-        return f"{first}{second}", str((first + second) % 3 + 1)
+    _shown = 2
 
 
-def check_digits(digits: Sequence[int]) -> Sequence[int]:
-    """Return the digits; raises ConfigError if there are none."""
-    if not digits:
-        raise ConfigError("expected at least one digit as digits, found none; pass a tuple such as (1, 2, 3)")
-    return digits
-
-
-class GridNavigationEnv(TextEnv):
+class GridNavigationEnv(Counted, TextEnv):
     """Walk along ``grid_size`` cells, counted from 0: 1 left, 2 stay, 3 right.
 
     The first observation is position and goal, later ones the position alone. Every step costs ``step_cost``; the goal
@@ -240,29 +208,22 @@ class GridNavigationEnv(TextEnv):
     ) -> None:
         self.grid_size, self.max_turns, self.step_cost, self.seed = grid_size, max_turns, step_cost, seed
         self.observation_space, self.action_space = Text(2, charset="0123456789"[:grid_size]), AnyText()
-        self.position = self.target = self.turn = 0
-        self._running = False
 
     @checked
-    def reset(
-        self, *, seed: Whole | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[str, dict[str, Any]]:
+    def reset(self, *, seed: Whole | None = None, options: Options = None) -> Begun:
         """Place agent and goal on two different cells, by ``seed`` (by default that of the constructor)."""
-        draws = stream(self.seed if seed is None else seed, "grid_navigation_env")
+        draws = stream(self._begin_episode(self.seed if seed is None else seed), "grid_navigation_env")
         self.position, self.target = map(int, draws.choice(self.grid_size, size=2, replace=False))
-        self.turn, self._running = 0, True
         return f"{self.position}{self.target}", {"position": self.position, "target": self.target}
 
     @checked
     def step(self, action: str) -> StepResult:
         """Move by the first 1, 2 or 3 of ``action``."""
-        if not self._running:
-            raise EnvError("expected reset() before step(): the episode of GridNavigationEnv has not begun, or is over")
+        self._count_turn()
         move = {"1": -1, "3": 1}.get(next((letter for letter in action if letter in "123"), ""), 0)
         self.position = min(max(self.position + move, 0), self.grid_size - 1)
-        self.turn += 1
         reached = self.position == self.target
-        self._running = not reached and self.turn < self.max_turns
+        self._running = not reached and self._turn < self.max_turns
         reward = 1.0 if reached else self.step_cost if self._running else -1.0
         info = {} if self._running else {"success": reached}
         return str(self.position), reward, not self._running, False, info

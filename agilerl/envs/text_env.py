@@ -15,6 +15,15 @@ Observation = str | list[Message]
 StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
 """Observation, reward of this turn, terminated, truncated, info."""
 
+RETURNED = {"reset": ("observation", "info"), "step": ("observation", "reward", "terminated", "truncated", "info")}
+"""What the methods return, by name."""
+
+Begun = tuple[Any, dict[str, Any]]
+"""First observation, info."""
+
+Options = Mapping[str, Any] | None
+"""What gymnasium's ``reset`` takes besides the seed."""
+
 
 class TextEnv(gymnasium.Env[Any, Any]):
     """An episode of text: a pure function of the seed and the actions.
@@ -33,7 +42,7 @@ class TextEnv(gymnasium.Env[Any, Any]):
     action_space: Space[Any]
 
     @abstractmethod
-    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> Begun:
         """Begin the episode of ``seed`` (0 or more); return the first observation and info."""
 
     @abstractmethod

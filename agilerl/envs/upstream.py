@@ -17,7 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from agilerl.arguments import nearest, shown
+from agilerl.arguments import Positive, nearest, shown, taken
 from agilerl.config.named_files import FILE_PARAMS, is_packaged
 from agilerl.config.run import RunConfig
 from agilerl.deferred import deferred
@@ -57,28 +57,32 @@ def check_task(config: RunConfig) -> None:
 def check_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keyword arguments of dataset ``name``, checked; for ``composite`` the nested ones too.
 
-    Raises:
-        ConfigError: the task or a parameter is unknown (the message lists close names), or a value has the wrong type.
+    Raises ConfigError for an unknown task or parameter (with the nearest name), or a value of the wrong type.
     """
-    registry = _registry()
+    registry, how = _registry(), how_to_install("tasks")
     if name not in registry:
         raise ConfigError(
-            f"expected the name of a reasoning_gym task, found {name!r}; {nearest(name, sorted(registry))}{_without()}"
+            f"expected the name of a reasoning_gym task, found {name!r}; {nearest(name, sorted(registry))}"
+            + ("" if _installed() else f". Without reasoning_gym there are only {' and '.join(registry)}; run: {how}")
         )
-    known: dict[str, Field[Any]] = {f.name: f for f in fields(registry[name][1])}
+    known: dict[str, Field[Any]] = {f.name: f for f in fields(registry[name][1]) if f.name not in MANAGED}
     checked = {}
     for key, value in params.items():
+        what = f"parameter {key!r} of {name}"
         if key in MANAGED:
-            raise ConfigError(f"the parameter {key!r} of {name} is set by the run; remove it")
+            raise ConfigError(f"the {what} is set by the run; remove it")
         if key not in known:
-            raise ConfigError(
-                f"{name} has no parameter {key!r}; {nearest(key, [k for k in known if k not in MANAGED])}"
-            )
-        checked[key] = _checked_value(f"parameter {key!r} of {name}", known[key], value)
+            raise ConfigError(f"{name} has no parameter {key!r}; {nearest(key, known)}")
+        field = known[key]
+        if isinstance(value, list) and isinstance(field.default, tuple):
+            value = tuple(value)  # YAML has no tuples
+        elif field.type in (int, float, str, bool):
+            value = taken(field.type, value, "reasoning_gym", f"the {what}")
+        checked[key] = value
         if name in EVALUATED:
-            _check_plain(f"parameter {key!r} of {name}", value)
+            _check_plain(what, value)
         if key in FILE_PARAMS.get(name, ()):
-            checked[key] = _file(f"parameter {key!r} of {name}", value)
+            checked[key] = _file(what, value)
     if name == "composite":
         checked["datasets"] = _check_specs(checked.get("datasets"))
     return checked
@@ -90,21 +94,17 @@ def default_params(name: str) -> dict[str, Any]:
 
 
 def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int) -> Any:
-    """Build a reasoning_gym dataset of ``size`` problems from checked parameters.
-
-    Raises:
-        ConfigError: reasoning_gym refuses the parameters; the message has its reason.
-    """
+    """Return a dataset of ``size`` problems; raises ConfigError if reasoning_gym refuses the checked parameters."""
     arguments = dict(params)
     if name == "composite":
         arguments["datasets"] = [_library().composite.DatasetSpec(**spec) for spec in params["datasets"]]
     try:
         with quiet():
             if name in WORD_READERS and "data_file" not in arguments:
-                made = copy(_words_read(name, tuple(arguments.items())))
-                made.config = replace(made.config, seed=seed, size=size)
-                made.seed, made.size = seed, size
-                return made
+                dataset = copy(_words_read(name, tuple(arguments.items())))
+                dataset.config = replace(dataset.config, seed=seed, size=size)
+                dataset.seed, dataset.size = seed, size
+                return dataset
             create = _library().create_dataset if _installed() else arithmetic.create_dataset
             return create(name, seed=seed, size=size, **arguments)
     except Exception as error:  # whatever a foreign constructor raises, the user gets its reason in a sentence
@@ -120,10 +120,7 @@ def _words_read(name: str, arguments: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def curricula() -> list[str]:
-    """Return the names of the datasets that reasoning_gym has a curriculum for.
-
-    Raises ConfigError if it is not installed.
-    """
+    """Return the datasets that reasoning_gym has a curriculum for; raises ConfigError if it is not installed."""
     if not _installed():
         raise ConfigError(f"a curriculum is reasoning_gym's, which is not installed; run: {how_to_install('tasks')}")
     return [name for name in known_tasks() if _library().factory.has_curriculum(name)]
@@ -133,8 +130,8 @@ def curriculum_attributes(name: str) -> dict[str, int]:
     """Return the attributes of a dataset's curriculum with the highest level of each; empty if it has no curriculum."""
     if name not in curricula():
         return {}
-    found = _library().factory.create_curriculum(name)
-    return {attribute.name: len(attribute.levels) - 1 for attribute in found.attributes.values()}
+    attributes = _library().factory.create_curriculum(name).attributes
+    return {attribute.name: len(attribute.levels) - 1 for attribute in attributes.values()}
 
 
 def curriculum_params(name: str, level: int, attributes: Sequence[str]) -> dict[str, Any]:
@@ -145,9 +142,9 @@ def curriculum_params(name: str, level: int, attributes: Sequence[str]) -> dict[
     curriculum.set_global_level(level)
     config = curriculum.generate_configuration()
     # A scalar is one parameter, a range is two.
-    places = [vars(curriculum.get_attribute(attribute)) for attribute in attributes]
-    names = [place[key] for place in places for key in place if key.endswith("field_name")]
-    return {field: getattr(config, field) for field in names}
+    about = [vars(curriculum.get_attribute(attribute)) for attribute in attributes]
+    names = [name for one in about for key, name in one.items() if key.endswith("field_name")]
+    return {name: getattr(config, name) for name in names}
 
 
 _QUIET = threading.RLock()
@@ -183,13 +180,6 @@ def _installed() -> bool:
     return find_spec("reasoning_gym") is not None
 
 
-def _without() -> str:
-    """Return what to add to a message about an unknown name if reasoning_gym is missing."""
-    if _installed():
-        return ""
-    return f". Without reasoning_gym there are only {' and '.join(arithmetic.DATASETS)}; run: {how_to_install('tasks')}"
-
-
 @cache
 def _library() -> Any:
     """Return reasoning_gym, which must be installed.
@@ -217,17 +207,6 @@ def _pycosat() -> Any:
     return pycosat
 
 
-def _checked_value(what: str, field: Field[Any], value: Any) -> Any:
-    if isinstance(value, list) and field.default is not MISSING and isinstance(field.default, tuple):
-        return tuple(value)  # YAML has no tuples
-    expected = field.type if field.type in (int, float, str, bool) else None
-    accepted = (int, float) if expected is float else expected
-    if expected and (not isinstance(value, accepted) or (isinstance(value, bool) and expected is not bool)):  # type: ignore[arg-type]
-        name = getattr(expected, "__name__", str(expected))
-        raise ConfigError(f"expected {name} for the {what}, found {value!r} of type {type(value).__name__}")
-    return value
-
-
 def _check_plain(what: str, value: Any) -> None:
     """Raise ConfigError for anything beyond a name or an operator, since it would be evaluated."""
     for text in [value] if isinstance(value, str) else value if isinstance(value, Iterable) else ():
@@ -236,10 +215,7 @@ def _check_plain(what: str, value: Any) -> None:
 
 
 def _file(what: str, name: str) -> str:
-    """Return a file name that reasoning_gym, which looks in its package folder, can find.
-
-    Raises ConfigError for anything but a plain file of reasonable size.
-    """
+    """Return a name that reasoning_gym can find; raises ConfigError for all but a plain file of reasonable size."""
     if is_packaged(name):
         return name
     path = Path(name).absolute()
@@ -267,11 +243,7 @@ def _check_specs(specs: Any) -> list[dict[str, Any]]:
                 raise ConfigError(f"a dataset of a composite has no {key!r}; {nearest(str(key), SPEC_KEYS)}")
         if spec["name"] == "composite":
             raise ConfigError("a composite cannot hold a composite; list its datasets directly")
-        weight = spec.get("weight", 1.0)
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or weight <= 0:
-            raise ConfigError(
-                f"the weight of {spec['name']} in a composite must be a positive number, found {weight!r}"
-            )
+        weight = taken(Positive, spec.get("weight", 1.0), "composite", f"the weight of {spec['name']}")
         config = check_params(str(spec["name"]), spec.get("config") or {})
         checked.append({"name": str(spec["name"]), "weight": float(weight), "config": config})
     return checked

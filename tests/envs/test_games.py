@@ -70,7 +70,7 @@ def test_order_of_calls_and_seeds(make):
     with pytest.raises(EnvError, match="has not begun"):
         env.step("1")
     for seed in (-1, 1.5, "0", True):
-        with pytest.raises(EnvError, match=r"0 or more .*seed"):
+        with pytest.raises(ConfigError, match=r"0 or more.* for seed"):
             env.reset(seed=seed)
     play(env, 0, best)
     with pytest.raises(EnvError, match="is over"):
@@ -265,16 +265,16 @@ def test_wins_and_losses_are_seen():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: GuessTheNumber(1), "from 2 to 1000000 as max_number"),
+        (lambda: GuessTheNumber(1), "2 or more and .* for max_number, found 1"),
         (lambda: GuessTheNumber(9.0), "max_number, found 9.0"),
         (lambda: GuessTheNumber(9, max_turns=0), "max_turns, found 0"),
         (lambda: GuessTheNumber(style="short"), "'range', 'hint', 'verbose' for style, found 'short'"),
-        (lambda: Mastermind(length=7), "from 1 to 6 as length"),
+        (lambda: Mastermind(length=7), "of 1 or more and at most 6 for length"),
         (lambda: Mastermind(digits=True), "digits"),
         (lambda: Mastermind(5, 5), "at most 1296 codes, found 5 \\*\\* 5 = 3125"),
         (lambda: TicTacToe("me"), "opponent, found 'me'"),
         (lambda: TicTacToe(begins="Y"), "'X', 'O', 'seed'"),
-        (lambda: TicTacToe(max_turns=4), "from 5 to"),
+        (lambda: TicTacToe(max_turns=4), "of 5 or more"),
     ],
 )
 def test_settings_are_checked(make, words):

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from agilerl import PPO, HyperparameterConfig, RLParameter, Runtime, TournamentSelection
 from agilerl.envs import read_dataset
 from agilerl.envs.adapters import as_text_env
-from agilerl.envs.adapters.base import _say_unseeded
+from agilerl.envs.adapters.base import _warn_of_no_seed
 from agilerl.errors import ConfigError, EnvError
 from agilerl.llm_envs import PreferenceGym, ReasoningGym, SyncMultiTurnVecEnv, TokenObservationWrapper
 from tests.hpo.plain_agents import PlainAgent
@@ -47,7 +47,7 @@ def played(seed: int) -> list[str]:
 
 
 def test_an_environment_without_seeds_is_seeded_from_outside_and_that_is_said_once() -> None:
-    _say_unseeded.cache_clear()
+    _warn_of_no_seed.cache_clear()
     with pytest.warns(UserWarning, match="takes no seed"):
         first = played(3)
     before = random.getstate()

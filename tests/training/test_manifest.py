@@ -291,13 +291,13 @@ def test_what_is_no_override(override: str) -> None:
         (["environment.task=gcd"], "expected reasoning_gym:<dataset>; did you mean reasoning_gym:gcd?"),
         (["environment.task=other:gcd"], "expected reasoning_gym:<dataset>"),
         (["environment.task=reasoning_gym:gcd", "environment.params.max_valeu=5"], "did you mean 'max_value'"),
-        (["environment.task=reasoning_gym:gcd", "environment.params.max_value=abc"], "expected int for the parameter"),
+        (["environment.task=reasoning_gym:gcd", "environment.params.max_value=abc"], "expected a whole number"),
         (["environment.task=reasoning_gym:gcd", "environment.params.max_value=-5"], "max_value must be > min_value"),
         (["environment.params.size=5"], "is set by the run"),
         (["environment.task=reasoning_gym:composite"], "expects params.datasets to be a list"),
         (
             ["environment.task=reasoning_gym:composite", "environment.params={datasets: [{name: gcd, weight: -1}]}"],
-            "the weight of gcd in a composite must be a positive number, found -1",
+            "for the weight of gcd, found -1",
         ),
         (
             ["environment.task=reasoning_gym:composite", "environment.params={datasets: [{name: gdc}]}"],

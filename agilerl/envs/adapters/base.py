@@ -2,18 +2,35 @@
 
 import inspect
 import warnings
-from abc import abstractmethod
-from collections.abc import Mapping
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import gymnasium
 from gymnasium.spaces import Space, Text
-from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
-from agilerl.envs.text_env import StepResult, TextEnv
+from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 from agilerl.streams import sealed, stream
+
+
+class Counted:
+    """The seed of an episode, its turns, and whether it is running."""
+
+    _seed, _turn, _running = -1, 0, False
+
+    def _begin_episode(self, seed: int | None) -> int:
+        """Return the seed of a new episode: the given one, or the last one plus one (0 at first)."""
+        self._seed = self._seed + 1 if seed is None else seed
+        self._turn, self._running = 0, True
+        return self._seed
+
+    def _count_turn(self) -> None:
+        """Count a turn; raises EnvError if the episode has not begun, or is over."""
+        if not self._running:
+            name = type(getattr(self, "inner", self)).__name__
+            raise EnvError(f"expected reset() before step(): the episode of {name} has not begun, or is over")
+        self._turn += 1
 
 
 class AnyText(Space[str]):
@@ -22,14 +39,11 @@ class AnyText(Space[str]):
     Samples are one to three small integers, inserted into ``form`` at "{}".
     """
 
+    is_np_flattenable = False  # there is no longest string
+
     def __init__(self, form: str = "{}") -> None:
         super().__init__(dtype=str)
         self.form = form
-
-    @property
-    def is_np_flattenable(self) -> bool:
-        """False: there is no longest string."""
-        return False
 
     def contains(self, x: Any) -> bool:
         """Return whether ``x`` is a string."""
@@ -42,21 +56,27 @@ class AnyText(Space[str]):
         return self.form.replace("{}", " ".join(map(str, numbers)))
 
     def __repr__(self) -> str:
-        return "AnyText()"
+        return f"{type(self).__name__}()"
 
 
-class Adapter(TextEnv):
+class Adapter(Counted, TextEnv):
     """Another library's environment ``inner`` as a TextEnv; truncates episodes after ``max_turns``.
 
     Without a seed, ``reset`` uses the last seed plus one, starting at 0.
     """
 
-    def __init__(self, inner: Any, max_turns: int | None) -> None:
-        """Wrap ``inner``.
+    action_form = "{}"
+    """How an action is written around numbers."""
+    draws_globally = False
+    """Whether ``inner`` draws from the global random generators.
 
-        Raises:
-            ConfigError: neither ``inner`` nor the argument limits the number of turns.
-        """
+    Then each call finds them seeded by the episode's seed and the turn and restores them afterwards, so episodes are
+    pure functions of seed and actions, and no other code's draws change. Such environments run one at a time, whatever
+    the number of threads.
+    """
+
+    def __init__(self, inner: Any, max_turns: int | None = None) -> None:
+        """Wrap ``inner``; raises ConfigError if neither it nor the argument limits the number of turns."""
         declared = getattr(inner, "max_turns", None) if max_turns is None else max_turns
         if isinstance(declared, bool) or not isinstance(declared, int) or declared < 1:
             raise ConfigError(
@@ -66,38 +86,31 @@ class Adapter(TextEnv):
         self.inner, self.max_turns = inner, declared
         self.system_prompt = getattr(inner, "system_prompt", None)
         self.tools = getattr(inner, "tools", ())
-        self.observation_space = self.action_space = AnyText()
-        self._seed, self._turn = -1, 0
-        self._running = self._closed = False
+        self.observation_space, self.action_space = AnyText(), AnyText(self.action_form)
+        self._closed = False
 
-    @abstractmethod
-    def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
+    def begin(self, seed: int) -> Begun:
         """Begin the inner episode with ``seed``; return the first observation and info."""
+        return self.inner.reset(seed=seed)  # type: ignore[no-any-return]
 
-    @abstractmethod
     def act(self, action: str) -> StepResult:
         """Pass an action to the inner environment."""
+        return self.inner.step(action)  # type: ignore[no-any-return]
 
-    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+    def reset(self, *, seed: int | None = None, options: Options = None) -> Begun:
         """Begin an episode. ``options`` are not passed on."""
         if self._closed:
             raise EnvError(f"this environment ({type(self.inner).__name__}) was closed; make a new one")
-        self._seed = self._seed + 1 if seed is None else seed
-        self._turn, self._running = 0, True
-        return self.begin(self._seed)
+        seed = self._begin_episode(seed)
+        with sealed(seed) if self.draws_globally else nullcontext():
+            return self.begin(seed)
 
     def step(self, action: str) -> StepResult:
-        """Take a turn.
-
-        Raises:
-            EnvError: the episode has not begun, or is over.
-        """
-        if not self._running:
-            raise EnvError(
-                f"expected reset() before step(): the episode of {type(self.inner).__name__} has not begun, or is over"
-            )
-        self._turn += 1
-        result = self.act(action)
+        """Take a turn; raises EnvError if the episode has not begun, or is over."""
+        self._count_turn()
+        draws = stream(max(self._seed, 0), "sealed_adapter", self._turn - 1)
+        with sealed(int(draws.integers(2**32))) if self.draws_globally else nullcontext():
+            result = self.act(action)
         if not isinstance(result, tuple) or len(result) != 5:
             return result  # malformed results are reported by the caller, not repaired here
         observation, reward, terminated, truncated, info = result
@@ -107,109 +120,63 @@ class Adapter(TextEnv):
 
     def close(self) -> None:
         """Close the inner environment if it has ``close``; ``reset`` raises EnvError afterwards."""
-        if self._closed:
-            return
-        self._running, self._closed = False, True
-        close = getattr(self.inner, "close", None)
-        if close is not None:
+        first, self._running, self._closed = not self._closed, False, True
+        if first and (close := getattr(self.inner, "close", None)) is not None:
             close()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({type(self.inner).__name__}, max_turns={self.max_turns})"
 
 
-class SealedAdapter(Adapter):
-    """An adapter for an environment that draws from the global random generators.
-
-    Each call finds them seeded by the episode's seed and the turn and restores them afterwards, so episodes are pure
-    functions of seed and actions, and no other code's draws change. Such environments run one at a time, whatever the
-    number of threads.
-    """
-
-    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode. ``options`` are not passed on."""
-        with sealed(self._seed + 1 if seed is None else seed):  # the seed that super().reset will choose
-            return super().reset(seed=seed, options=options)
-
-    def step(self, action: str) -> StepResult:
-        """Take a turn; raises as any adapter does."""
-        draws = stream(max(self._seed, 0), "sealed_adapter", self._turn)
-        with sealed(int(draws.integers(2**32))):
-            return super().step(action)
-
-
-# -- a plain Python class with the documented protocol ----------------------------------------------------------------
-
-
 class PlainEnv(Adapter):
     """Any object with ``max_turns``, ``reset(seed=...)``, ``step(str)``; optional ``close``, ``system_prompt``, spaces.
 
-    ``reset`` returns (observation, info), ``step`` returns (observation, reward, terminated, truncated, info).
+    ``reset`` returns (observation, info), ``step`` returns (observation, reward, terminated, truncated, info). A
+    ``reset()`` that takes no seed finds the global generators of Python and numpy seeded, so episodes that draw from
+    these are functions of the seed; with a generator of its own, equal seeds give different episodes.
     """
 
     def __init__(self, inner: Any, max_turns: int | None = None) -> None:
-        """Wrap ``inner``.
-
-        Raises:
-            ConfigError: ``reset(seed=...)``, ``step(action)`` or a turn limit is missing.
-        """
-        for method, call in (("reset", {"seed": 0}), ("step", None)):
+        """Wrap ``inner``; raises ConfigError if ``reset(seed=...)``, ``step(action)`` or a turn limit is missing."""
+        name = type(inner).__name__
+        self.draws_globally = takes_no_seed(inner)
+        if self.draws_globally:
+            _warn_of_no_seed(name)
+        calls: dict[str, tuple[str, tuple[str, ...], dict[str, int]]] = {
+            "reset": ("reset(seed=...)", (), {} if self.draws_globally else {"seed": 0}),
+            "step": ("step(action)", ("",), {}),
+        }
+        for method, (shown, args, kwargs) in calls.items():
             function = getattr(inner, method, None)
-            shown = "reset(seed=...)" if method == "reset" else "step(action)"
-            if not callable(function):
+            if isinstance(inner, type) or not callable(function):
+                what = f"the class {inner.__name__} itself" if isinstance(inner, type) else f"an object of {name}"
                 raise ConfigError(
-                    f"expected an environment with reset(seed=...) and step(action), but {type(inner).__name__} has no "
-                    f"{method}; pass an environment, not {_described(inner)}"
+                    f"expected an environment with reset(seed=...) and step(action), but {name} has no {method}; pass "
+                    f"an environment, not {what}"
                 )
             try:
-                inspect.signature(function).bind(*([""] if call is None else []), **(call or {}))
+                inspect.signature(function).bind(*args, **kwargs)
             except TypeError as error:
-                raise ConfigError(f"expected {type(inner).__name__}.{shown}, but {error}") from error
+                raise ConfigError(f"expected {name}.{shown}, but {error}") from error
         super().__init__(inner, max_turns)
         size = getattr(inner, "dataset_size", 0)
         # Environments of AgileRL 2.58 that serve the rows of a dataset are told which; equal seeds get equal rows.
-        served = "row_index" in inspect.signature(inner.reset).parameters
+        served = "row_index" in inspect.signature(inner.reset).parameters and not self.draws_globally
         self._rows: int | None = int(size) if served and isinstance(size, int) and size > 0 else None
         self.action_space = getattr(inner, "action_space", self.action_space)
         self.observation_space = getattr(inner, "observation_space", self.observation_space)
 
-    def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
+    def begin(self, seed: int) -> Begun:
         """Return what ``inner.reset`` returns."""
+        if self._rows is None:
+            return self.inner.reset() if self.draws_globally else super().begin(seed)
         # Seeds of training leave the same remainder when divided by 3, so the remainder alone would miss rows.
-        row = {} if self._rows is None else {"row_index": (seed + seed // self._rows) % self._rows}
-        begun: tuple[Any, dict[str, Any]] = self.inner.reset(seed=seed, **row)
-        return begun
-
-    def act(self, action: str) -> StepResult:
-        """Return what ``inner.step`` returns."""
-        result: StepResult = self.inner.step(action)
-        return result
-
-
-class UnseededEnv(SealedAdapter):
-    """A plain environment whose ``reset`` takes no seed.
-
-    It finds the global generators of Python and numpy seeded, so episodes that draw from these are functions of
-    the seed; with a generator of its own, equal seeds give different episodes.
-    """
-
-    def __init__(self, inner: Any, max_turns: int | None = None) -> None:
-        super().__init__(inner, max_turns)
-        _say_unseeded(type(inner).__name__)
-
-    def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
-        """Return what ``inner.reset`` returns."""
-        begun: tuple[Any, dict[str, Any]] = self.inner.reset()
-        return begun
-
-    def act(self, action: str) -> StepResult:
-        """Return what ``inner.step`` returns."""
-        result: StepResult = self.inner.step(action)
-        return result
+        row = (seed + seed // self._rows) % self._rows
+        return self.inner.reset(seed=seed, row_index=row)  # type: ignore[no-any-return]
 
 
 @cache  # once a process for each class
-def _say_unseeded(name: str) -> None:
+def _warn_of_no_seed(name: str) -> None:
     warnings.warn(
         f"{name}.reset() takes no seed: Python's and numpy's global generators are seeded for it instead; if it draws "
         "from one of its own, give reset a seed=None parameter, or the episodes of a group are different problems",
@@ -224,18 +191,8 @@ def takes_no_seed(env: Any) -> bool:
         signature.bind()
     except (AttributeError, TypeError, ValueError):
         return False
-    try:
-        signature.bind(seed=0)
-    except TypeError:
-        return callable(getattr(env, "step", None)) and not isinstance(env, type)
-    return False
-
-
-def _described(thing: Any) -> str:
-    return f"the class {thing.__name__} itself" if isinstance(thing, type) else f"an object of {type(thing).__name__}"
-
-
-# -- a gymnasium environment whose observations and actions are text --------------------------------------------------
+    takes_seed = any(p.name == "seed" or p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    return not takes_seed and callable(getattr(env, "step", None)) and not isinstance(env, type)
 
 
 class GymnasiumText(Adapter):
@@ -246,25 +203,18 @@ class GymnasiumText(Adapter):
     """
 
     def __init__(self, inner: gymnasium.Env[Any, Any], max_turns: int | None = None) -> None:
-        """Wrap ``inner``.
-
-        Raises:
-            ConfigError: its spaces are not text, no turn limit is known, or wrappers hide an ``act`` that
-                needs the sampled tokens.
-        """
-        core = inner.unwrapped
+        """Wrap ``inner``; raises ConfigError if it is not of text, has no turn limit, or needs the sampled tokens."""
+        core, name = inner.unwrapped, type(inner.unwrapped).__name__
         if isinstance(core, TextEnv) and type(core).step_ids is not TextEnv.step_ids:
             raise ConfigError(
-                f"{type(core).__name__} reads the sampled tokens, which gymnasium's wrappers do not pass on; give it "
-                "without wrappers"
+                f"{name} reads the sampled tokens, which gymnasium's wrappers do not pass on; give it without wrappers"
             )
-        if not isinstance(core, TextEnv):
-            for what, space in (("observation", inner.observation_space), ("action", inner.action_space)):
-                if not isinstance(space, Text | AnyText):
-                    raise ConfigError(
-                        f"expected a gymnasium environment with text spaces, but the {what} space of "
-                        f"{type(core).__name__} is {space}; write a wrapper that turns it into gymnasium.spaces.Text"
-                    )
+        for what, space in (("observation", inner.observation_space), ("action", inner.action_space)):
+            if not isinstance(core, TextEnv) and not isinstance(space, Text | AnyText):
+                raise ConfigError(
+                    f"expected a gymnasium environment with text spaces, but the {what} space of {name} is {space}; "
+                    "write a wrapper that turns it into gymnasium.spaces.Text"
+                )
         limit = inner.spec.max_episode_steps if inner.spec is not None else None
         super().__init__(core, max_turns if max_turns is not None else getattr(core, "max_turns", limit))
         self.inner = inner
@@ -274,20 +224,3 @@ class GymnasiumText(Adapter):
         """Pass the tokenizer on to a TextEnv."""
         if isinstance(self.inner.unwrapped, TextEnv):
             self.inner.unwrapped.bind(tokenizer)
-
-    def begin(self, seed: int) -> tuple[Any, dict[str, Any]]:
-        """Return what ``inner.reset`` returns."""
-        begun: tuple[Any, dict[str, Any]] = self.inner.reset(seed=seed)
-        return begun
-
-    def act(self, action: str) -> StepResult:
-        """Return what ``inner.step`` returns."""
-        result: Any = self.inner.step(action)
-        return result  # type: ignore[no-any-return]
-
-
-def without_checks(env: gymnasium.Env[Any, Any]) -> gymnasium.Env[Any, Any]:
-    """Remove the two checking wrappers that ``gymnasium.make`` adds to everything."""
-    while isinstance(env, OrderEnforcing | PassiveEnvChecker):
-        env = env.env
-    return env

@@ -7,7 +7,7 @@ from typing import Any, get_type_hints
 from pydantic import BaseModel
 
 from agilerl.envs.adapters.base import Adapter
-from agilerl.envs.text_env import StepResult, TextEnv
+from agilerl.envs.text_env import Begun, StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 
 _ANSWER_MIB = 64
@@ -31,33 +31,27 @@ class OpenEnv(Adapter):
         action: Callable[[str], Any] | None = None,
         observation: Callable[[Any], str] | None = None,
     ) -> None:
-        """Wrap ``inner``; each TextEnv needs a separate environment or client.
-
-        Raises:
-            ConfigError: no turn limit is given, or the action's class cannot be determined.
-        """
+        """Wrap ``inner``, one for each TextEnv; raises ConfigError without a turn limit or a known class of actions."""
         from openenv.core import EnvClient, Environment
 
         super().__init__(inner, max_turns)
         self._remote = not isinstance(inner, Environment)
         # A client is asynchronous; its synchronous wrapper keeps the same connection.
         self.inner = inner.sync() if isinstance(inner, EnvClient) else inner
-        self._action = action or (_message if self._remote else _action_of(inner))
+        self._action = action or ((lambda text: {"message": text}) if self._remote else _action_of(inner))
         self._text = observation or _only_text
 
-    def begin(self, seed: int) -> tuple[str, dict[str, Any]]:
+    def begin(self, seed: int) -> Begun:
         """Return the first observation as text."""
-        observation, _, _, info = self._read(self.inner.reset(seed=seed))
-        return observation, info
+        return self._read(self.inner.reset(seed=seed))[::4]
 
     def act(self, action: str) -> StepResult:
         """Return the environment's reply."""
-        observation, reward, done, info = self._read(self.inner.step(self._action(action)))
-        return observation, reward, done, False, info
+        return self._read(self.inner.step(self._action(action)))
 
-    def _read(self, reply: Any) -> tuple[str, float, bool, dict[str, Any]]:
-        observation = reply.observation if self._remote else reply
-        return self._text(observation), float(reply.reward or 0.0), bool(reply.done), dict(reply.metadata or {})
+    def _read(self, reply: Any) -> StepResult:
+        text = self._text(reply.observation if self._remote else reply)
+        return text, float(reply.reward or 0.0), bool(reply.done), False, dict(reply.metadata or {})
 
 
 def make_openenv(url: str, max_turns: int, **settings: Any) -> TextEnv:
@@ -70,24 +64,15 @@ def make_openenv(url: str, max_turns: int, **settings: Any) -> TextEnv:
     return OpenEnv(GenericEnvClient(base_url=url, **settings), max_turns)
 
 
-def _message(text: str) -> dict[str, str]:
-    return {"message": text}
-
-
 def _action_of(env: Any) -> Callable[[str], Any]:
     """Return a function from text to an action, by the annotation of the environment's ``step``."""
-    name = next(iter(inspect.signature(env.step).parameters))
-    kind = get_type_hints(type(env).step).get(name)
-    if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
-        raise ConfigError(
-            f"expected {type(env).__name__}.step to be annotated with the class of its action, found {kind!r}; "
-            "pass OpenEnv(..., action=lambda text: ...)"
-        )
-    fields = [field for field, about in kind.model_fields.items() if about.annotation is str]
+    kind: Any = get_type_hints(type(env).step).get(next(iter(inspect.signature(env.step).parameters)))
+    is_model = isinstance(kind, type) and issubclass(kind, BaseModel)
+    fields = [name for name, field in kind.model_fields.items() if field.annotation is str] if is_model else []
     if len(fields) != 1:
         raise ConfigError(
-            f"expected one text field in {kind.__name__}, found {', '.join(fields) or 'none'}; "
-            "pass OpenEnv(..., action=lambda text: ...)"
+            f"expected {type(env).__name__}.step to be annotated with a class that has one text field, found {kind!r} "
+            f"with {', '.join(fields) or 'none'}; pass OpenEnv(..., action=lambda text: ...)"
         )
     return lambda text: kind(**{fields[0]: text})
 

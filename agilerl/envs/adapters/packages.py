@@ -5,38 +5,28 @@ from functools import partial
 from typing import Any
 
 import gymnasium
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
 from agilerl.arguments import Count, Name, checked
 from agilerl.custom_code import contained, load_code, names_code
-from agilerl.envs.adapters.base import (
-    AnyText,
-    GymnasiumText,
-    PlainEnv,
-    SealedAdapter,
-    UnseededEnv,
-    takes_no_seed,
-    without_checks,
-)
+from agilerl.envs.adapters.base import Adapter, GymnasiumText, PlainEnv
 from agilerl.envs.adapters.openenv import OpenEnv, make_openenv
-from agilerl.envs.text_env import StepResult, TextEnv
+from agilerl.envs.text_env import Begun, StepResult, TextEnv
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.streams import sealed
 
-# -- GEM (package ``gem-llm``) ----------------------------------------------------------------------------------------
 
-
-class GemEnv(SealedAdapter):
+class GemEnv(Adapter):
     """A GEM environment, without its observation wrappers: the transcript already holds the history.
 
     What GEM puts into ``info["suffix"]`` (the board, what to answer) is part of the observation. Rewards are those of
     GEM; a malformed answer earns -0.1 in most of its games. Seeds are taken modulo 2 ** 32.
     """
 
-    def __init__(self, inner: Any, max_turns: int | None = None) -> None:
-        super().__init__(inner, max_turns)
-        self.action_space = AnyText("\\boxed{{}}")
+    action_form = "\\boxed{{}}"
+    draws_globally = True
 
-    def begin(self, seed: int) -> tuple[str, dict[str, Any]]:
+    def begin(self, seed: int) -> Begun:
         """Return the first observation with its suffix."""
         observation, info = self.inner.reset(seed=seed % 2**32)
         return _with_suffix(observation, info), info
@@ -44,8 +34,9 @@ class GemEnv(SealedAdapter):
     def act(self, action: str) -> StepResult:
         """Return what the game answers, with its suffix."""
         observation, reward, terminated, truncated, info = self.inner.step(action)
-        over = terminated or truncated
-        return (observation if over else _with_suffix(observation, info)), reward, terminated, truncated, info
+        if not (terminated or truncated):
+            observation = _with_suffix(observation, info)
+        return observation, reward, terminated, truncated, info
 
 
 _COMPARING = ("gem.envs.game_env", "gem.envs.qa_env")
@@ -60,9 +51,8 @@ _INSTEAD = {
 def make_gem(name: str, **settings: Any) -> TextEnv:
     """Return the GEM environment registered as ``name``, e.g. "game:GuessTheNumber-v0-easy".
 
-    Raises:
-        ConfigError: a GEM environment that evaluates completions in this process (code, mathematics, its
-            reasoning_gym, terminals).
+    Raises ConfigError for one that evaluates completions in this process (code, mathematics, its reasoning_gym,
+    terminals).
     """
     import gem
     import gem.envs
@@ -71,9 +61,8 @@ def make_gem(name: str, **settings: Any) -> TextEnv:
     made_by = ENV_REGISTRY[name].entry_point if name in ENV_REGISTRY else ""
     module = made_by.partition(":")[0] if isinstance(made_by, str) else str(made_by.__module__)
     if module.startswith("gem.") and not module.startswith(_COMPARING):
-        instead = _INSTEAD.get(module, "run it in a container, behind an openenv server").format(
-            rest=name.partition(":")[2]
-        )
+        instead = _INSTEAD.get(module, "run it in a container, behind an openenv server")
+        instead = instead.format(rest=name.partition(":")[2])
         raise ConfigError(
             f"gem:{name} evaluates completions in the training process, where they could run as code; {instead}; "
             f"or, if that is intended, pass the environment itself in Python: gem.make({name!r})"
@@ -87,10 +76,7 @@ def _with_suffix(observation: str, info: dict[str, Any]) -> str:
     return f"{observation.rstrip()}\n{suffix}" if suffix else observation
 
 
-# -- single-player games of the package ``textarena`` -----------------------------------------------------------------
-
-
-class TextArenaEnv(SealedAdapter):
+class TextArenaEnv(Adapter):
     """A single-player textarena game.
 
     Its observation wrappers, which repeat the whole history each time, are dropped: an observation is what the game has
@@ -98,12 +84,11 @@ class TextArenaEnv(SealedAdapter):
     invalid move in a row. ``info`` of the last step is that of textarena.
     """
 
-    def __init__(self, inner: Any, max_turns: int | None = None) -> None:
-        """Wrap ``inner``.
+    action_form = "[{}]"
+    draws_globally = True
 
-        Raises:
-            ConfigError: the game is not for one player, or does not declare its number of turns.
-        """
+    def __init__(self, inner: Any, max_turns: int | None = None) -> None:
+        """Wrap ``inner``; raises ConfigError if the game does not declare its number of turns."""
         from textarena import Wrapper
 
         core = inner
@@ -112,9 +97,8 @@ class TextArenaEnv(SealedAdapter):
         self._core = core
         super().__init__(core, max_turns if max_turns is not None else getattr(core, "max_turns", None))
         self.inner = inner
-        self.action_space = AnyText("[{}]")
 
-    def begin(self, seed: int) -> tuple[str, dict[str, Any]]:
+    def begin(self, seed: int) -> Begun:
         """Return the game's prompt."""
         try:
             self.inner.reset(num_players=1, seed=seed)
@@ -152,21 +136,12 @@ def make_textarena(name: str, max_turns: int | None = None, **settings: Any) -> 
         return TextArenaEnv(textarena.make(name, **settings), max_turns)
 
 
-# -- which adapter an environment needs, and environments by name -----------------------------------------------------
-
-
-_FOREIGN: dict[str, Callable[[Any, int | None], TextEnv]] = {
-    "gem": GemEnv,
-    "textarena": TextArenaEnv,
-    "openenv": OpenEnv,
+_FOREIGN: dict[str, tuple[Callable[[Any, int | None], TextEnv], Callable[..., TextEnv], str]] = {
+    "gem": (GemEnv, make_gem, "gem-llm"),
+    "textarena": (TextArenaEnv, make_textarena, "textarena"),
+    "openenv": (OpenEnv, make_openenv, "openenv"),
 }
-"""Adapters by the package that an environment's class descends from."""
-_MAKERS: dict[str, tuple[str, Callable[..., TextEnv]]] = {
-    "gem": ("gem-llm", make_gem),
-    "textarena": ("textarena", make_textarena),
-    "openenv": ("openenv", make_openenv),
-}
-"""By prefix: the package's name on PyPI, and what makes one of its environments."""
+"""By package: the adapter of its environments, what makes one by name, and its name on PyPI."""
 
 
 @checked
@@ -181,15 +156,16 @@ def as_text_env(env: Any, max_turns: Count | None = None) -> TextEnv:
         ConfigError: it is none of these, its spaces are not text, or no ``max_turns`` is known.
     """
     if isinstance(env, gymnasium.Env):
-        env = without_checks(env)
+        while isinstance(env, OrderEnforcing | PassiveEnvChecker):  # which gymnasium.make adds to everything
+            env = env.env
         if isinstance(env, TextEnv) and max_turns in (None, env.max_turns):
             return env
         return GymnasiumText(env, max_turns)
     packages = {cls.__module__.partition(".")[0] for cls in type(env).__mro__}
-    for package, adapter in _FOREIGN.items():
+    for package, (adapter, _, _) in _FOREIGN.items():
         if package in packages:
             return adapter(env, max_turns)
-    return UnseededEnv(env, max_turns) if takes_no_seed(env) else PlainEnv(env, max_turns)
+    return PlainEnv(env, max_turns)
 
 
 @checked
@@ -206,17 +182,17 @@ def make_env(name: Name, /, **settings: Any) -> TextEnv:
     """
     prefix, _, rest = name.partition(":")
     try:
-        if prefix in _MAKERS and rest:
-            return _MAKERS[prefix][1](rest, **settings)
+        if prefix in _FOREIGN and rest:
+            return _FOREIGN[prefix][1](rest, **settings)
         make = load_code("the environment", name, allowed=True) if names_code(name) else partial(gymnasium.make, name)
         with contained():
             return as_text_env(make(**settings))
     except AgileRLError:
         raise
     except ModuleNotFoundError as error:
-        if prefix in _MAKERS and error.name == prefix:
+        if prefix in _FOREIGN and error.name == prefix:
             raise ConfigError(
-                f"{name} needs the package {_MAKERS[prefix][0]}; see docs/environments.md for how to install it"
+                f"{name} needs the package {_FOREIGN[prefix][2]}; see docs/environments.md for how to install it"
             ) from error
         raise ConfigError(f"{name} cannot be imported: {error}") from error
     except Exception as error:  # a third-party constructor may raise anything; report its reason

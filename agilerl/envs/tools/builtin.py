@@ -42,27 +42,19 @@ def calculator(expression: str) -> str:
         expression: for example "(17 + 4) * 3 / 2 ** 5". It may have + - * / // % ** and brackets, the functions abs,
             ceil, cos, exp, factorial, floor, gcd, log, max, min, round, sin, sqrt and tan, and pi and e.
     """
+    text = expression.strip().lower().translate(_TYPED)
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"the expression has {len(text)} characters, at most {MOST_CHARACTERS} are read")
+    spelled = _SPELLING.match(text)
+    if spelled is None or spelled.end() < len(text):
+        raise ValueError(f"expected arithmetic, found {text[spelled.end() if spelled else 0 :][:20]!r}")
     try:
-        return _shown(_value(_parsed(expression)))
+        return _shown(_value(ast.parse(text, mode="eval").body))
     except ZeroDivisionError:
         raise ArithmeticError("division by zero") from None
     except OverflowError:
         raise ArithmeticError("the result is too large") from None
-    except RecursionError:
-        raise ValueError("the expression is nested too deeply") from None
-
-
-def _parsed(expression: str) -> ast.expr:
-    text = expression.strip().lower().translate(_TYPED)
-    if len(text) > MOST_CHARACTERS:
-        raise ValueError(f"the expression has {len(text)} characters, at most {MOST_CHARACTERS} are read")
-    read = _SPELLING.match(text)
-    place = read.end() if read else 0
-    if place < len(text):
-        raise ValueError(f"expected arithmetic, found {text[place : place + 20]!r}")
-    try:
-        return ast.parse(text, mode="eval").body
-    except (SyntaxError, RecursionError, MemoryError):
+    except (SyntaxError, RecursionError, MemoryError):  # also of brackets that are nested too deeply
         raise ValueError(f"expected arithmetic, found {text[:80]!r}") from None
 
 
@@ -73,41 +65,34 @@ def _value(node: ast.expr) -> Number:
             return _within(value)
         case ast.Name(name) if name in CONSTANTS:
             return CONSTANTS[name]
-        case ast.UnaryOp(operation, operand) if type(operation) in UNARY:
-            return _within(UNARY[type(operation)](_value(operand)))
-        case ast.BinOp(left, operation, right) if type(operation) in BINARY:
-            return _within(BINARY[type(operation)](_value(left), _value(right)))
+        case ast.UnaryOp(operation, operand) if type(operation) in OPERATIONS:
+            return _within(OPERATIONS[type(operation)](_value(operand)))
+        case ast.BinOp(left, operation, right) if type(operation) in OPERATIONS:
+            return _within(OPERATIONS[type(operation)](_value(left), _value(right)))
         case ast.Call(ast.Name(name), arguments, []) if name in FUNCTIONS:
-            return _called(name, [_value(argument) for argument in arguments])
+            values = [_value(argument) for argument in arguments]
+            try:
+                return _within(FUNCTIONS[name](*values))
+            except TypeError:
+                raise ValueError(f"{name} does not take {', '.join(map(_shown, values)) or 'nothing'}") from None
         case ast.Name(name) | ast.Call(ast.Name(name)):
-            raise ValueError(f"unknown name {name!r}; known: {', '.join([*FUNCTIONS, *CONSTANTS])}")
+            raise ValueError(f"unknown name {name!r}; known: {', '.join([*sorted(FUNCTIONS), *CONSTANTS])}")
     raise ValueError(f"expected arithmetic, found {ast.unparse(node)[:80]!r}")
-
-
-def _called(name: str, arguments: list[Number]) -> Number:
-    try:
-        return _within(FUNCTIONS[name](*arguments))
-    except TypeError:
-        raise ValueError(f"{name} does not take {', '.join(map(_shown, arguments)) or 'nothing'}") from None
 
 
 def _within(value: Any) -> Number:
     if isinstance(value, complex):
         raise ArithmeticError("the result is no real number")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise OverflowError
-    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+    if value.bit_length() > MOST_BITS if isinstance(value, int) else not math.isfinite(value):
         raise OverflowError
     return value  # type: ignore[no-any-return]
 
 
 def _power(base: Number, exponent: Number) -> Number:
     """Refuse a huge power before it is computed: 9**9**9 has 370 million digits."""
-    whole = isinstance(base, int) and isinstance(exponent, int)
-    if whole and abs(base) > 1 and exponent * (abs(int(base)).bit_length() - 1) > MOST_BITS:
+    if isinstance(base, int) and isinstance(exponent, int) and exponent * (abs(base).bit_length() - 1) > MOST_BITS:
         raise OverflowError
-    power: Number = base**exponent
-    return power
+    return base**exponent
 
 
 def _factorial(number: Number) -> int:
@@ -130,8 +115,9 @@ def _shown(value: Number) -> str:
 
 
 CONSTANTS: dict[str, float] = {"pi": math.pi, "e": math.e}
-UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.USub: operator.neg, ast.UAdd: operator.pos}
-BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+OPERATIONS: dict[type[ast.AST], Callable[..., Any]] = {
+    ast.USub: operator.neg,
+    ast.UAdd: operator.pos,
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -140,25 +126,9 @@ BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
     ast.Pow: _power,
 }
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": abs,
-    "ceil": math.ceil,
-    "cos": math.cos,
-    "exp": math.exp,
-    "factorial": _factorial,
-    "floor": math.floor,
-    "gcd": math.gcd,
-    "log": math.log,
-    "max": max,
-    "min": min,
-    "round": _round,
-    "sin": math.sin,
-    "sqrt": math.sqrt,
-    "tan": math.tan,
-}
-
-
-# -- Python: every program runs in a separate sandbox -----------------------------------------------------------------
+_OF_MATH = ("ceil", "cos", "exp", "floor", "gcd", "log", "sin", "sqrt", "tan")
+FUNCTIONS: dict[str, Callable[..., Any]] = {name: getattr(math, name) for name in _OF_MATH}
+FUNCTIONS |= {"abs": abs, "factorial": _factorial, "max": max, "min": min, "round": _round}
 
 
 STARTING = 5.0
@@ -174,13 +144,7 @@ class PythonTool(Tool):
 
     @checked
     def __init__(self, *, name: Name = "python", timeout: Positive = 5.0, memory_bytes: Count = 512 * 2**20) -> None:
-        """Set the limits of a program.
-
-        Args:
-            name: the tool's name for the model.
-            timeout: seconds of wall time for a program, more than 0.
-            memory_bytes: its address space.
-        """
+        """Set the tool's name for the model, the seconds of wall time of a program, and its address space."""
         self.program_timeout, self.memory_bytes = timeout, memory_bytes
         super().__init__(self.run, name=name, timeout=timeout + STARTING)
 
@@ -197,9 +161,6 @@ class PythonTool(Tool):
         elif not done.ok and not parts[1]:
             parts.append(f"(ended with status {done.returncode})")
         return "\n".join(filter(None, parts)) or "(nothing was printed)"
-
-
-# -- search: over HTTP, with AgileRL's documented names and text protocol, and over a local corpus --------------------
 
 
 URL_VARIABLE = "SEARCH_URL"
@@ -225,8 +186,6 @@ class SearchTool:
     ``<information>...</information>``, for environments that handle tools by text.
     """
 
-    tool_type = "search"
-
     @checked
     def __init__(
         self, num_workers: Count = 1, search_url: str | None = None, topk: Count = 3, timeout: Positive = 5.0
@@ -238,9 +197,6 @@ class SearchTool:
             search_url: http or https; by default the environment variable SEARCH_URL, read at the first search.
             topk: most results of one search, 1 or more.
             timeout: seconds to connect, and between two chunks of a response.
-
-        Raises:
-            ConfigError: a setting out of range.
         """
         self.num_workers, self.search_url, self.topk, self.timeout = num_workers, search_url, topk, timeout
         if search_url is not None:
@@ -253,8 +209,21 @@ class SearchTool:
         Args:
             query: a few words.
         """
-        found = self._results(query)
-        return "\n".join(f"{rank}. {text}" for rank, text in enumerate(found, 1)) or "Nothing was found."
+        url = self.search_url or _checked_url(os.environ.get(URL_VARIABLE) or "")
+        try:
+            full = httpx2.URL(url).copy_merge_params({"q": query, "format": "json"})
+            with OPENING:
+                client = self._client
+            answer = request(client, "GET", full, seconds=4 * self.timeout).raise_for_status()
+            results = parsed(answer.content, _Results).results
+        except httpx2.HTTPStatusError as error:
+            raise EnvError(f"the search server answered with status {error.response.status_code}") from error
+        except httpx2.HTTPError as error:
+            raise EnvError(f"the search server did not answer: {type(error).__name__} {error}".rstrip()) from error
+        except ValueError as error:
+            expected = 'expected {"results": [{"content": ...}]} from the search server'
+            raise EnvError(f"{expected}, found something else: {error}") from error
+        return _numbered([result.content or "" for result in results[: self.topk]]) or "Nothing was found."
 
     @checked
     def execute_action(self, action: str) -> tuple[bool, bool, str, str]:
@@ -283,9 +252,8 @@ class SearchTool:
 
     def close(self) -> None:
         """Close the connections; the next search opens new ones."""
-        client = self.__dict__.pop("_client", None)
-        if client is not None:
-            client.close()
+        if "_client" in vars(self):
+            vars(self).pop("_client").close()
 
     @cached_property
     def _client(self) -> httpx2.Client:
@@ -298,24 +266,6 @@ class SearchTool:
         weakref.finalize(self, client.close)  # an environment does not close its tool functions
         return client
 
-    def _results(self, query: str) -> list[str]:
-        """Query the server; raises EnvError if that fails."""
-        url = self.search_url or _checked_url(os.environ.get(URL_VARIABLE) or "")
-        try:
-            asked = httpx2.URL(url).copy_merge_params({"q": query, "format": "json"})
-            with OPENING:
-                client = self._client
-            answer = request(client, "GET", asked, seconds=4 * self.timeout).raise_for_status()
-            found = parsed(answer.content, _Results).results
-        except httpx2.HTTPStatusError as error:
-            raise EnvError(f"the search server answered with status {error.response.status_code}") from error
-        except httpx2.HTTPError as error:
-            raise EnvError(f"the search server did not answer: {type(error).__name__} {error}".rstrip()) from error
-        except ValueError as error:
-            expected = 'expected {"results": [{"content": ...}]} from the search server'
-            raise EnvError(f"{expected}, found something else: {error}") from error
-        return [result.content or "" for result in found[: self.topk]]
-
 
 def _checked_url(url: str) -> str:
     if not url.startswith(("http://", "https://")):
@@ -326,17 +276,15 @@ def _checked_url(url: str) -> str:
     return url
 
 
-# -- a local corpus, by BM25 (Robertson and Zaragoza, The Probabilistic Relevance Framework, 2009) --------------------
-
-
 WORD = re.compile(r"\w+")
 
 
 class LocalSearch:
     """Finds the passages that match a query best; ``LocalSearch(...).search`` is the tool.
 
-    The same query gives the same passages in the same order; passages of equal score are in the corpus's order. Words
-    are compared in lower case, otherwise unchanged. Needs bm25s: ``pip install 'lora-evolution[search]'``.
+    By BM25 (Robertson and Zaragoza, The Probabilistic Relevance Framework, 2009). The same query gives the same
+    passages in the same order; passages of equal score are in the corpus's order. Words are compared in lower case,
+    otherwise unchanged. Needs bm25s: ``pip install 'lora-evolution[search]'``.
     """
 
     @checked
@@ -353,14 +301,24 @@ class LocalSearch:
             EnvError: a file that cannot be read or has no such column, no passages, or passages that are not text.
         """
         self.topk = topk
-        self.passages = _column(Path(corpus), column) if isinstance(corpus, str | Path) else list(corpus)
-        odd = next((place for place, text in enumerate(self.passages) if not isinstance(text, str)), None)
-        if odd is not None:
-            raise EnvError(f"expected text as passage {odd} of the corpus, found {shown(self.passages[odd])}")
-        words = [_words(text) for text in self.passages]
+        if isinstance(corpus, str | Path):
+            table = read_file(Path(corpus))
+            if column not in table.columns:
+                raise EnvError(f"{Path(corpus).name} has no column {column!r}; {nearest(column, table.columns)}")
+            corpus = [row.get(column) for row in table.rows]
+        self.passages = list(corpus)
+        for number, text in enumerate(self.passages):
+            if not isinstance(text, str):
+                raise EnvError(f"expected text as passage {number} of the corpus, found {shown(text)}")
+        words = [WORD.findall(text.lower()) for text in self.passages]
         if not any(words):
             raise EnvError(f"expected a corpus with words in it, found {len(words)} passages without any")
-        self._index = _indexed(words)
+        try:
+            import bm25s  # optional
+        except ImportError as error:
+            raise ConfigError(f"search needs bm25s: {how_to_install('search')} ({error})") from error
+        self._index = bm25s.BM25()
+        self._index.index(words, show_progress=False)
 
     def search(self, query: str) -> str:
         """Search a collection of texts and return the passages that fit best.
@@ -368,31 +326,12 @@ class LocalSearch:
         Args:
             query: a few words that the passage is likely to have.
         """
-        words = _words(query)
+        words = WORD.findall(query.lower())
         scores = self._index.get_scores(words) if words else np.zeros(len(self.passages))
         best = np.argsort(-scores, kind="stable")[: self.topk]
-        found = [self.passages[place] for place in best if scores[place] > 0]
-        return (
-            "\n".join(f"{rank}. {text}" for rank, text in enumerate(found, 1)) or "No passage has any of these words."
-        )
+        fitting = [self.passages[number] for number in best if scores[number] > 0]
+        return _numbered(fitting) or "No passage has any of these words."
 
 
-def _indexed(words: Sequence[Sequence[str]]) -> Any:
-    try:
-        import bm25s  # optional
-    except ImportError as error:
-        raise ConfigError(f"search needs bm25s: {how_to_install('search')} ({error})") from error
-    index = bm25s.BM25()
-    index.index([list(passage) for passage in words], show_progress=False)
-    return index
-
-
-def _words(text: str) -> list[str]:
-    return WORD.findall(text.lower())
-
-
-def _column(path: Path, column: str) -> list[Any]:
-    table = read_file(path)
-    if column not in table.columns:
-        raise EnvError(f"{path.name} has no column {column!r}; {nearest(column, table.columns)}")
-    return [row.get(column) for row in table.rows]
+def _numbered(texts: Sequence[str]) -> str:
+    return "\n".join(f"{rank}. {text}" for rank, text in enumerate(texts, 1))

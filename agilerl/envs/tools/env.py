@@ -5,19 +5,17 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import gymnasium
-import numpy as np
-from gymnasium.spaces import Space
 
-from agilerl.arguments import Positive, checked, described, nearest, shown
-from agilerl.envs.adapters.base import AnyText
+from agilerl.arguments import Positive, Whole, Within, checked, described, nearest, shown
+from agilerl.envs.adapters.base import AnyText, Counted
 from agilerl.envs.core import Row, Split, Task, score_completions
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.prompts import render_text, text_ids
-from agilerl.envs.text_env import Observation, StepResult, TextEnv
-from agilerl.envs.tools.parsers import PARSERS, MalformedCall, TextTagParser, ToolCall, ToolCallParser, parser_for
+from agilerl.envs.text_env import Begun, Observation, Options, StepResult, TextEnv
+from agilerl.envs.tools.parsers import MalformedCall, TextTagParser, ToolCall, ToolCallParser, parser_for, parser_of
 from agilerl.envs.tools.tool import Tool, ToolResult
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.padding import has_template
@@ -37,7 +35,7 @@ _ONE_THREAD = threading.Lock()
 """Tasks and graders are written for one thread, and environments run in several."""
 
 
-class ToolEnv(TextEnv):
+class ToolEnv(Counted, TextEnv):
     """A task whose questions the model may answer with the help of tools.
 
     If a completion calls tools, it gets their results; one without a call is the final answer and is graded by the
@@ -67,11 +65,11 @@ class ToolEnv(TextEnv):
         grader: Graders | None = None,
         environment_factory: Callable[[], Any] | None = None,
         parser: ToolCallParser | str | None = None,
-        max_turns: int = 4,
+        max_turns: Annotated[int, Within(least=2)] = 4,
         system_prompt: str | None = None,
         announce: Announcement = "auto",
         timeout: Positive = 10.0,
-        max_result_chars: int = 2000,
+        max_result_chars: Annotated[int, Within(least=20)] = 2000,
     ) -> None:
         """Check all settings that do not depend on the tokenizer.
 
@@ -88,36 +86,24 @@ class ToolEnv(TextEnv):
             max_result_chars: longer results are cut, with a note; 20 or more.
 
         Raises:
-            ConfigError: a setting out of range, duplicate tool names, a function without a schema, rows without a
-                grader, or a task whose prompt ends with a prefill.
+            ConfigError: no tools or equal names, a function without a schema, rows without a grader, or a prefill.
         """
-        for what, value, least in (("max_turns", max_turns, 2), ("max_result_chars", max_result_chars, 20)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"expected an integer of {least} or more for {what}, found {value!r}")
-        if announce not in get_args(Announcement):
-            raise ConfigError(f"expected announce to be one of {', '.join(get_args(Announcement))}, found {announce!r}")
         self._factory, self._plain_tools, self._timeout = environment_factory, tools, timeout
-        self._equip()
-        self.task = _as_task(task, grader, _own_reward(self._environment))
+        self._make_tools()
+        self.task = _as_task(task, grader, _reward_of(self._environment))
         self.max_turns, self.max_result_chars = max_turns, max_result_chars
         self.observation_space, self.action_space = Conversation(), AnyText()
         self._announce, self._instructions = announce, system_prompt
-        self._parser: ToolCallParser | None = None
-        self._wanted = parser
-        if parser == TextTagParser.family:
-            self._parser = TextTagParser()
-        elif isinstance(parser, str) and parser not in PARSERS:
-            raise ConfigError(f"unknown family of tool calls {parser!r}; {nearest(parser, PARSERS)}")
-        elif parser is not None and not isinstance(parser, str):
-            self._parser = parser
+        if isinstance(parser, str) and parser_of(parser) is TextTagParser:
+            parser = TextTagParser()
+        self._family = parser if isinstance(parser, str) else None
+        self._parser: ToolCallParser | None = None if isinstance(parser, str) else parser
+        self._recognises = self._parser is None
         self._tokenizer: Any = None
         self._in_template = self._tool_role = False
         self._forbidden: re.Pattern[str] | None = None
         self._row: Row = {}
         self._counts: Counter[str] = Counter()
-        self._turn = 0
-        self._running = False
-        self._seed = -1
 
     def __repr__(self) -> str:
         return f"ToolEnv({self.task.name!r}, tools={list(self._tools)}, max_turns={self.max_turns})"
@@ -128,49 +114,46 @@ class ToolEnv(TextEnv):
         if callable(release := getattr(self._environment, "close", None)):
             release()
 
-    def _equip(self) -> None:
+    def _make_tools(self) -> None:
         """Make the environment of the tools, if there is one, and the tools."""
-        self._environment = None if self._factory is None else self._factory()
-        if self._factory is not None and not callable(getattr(self._environment, "reset", None)):
-            raise ConfigError(
-                f"environment_factory: expected an object with reset(), found {described(self._environment)}"
-            )
-        tools = [*self._plain_tools, *_methods(self._environment)]
-        self._tools = _by_name([t if isinstance(t, Tool) else Tool(t, timeout=self._timeout) for t in tools])
+        self._environment: Any = None if self._factory is None else self._factory()
+        shared = self._environment
+        if self._factory is not None and not callable(getattr(shared, "reset", None)):
+            raise ConfigError(f"environment_factory: expected an object with reset(), found {described(shared)}")
+        # The public methods are tools; they are looked up in the class, so that no property is read.
+        names = [name for name, _ in inspect.getmembers(type(shared), inspect.isfunction) if not name.startswith("_")]
+        methods = [getattr(shared, name) for name in names if name not in ("reset", "get_reward", "close")]
+        tools = [t if isinstance(t, Tool) else Tool(t, timeout=self._timeout) for t in (*self._plain_tools, *methods)]
+        self._tools = {tool.name: tool for tool in tools}
+        if not tools or len(self._tools) < len(tools):
+            known = ", ".join(tool.name for tool in tools)
+            raise ConfigError(f"expected at least one tool, with distinct names, found: {known or 'none'}")
 
     def bind(self, tokenizer: Any) -> None:
-        """Determine from the tokenizer how tools are called, announced and answered.
-
-        Raises:
-            ConfigError: no family of tool calls fits the tokenizer, or not the requested one.
-        """
+        """Determine from the tokenizer how tools are called, announced and answered; raises as ``parser_for``."""
         if tokenizer is self._tokenizer:
             return
-        if self._wanted is None or (isinstance(self._wanted, str) and self._wanted != TextTagParser.family):
-            self._parser = parser_for(tokenizer, self._wanted)
+        if self._recognises:
+            self._parser = parser_for(tokenizer, self._family)
         self._tokenizer = tokenizer
         schemas = [tool.schema for tool in self._tools.values()]
-        self._in_template = self._announce == "auto" and _shows_tools(tokenizer, schemas)
+        question = [{"role": "user", "content": "x"}]
+        with_tools = _rendered(tokenizer, question, schemas)
+        self._in_template = self._announce == "auto" and with_tools not in ("", _rendered(tokenizer, question))
         self.tools = schemas if self._in_template else ()
-        self._tool_role = _shows_results(tokenizer)
+        results = [{"role": "tool", "name": "f", "content": _PROBE, "tool_call_id": f"call0000{n}"} for n in range(2)]
+        turn = [*question, {"role": "assistant", "content": "y"}, *results]
+        self._tool_role = _PROBE in _rendered(tokenizer, turn)
         special = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special]
         spellings = sorted({*special, *(self._parser.tags if self._parser else ())}, key=len, reverse=True)
         self._forbidden = re.compile("|".join(map(re.escape, spellings))) if spellings else None
 
-    def reset(
-        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]:
-        """Ask the question of ``seed``; by default the last seed plus one (0 at first).
-
-        Raises:
-            EnvError: a seed that is not a whole number of 0 or more, or a split without rows.
-        """
-        seed = self._seed + 1 if seed is None else seed
-        if isinstance(seed, bool) or not isinstance(seed, int | np.integer) or seed < 0:
-            raise EnvError(f"expected a whole number of 0 or more as the seed of ToolEnv, found {seed!r}")
-        gymnasium.Env.reset(self, seed=int(seed))  # seeds gymnasium's generator, which episodes do not use
-        index, place = divmod(int(seed), len(SPLITS))
-        split = SPLITS[place]
+    @checked
+    def reset(self, *, seed: Whole | None = None, options: Options = None) -> Begun:
+        """Ask the question of ``seed``; by default the last seed plus one. Raises EnvError for a split without rows."""
+        seed = self._begin_episode(seed)
+        gymnasium.Env.reset(self, seed=seed)  # seeds gymnasium's generator, which episodes do not use
+        index, split = seed // len(SPLITS), SPLITS[seed % len(SPLITS)]
         if split != "train":
             size = self.task.panel_size(split)
             if size == 0:
@@ -179,8 +162,7 @@ class ToolEnv(TextEnv):
         with _ONE_THREAD:
             self._row = self.task.row(split, index)
         if self._factory is not None and self._counts["tool_errors/timeout"]:
-            self._equip()  # the call that hangs still has the old one
-        self._seed, self._turn, self._running = int(seed), 0, True
+            self._make_tools()  # the call that hangs still has the old one
         self._counts = Counter()
         return self._opening(), {"split": split, "index": index}
 
@@ -191,82 +173,81 @@ class ToolEnv(TextEnv):
     def step_ids(self, action: str, token_ids: Sequence[int]) -> StepResult:
         """Make the completion's tool calls, or grade it as the answer.
 
-        Raises:
-            EnvError: the episode has not begun or is over, or reading calls needs a tokenizer and none is bound.
-            RewardError: the task could not grade the answer.
+        Raises EnvError if the episode is not running or no tokenizer is bound, RewardError if there is no grade.
         """
-        if not self._running:
-            raise EnvError("expected reset() before step(): the episode of ToolEnv has not begun, or is over")
         if self._parser is None:
             raise EnvError("expected bind(tokenizer) before step(): calls are read from the tokenizer's special tokens")
-        self._turn += 1
+        self._count_turn()
         calls = self._parser.parse(token_ids, action)
         if not calls:
             return self._graded(action)
         if self._turn >= self.max_turns:
-            if self._environment is not None:
-                observation, reward, _, _, info = self._graded(action)
-                return observation, reward, False, True, info
+            graded = self._graded(action)[1] if self._environment is not None else 0.0
             self._running = False
-            return "", 0.0, False, True, {**self._info(), "success": False}
-        results = [self._called(call, place) for place, call in enumerate(calls)]
-        return self._answered(calls, results), 0.0, False, False, self._info()
+            return "", graded, False, True, {**self._info(), "success": graded >= 1.0}
+        return self._answered(calls), 0.0, False, False, self._info()
 
     # -- what the model sees --------------------------------------------------------------------------------------
 
     def _opening(self) -> Observation:
         messages = [dict(message) for message in self.task.messages(self._row)]
-        messages[-1]["content"] += self._begun()
+        messages[-1]["content"] += "" if self._environment is None else self._reset_environment()
         system = [self._instructions] if self._instructions else []
         if not self._in_template and self._announce != "none":
-            system.append(self._announcement())
+            lines = [f"{tool.signature} - {tool.schema['function']['description']}" for tool in self._tools.values()]
+            how = f"{self._parser.instruction}. " if self._parser else ""
+            system.append("\n".join([f"You may call these tools. {how}An answer without a call is final.", *lines]))
         if messages[0]["role"] == "system":
             system.append(messages.pop(0)["content"])
         if system:
             messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
         return messages[0]["content"] if [m["role"] for m in messages] == ["user"] else messages
 
-    def _begun(self) -> str:
+    def _reset_environment(self) -> str:
         """Reset the environment of the tools; return what it says."""
-        if self._environment is None:
-            return ""
         name = f"{type(self._environment).__name__}.reset"
         try:
-            said = self._environment.reset(**select(name, self._environment.reset, self._row))
+            text = self._environment.reset(**select(name, self._environment.reset, self._row))
         except RewardError as error:
             raise EnvError(str(error)) from error
-        if said is not None and not isinstance(said, str):
-            raise EnvError(f"expected {name} to return text or None, found {described(said)}")
-        return said or ""
+        if text is not None and not isinstance(text, str):
+            raise EnvError(f"expected {name} to return text or None, found {described(text)}")
+        return text or ""
 
-    def _announcement(self) -> str:
-        lines = [f"{tool.signature} - {tool.schema['function']['description']}" for tool in self._tools.values()]
-        how = f"{self._parser.instruction}. " if self._parser else ""
-        return f"You may call these tools. {how}An answer without a call is final.\n" + "\n".join(lines)
-
-    def _answered(self, calls: Sequence[ToolCall | MalformedCall], results: Sequence[str]) -> Observation:
-        names = [call.name if isinstance(call, ToolCall) else "unknown" for call in calls]
-        if not self._tool_role:
-            return results[0] if len(results) == 1 else "\n".join(f"{n}: {r}" for n, r in zip(names, results))
-        ids = [call.call_id if isinstance(call, ToolCall) else None for call in calls]
-        return [
-            # Mistral's templates want an id of nine characters for each result.
-            {"role": "tool", "name": name, "content": text, "tool_call_id": call_id or f"call{place:05d}"}
-            for place, (name, text, call_id) in enumerate(zip(names, results, ids))
+    def _answered(self, calls: Sequence[ToolCall | MalformedCall]) -> Observation:
+        messages = [
+            {
+                "role": "tool",
+                "name": getattr(call, "name", "unknown"),
+                "content": self._called(call, number),
+                # Mistral's templates want an id of nine characters for each result.
+                "tool_call_id": getattr(call, "call_id", None) or f"call{number:05d}",
+            }
+            for number, call in enumerate(calls)
         ]
+        if self._tool_role:
+            return messages
+        if len(messages) == 1:
+            return str(messages[0]["content"])
+        return "\n".join(f"{message['name']}: {message['content']}" for message in messages)
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    def _called(self, call: ToolCall | MalformedCall, place: int) -> str:
-        result = self._result(call, place)
+    def _called(self, call: ToolCall | MalformedCall, number: int) -> str:
+        result = self._result(call, number)
         self._counts["tool_calls"] += 1
         if result.error is not None:
             self._counts["tool_errors"] += 1
             self._counts[f"tool_errors/{result.error}"] += 1
-        return self._fit(result.text)
+        text = result.text
+        if len(text) > self.max_result_chars:
+            self._counts["tool_truncated"] += 1
+            text = f"{text[: self.max_result_chars]}... [cut: {len(text) - self.max_result_chars} more characters]"
+        # Otherwise a result could end the turn of the environment, or speak for the assistant.
+        return self._forbidden.sub(_broken_up, text) if self._forbidden else text
 
-    def _result(self, call: ToolCall | MalformedCall, place: int) -> ToolResult:
-        if place >= MOST_CALLS:
+    def _result(self, call: ToolCall | MalformedCall, number: int) -> ToolResult:
+        if number >= MOST_CALLS:
             return ToolResult(f"Error: at most {MOST_CALLS} calls are made in one turn; this one was not", "too_many")
         if isinstance(call, MalformedCall):
             return ToolResult(f"Error: {call.problem}", "malformed")
@@ -274,14 +255,6 @@ class ToolEnv(TextEnv):
             hint = nearest(call.name, self._tools)
             return ToolResult(f"Error: unknown tool {shown(call.name)}; {hint}", "unknown_tool")
         return self._tools[call.name].call(call.arguments)
-
-    def _fit(self, text: str) -> str:
-        """Cut a result that is too long, and escape text that would become special tokens."""
-        if len(text) > self.max_result_chars:
-            self._counts["tool_truncated"] += 1
-            text = f"{text[: self.max_result_chars]}... [cut: {len(text) - self.max_result_chars} more characters]"
-        # Otherwise a result could end the turn of the environment, or speak for the assistant.
-        return self._forbidden.sub(_spelt_out, text) if self._forbidden else text
 
     def _graded(self, action: str) -> StepResult:
         self._running = False
@@ -296,55 +269,35 @@ class ToolEnv(TextEnv):
         return {"tool_calls": 0, "tool_errors": 0, "tool_truncated": 0, **self._counts}
 
 
-class Conversation(Space[Any]):
+class Conversation(AnyText):
     """Any text, and any list of messages ``{"role": ..., "content": ...}`` , not empty."""
-
-    @property
-    def is_np_flattenable(self) -> bool:
-        """False: there is no longest conversation."""
-        return False
 
     def contains(self, x: Any) -> bool:
         """Return whether ``x`` is text or a list of messages."""
-        if isinstance(x, str):
-            return True
-        return (
+        return isinstance(x, str) or (
             isinstance(x, list)
             and len(x) > 0
-            and all(isinstance(m, Mapping) and isinstance(m.get("role"), str) for m in x)
-            and all(isinstance(m.get("content"), str) for m in x)
+            and all(isinstance(m, Mapping) for m in x)
+            and all(isinstance(m.get(key), str) for m in x for key in ("role", "content"))
         )
 
-    def sample(self, mask: Any = None, probability: Any = None) -> str:
-        """Return a number from 0 to 99 as text."""
-        return str(int(self.np_random.integers(100)))
 
-    def __repr__(self) -> str:
-        return "Conversation()"
-
-
-def _methods(environment: Any) -> list[Callable[..., Any]]:
-    """Return the public methods of an object, which are tools; those of its class, so that no property is read."""
-    names = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if not name.startswith("_")]
-    return [getattr(environment, name) for name in names if name not in ("reset", "get_reward", "close")]
-
-
-def _own_reward(environment: Any) -> Callable[..., Any] | None:
+def _reward_of(environment: Any) -> Callable[..., Any] | None:
     """Return the reward that an environment gives itself, as a grader with the name of its class."""
     if not callable(getattr(environment, "get_reward", None)):
         return None
 
-    async def own(environments: Sequence[Any]) -> list[Any]:
-        found = [one.get_reward() for one in environments]
-        return [await reward if inspect.isawaitable(reward) else reward for reward in found]
+    async def grader(environments: Sequence[Any]) -> list[Any]:
+        rewards = [one.get_reward() for one in environments]
+        return [await reward if inspect.isawaitable(reward) else reward for reward in rewards]
 
-    own.__name__ = type(environment).__name__
-    return own
+    grader.__name__ = type(environment).__name__
+    return grader
 
 
-def _as_task(task: Task | Sequence[Row], grader: Graders | None, own: Callable[..., Any] | None) -> Task:
-    if own is not None:
-        grader = own if grader is None else [as_grader(grader), own]
+def _as_task(task: Task | Sequence[Row], grader: Graders | None, of_environment: Callable[..., Any] | None) -> Task:
+    if of_environment is not None:
+        grader = of_environment if grader is None else [as_grader(grader), of_environment]
     if isinstance(task, Task):
         if grader is not None:
             raise ConfigError(f"expected a grader for rows only: the task {task.name} grades its own answers")
@@ -359,36 +312,13 @@ def _as_task(task: Task | Sequence[Row], grader: Graders | None, own: Callable[.
     return task
 
 
-def _by_name(tools: Sequence[Tool]) -> dict[str, Tool]:
-    found = {tool.name: tool for tool in tools}
-    if not tools or len(found) < len(tools):
-        names = ", ".join(tool.name for tool in tools)
-        raise ConfigError(f"expected at least one tool, with distinct names, found: {names or 'none'}")
-    return found
+def _broken_up(tag: re.Match[str]) -> str:
+    return f"{tag[0][0]} {tag[0][1:]}" if len(tag[0]) > 1 else " "
 
 
-def _spelt_out(found: re.Match[str]) -> str:
-    return f"{found[0][0]} {found[0][1:]}" if len(found[0]) > 1 else " "
-
-
-def _shows_tools(tokenizer: Any, schemas: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether the chat template tells the model about tools."""
-    if not has_template(tokenizer):
-        return False
-    question = [{"role": "user", "content": "x"}]
+def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return a conversation as the chat template writes it; nothing without one, or if it refuses the messages."""
     try:
-        return render_text(tokenizer, question, tools=schemas) != render_text(tokenizer, question)
+        return render_text(tokenizer, messages, tools=tools) if has_template(tokenizer) else ""
     except ConfigError:
-        return False
-
-
-def _shows_results(tokenizer: Any) -> bool:
-    """Return whether the chat template accepts and shows messages of the role tool."""
-    if not has_template(tokenizer):
-        return False
-    result = {"role": "tool", "name": "f", "content": _PROBE, "tool_call_id": "call00000"}
-    turn = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
-    try:
-        return _PROBE in render_text(tokenizer, [*turn, result, {**result, "tool_call_id": "call00001"}])
-    except ConfigError:
-        return False
+        return ""

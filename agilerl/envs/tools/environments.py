@@ -1,24 +1,21 @@
 """Environments with tools, ready to use and registered with gymnasium, and a bonus for the answer format."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from agilerl.arguments import Count, Name, NotNegative, Positive, Seed, checked
+from agilerl.arguments import Count, Name, NotNegative, Positive, Seed, Within, checked
 from agilerl.envs.adapters import as_text_env
-from agilerl.envs.core import Row, is_held_out
+from agilerl.envs.core import Row, Task, is_held_out
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.text_env import StepResult, TextEnv
+from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
 from agilerl.envs.tools.builtin import LocalSearch, PythonTool, calculator
 from agilerl.envs.tools.env import ToolEnv
 from agilerl.errors import ConfigError
 from agilerl.rewards.grader import CLOSE, OPEN, extract_answer
 from agilerl.streams import stream
-
-# -- a small corpus about made-up towns, and questions that only it can answer ----------------------------------------
-
 
 ONSETS = ("b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z", "br", "dr", "kr", "st", "tr", "th")
 VOWELS = ("a", "e", "i", "o", "u", "ai", "ei", "ou")
@@ -44,21 +41,20 @@ class Town(NamedTuple):
 
     def rows(self) -> list[Row]:
         """Return the questions about it; the last two do not contain its name."""
-        asked = (
-            (f"Which river does {self.name} lie on?", self.river),
-            (f"Who founded {self.name}?", self.founder),
-            (f"In which year was {self.name} founded?", str(self.year)),
-            (f"What is {self.name} known for?", self.goods),
-            (f"What is the town on the river {self.river} known for?", self.goods),
-            (f"In which year did {self.founder} found a town?", str(self.year)),
-        )
-        return [{"question": question, "answer": answer} for question, answer in asked]
+        answers = {
+            f"Which river does {self.name} lie on?": self.river,
+            f"Who founded {self.name}?": self.founder,
+            f"In which year was {self.name} founded?": str(self.year),
+            f"What is {self.name} known for?": self.goods,
+            f"What is the town on the river {self.river} known for?": self.goods,
+            f"In which year did {self.founder} found a town?": str(self.year),
+        }
+        return [{"question": question, "answer": answer} for question, answer in answers.items()]
 
 
-def made_up_towns(count: int = 200, seed: int = 42) -> list[Town]:
+@checked
+def made_up_towns(count: Annotated[int, Within(least=1, most=5000)] = 200, seed: Seed = 42) -> list[Town]:
     """Return towns with distinct names, rivers and founders; a pure function of both arguments."""
-    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= 5000:
-        raise ConfigError(f"expected 1 to 5000 towns, found {count!r}")
     rng = stream(seed, "made-up towns")
     names = _names(rng, 3 * count)
     towns, rivers, founders = names[:count], names[count : 2 * count], names[2 * count :]
@@ -84,21 +80,18 @@ def same_fact(completion: str, answer: str) -> float:
 
 
 def _names(rng: np.random.Generator, count: int) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < count:
-        syllables = (f"{_one(rng, ONSETS)}{_one(rng, VOWELS)}{_one(rng, CODAS)}" for _ in range(2))
-        found["".join(syllables).capitalize()] = None
-    return list(found)
-
-
-def _one(rng: np.random.Generator, choices: Sequence[str]) -> str:
-    return choices[int(rng.integers(len(choices)))]
-
-
-# -- the environments -------------------------------------------------------------------------------------------------
+    names: dict[str, None] = {}
+    while len(names) < count:
+        letters = [part[rng.integers(len(part))] for part in (ONSETS, VOWELS, CODAS) * 2]
+        names["".join(letters).capitalize()] = None
+    return list(names)
 
 
 FORM = "Put the final answer, and nothing else, between <answer> and </answer>."
+
+
+def _tool_env(task: Task, tool: Any, instruction: str, settings: dict[str, Any]) -> ToolEnv:
+    return ToolEnv(task, [tool], **{"system_prompt": f"{instruction} {FORM}", **settings})
 
 
 @checked
@@ -110,8 +103,8 @@ def calculator_env(task: Name = "chain_sum", params: Mapping[str, Any] | None = 
         params: its parameters.
         settings: keywords of :class:`ToolEnv`.
     """
-    told = {"system_prompt": f"Solve the problem. The calculator is more reliable than you are. {FORM}"}
-    return ToolEnv(ReasoningGymTask(task, params), [calculator], **{**told, **settings})
+    instruction = "Solve the problem. The calculator is more reliable than you are."
+    return _tool_env(ReasoningGymTask(task, params), calculator, instruction, settings)
 
 
 @checked
@@ -130,8 +123,8 @@ def python_env(
         program_timeout: seconds for one program.
         settings: keywords of :class:`ToolEnv`.
     """
-    told = {"system_prompt": f"Solve the problem; a short Python program helps. {FORM}"}
-    return ToolEnv(ReasoningGymTask(task, params), [PythonTool(timeout=program_timeout)], **{**told, **settings})
+    instruction = "Solve the problem; a short Python program helps."
+    return _tool_env(ReasoningGymTask(task, params), PythonTool(timeout=program_timeout), instruction, settings)
 
 
 @checked
@@ -145,12 +138,9 @@ def search_env(towns: Count = 200, *, seed: Seed = 42, topk: Count = 3, **settin
         settings: keywords of :class:`ToolEnv`.
     """
     known = made_up_towns(towns, seed)
-    told = {"system_prompt": f"Answer the question about a town; search for it, you cannot know it. {FORM}"}
     search = LocalSearch([town.passage() for town in known], topk=topk).search
-    return ToolEnv(facts_task(known, seed), [search], **{**told, **settings})
-
-
-# -- a bonus for the documented answer format: a model learns to answer before it answers correctly -------------------
+    instruction = "Answer the question about a town; search for it, you cannot know it."
+    return _tool_env(facts_task(known, seed), search, instruction, settings)
 
 
 class FormatRewardWrapper(TextEnv):
@@ -162,11 +152,7 @@ class FormatRewardWrapper(TextEnv):
 
     @checked
     def __init__(self, env: Any, format_bonus: NotNegative = 0.1) -> None:
-        """Wrap a TextEnv, or any environment that ``as_text_env`` turns into one.
-
-        Raises:
-            ConfigError: the bonus is not a number of 0 or more.
-        """
+        """Wrap a TextEnv, or any environment that ``as_text_env`` turns into one."""
         self.env: TextEnv = as_text_env(env)
         self.format_bonus = format_bonus
         self._read()
@@ -176,8 +162,8 @@ class FormatRewardWrapper(TextEnv):
         """The wrapped environment."""
         return self.env.unwrapped  # type: ignore[return-value]
 
-    def reset(self, *, seed: int | None = None, options: Mapping[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode of the wrapped environment."""
+    def reset(self, *, seed: int | None = None, options: Options = None) -> Begun:
+        """Begin an episode."""
         return self.env.reset(seed=seed, options=options)
 
     def bind(self, tokenizer: Any) -> None:
@@ -187,11 +173,7 @@ class FormatRewardWrapper(TextEnv):
 
     def step(self, action: str) -> StepResult:
         """Take a step and add the bonus if it is due."""
-        return self._rewarded(action, self.env.step(action))
-
-    def step_ids(self, action: str, token_ids: Sequence[int]) -> StepResult:
-        """Take a step and add the bonus if it is due."""
-        return self._rewarded(action, self.env.step_ids(action, token_ids))
+        return self.step_ids(action, None)
 
     def close(self) -> None:
         """Close the wrapped environment."""
@@ -202,7 +184,9 @@ class FormatRewardWrapper(TextEnv):
         self.max_turns, self.system_prompt, self.tools = self.env.max_turns, self.env.system_prompt, self.env.tools
         self.observation_space, self.action_space = self.env.observation_space, self.env.action_space
 
-    def _rewarded(self, action: str, result: StepResult) -> StepResult:
+    def step_ids(self, action: str, token_ids: Sequence[int] | None) -> StepResult:
+        """Take a step and add the bonus if it is due."""
+        result = self.env.step(action) if token_ids is None else self.env.step_ids(action, token_ids)
         observation, reward, terminated, truncated, info = result
         solved = info.get("success", info.get("correct", False))
         if terminated and not solved and 0 <= action.find(OPEN) < action.rfind(CLOSE):

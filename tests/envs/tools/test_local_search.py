@@ -86,7 +86,7 @@ def test_made_up_towns_are_a_pure_function_of_count_and_seed() -> None:
         "Dortrur is a town on the river Leskrer. It was founded by Tindstum in the year 1135 and is known for its "
         "violins."
     )
-    with pytest.raises(ConfigError, match="1 to 5000 towns"):
+    with pytest.raises(ConfigError, match="for count, found 0"):
         made_up_towns(0)
     with pytest.raises(ConfigError, match="found 1"):
         facts_task(made_up_towns(1))

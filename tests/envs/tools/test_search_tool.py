@@ -83,7 +83,6 @@ def test_results_of_a_query(server: Server) -> None:
 
 def test_the_documented_text_protocol(server: Server) -> None:
     tool = SearchTool(1, server.url, 1, 5)
-    assert tool.tool_type == "search"
     action = "<think>hm</think><search> otters </search> and more"
     assert tool.execute_action(action) == (
         True,

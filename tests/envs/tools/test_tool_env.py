@@ -153,7 +153,7 @@ def test_without_a_seed_episodes_follow_one_another() -> None:
     assert env.reset(seed=8) != env.reset()
     assert env.reset() == other.reset(seed=10)
     for seed in (-1, 1.5, True, "1"):
-        with pytest.raises(EnvError, match=r"0 or more .*seed"):
+        with pytest.raises(ConfigError, match=r"0 or more.* for seed"):
             env.reset(seed=seed)
 
 

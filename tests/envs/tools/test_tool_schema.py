@@ -7,8 +7,7 @@ import pytest
 from pydantic import BaseModel, Field
 from transformers.utils import get_json_schema
 
-from agilerl.envs.tools import calculator, tool_schema
-from agilerl.envs.tools.tool import Arguments
+from agilerl.envs.tools import Tool, calculator, tool_schema
 from agilerl.errors import ConfigError
 
 
@@ -91,7 +90,7 @@ def odd(json: str, copy: Annotated[int, Field(ge=0)] = 0, model_config: Place | 
 
 
 def test_names_constraints_and_models() -> None:
-    arguments = Arguments(odd)
+    arguments = Tool(odd)
     assert arguments.parameters["properties"]["copy"]["minimum"] == 0
     assert arguments.check({"json": "a", "copy": 3}) == {"json": "a", "copy": 3}
     assert arguments.check({"json": "a", "model_config": {"x": 1, "y": 2}})["model_config"] == Place(x=1, y=2)
@@ -114,7 +113,7 @@ def no_arguments() -> None:
 def test_methods_and_functions_without_arguments() -> None:
     assert list(tool_schema(Bag().take)["function"]["parameters"]["properties"]) == ["count"]
     assert tool_schema(no_arguments)["function"]["parameters"]["properties"] == {}
-    assert Arguments(no_arguments).check({}) == {}
+    assert Tool(no_arguments).check({}) == {}
 
 
 @pytest.mark.parametrize(
@@ -126,7 +125,7 @@ def test_methods_and_functions_without_arguments() -> None:
     ],
 )
 def test_arguments_that_fit(given: dict[str, Any], checked: dict[str, Any]) -> None:
-    assert Arguments(weather).check(given) == checked
+    assert Tool(weather).check(given) == checked
 
 
 @pytest.mark.parametrize(
@@ -143,7 +142,7 @@ def test_arguments_that_fit(given: dict[str, Any], checked: dict[str, Any]) -> N
 )
 def test_arguments_that_do_not_fit(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        Arguments(weather).check(given)
+        Tool(weather).check(given)
     assert said in str(caught.value)
     assert "expected weather(city: string; days: integer, optional; unit: one of 'C', 'F', optional" in str(
         caught.value
@@ -155,12 +154,12 @@ def lists(items: list[int], settings: dict[str, int]) -> None:
 
 
 def test_lists_and_objects_may_come_as_json_text() -> None:
-    assert Arguments(lists).check({"items": "[1, 2]", "settings": '{"a": 1}'}) == {
+    assert Tool(lists).check({"items": "[1, 2]", "settings": '{"a": 1}'}) == {
         "items": [1, 2],
         "settings": {"a": 1},
     }
     with pytest.raises(ConfigError, match=r"'items': .*, found '\[1'"):
-        Arguments(lists).check({"items": "[1", "settings": {}})
+        Tool(lists).check({"items": "[1", "settings": {}})
 
 
 def without_annotation(a) -> None:
@@ -201,7 +200,7 @@ def unreadable(a: "Missing") -> None:  # type: ignore[name-defined]  # noqa: F82
         (no_schema, "without a JSON schema"),
         (unreadable, r"read: .*'Missing'"),
         (partial(weather, "Ulm"), "Python function or method"),
-        ("weather", "Python function or method"),
+        ("weather", "expected a function"),
     ],
 )
 def test_functions_that_are_no_tools(function: Any, said: str) -> None:

@@ -24,7 +24,7 @@ class Guess(GuessTheNumber):
         example = (_asked(f"1-{self.max_number}"), "2", f"Higher. {_asked(f'3-{self.max_number}')}", "4")
         return [*_said(*example), {"role": "user", "content": f"Right. Now the next game. {first}"}], info
 
-    def _told(self, hint: str, sentence: str) -> str:
+    def _answer(self, hint: str, sentence: str) -> str:
         word = {"h": "Higher.", "l": "Lower.", "?": "That is not a number from the range."}[hint]
         return word if self.turns_left == 0 else f"{word} {_asked(f'{self._low}-{self._high}')}"
 
