@@ -15,7 +15,7 @@ from agilerl.arguments import nearest, shown
 from agilerl.cli.running import manifests_in
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.environment import EnvironmentConfig
-from agilerl.config.manifest import check_names, config_of_run, load_manifest
+from agilerl.config.manifest import config_of_run, load_manifest
 from agilerl.config.named_files import check_unchanged
 from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError
@@ -103,7 +103,6 @@ def subject(
         config = load_manifest(Path(manifests[0]) if manifests else None, overrides)
     named = "network.pretrained_model_name_or_path" in keys
     config = _about(folder, config, None if run is not None or named else _base_of(folder), examined=examined)
-    check_names(config)
     if examined:
         from agilerl.envs.upstream import check_task
 

@@ -11,7 +11,8 @@ from agilerl.errors import ConfigError
 Section = dict[str, Any]
 
 _ALGORITHMS = {"LLMPPO": "PPO", "LLMREINFORCE": "REINFORCE"}
-_DATA = {"SFT": "sft", "DPO": "preference", "KTO": "unpaired"}
+LEARNS_FROM = {"SFT": "sft", "DPO": "preference", "KTO": "unpaired"}
+"""``environment.env_type`` of the algorithms that learn from data."""
 _SECTIONS = {"tournament_selection": "selection_strategy"}
 _NAMES = {
     "algorithm": {"chunk_rows": "fused_logprobs_chunk_rows", "action_granularity": "advantage_granularity"},
@@ -147,8 +148,8 @@ def _environment(values: Section) -> None:
                 f"{shown(objective)} with env_type: {shown(kind)}"
             )
         section["env_type"] = objective
-    if "env_type" not in section and name in _DATA:
-        section["env_type"] = _DATA[name]
+    if "env_type" not in section and name in LEARNS_FROM:
+        section["env_type"] = LEARNS_FROM[name]
     elif "env_type" not in section and "env_id" in section:
         section["env_type"] = "multiturn"
     if "env_id" not in section and section.get("max_turns") == 1:

@@ -4,7 +4,7 @@ import copy
 import math
 import re
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
@@ -14,9 +14,7 @@ from pydantic import BaseModel
 
 from agilerl.addresses import addresses_in
 from agilerl.arguments import checked, nearest, shown
-from agilerl.config.aliases import translated, with_two_rates
-from agilerl.config.base_model import SharedOptions, split_options
-from agilerl.config.declared import ALGORITHMS, FAMILY
+from agilerl.config.aliases import LEARNS_FROM, translated, with_two_rates
 from agilerl.config.named_files import locate, locate_code, locate_template, locate_within
 from agilerl.config.run import RunConfig, unknown_section
 from agilerl.custom_code import names_code
@@ -71,10 +69,9 @@ def _replaced(overrides: Sequence[str]) -> tuple[str, ...]:
 def _suit_learner(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Drop the embedded default's settings of GRPO if an override names an algorithm that learns from data."""
     named = [value for keys, value in map(_split, overrides) if keys == ["algorithm", "name"]]
-    learner = ALGORITHMS.get(str(named[-1])) if named else None
-    if learner is not None and learner.env_type != "reasoning":
+    if named and (env_type := LEARNS_FROM.get(str(named[-1]))):
         values["algorithm"] = {}
-        values["environment"]["env_type"] = learner.env_type
+        values["environment"]["env_type"] = env_type
 
 
 @checked
@@ -355,74 +352,3 @@ for _name, _pattern in _SCALARS.items():
     _PlainLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern.pattern})$"), None)
 for _name in ("int", "float"):
     _PlainLoader.add_constructor(f"tag:yaml.org,2002:{_name}", _PlainLoader.number)
-
-
-# -- the names of an algorithm, checked without importing the algorithms, which takes seconds -------------------------
-
-
-_CHOICE = re.compile(r"choice\[(.*)\]")
-
-
-def check_names(config: RunConfig) -> None:
-    """Raise ConfigError for an unknown algorithm, one that does not fit the environment, or a hyperparameter unknown.
-
-    The sentences are those of :func:`agilerl.training.resolved.resolve`, which checks all of it again, with the values.
-    """
-    names = chosen(config.algorithm["name"], ALGORITHMS, FAMILY)
-    check_source(names[0], ALGORITHMS[names[0]].env_type, config.environment.env_type)
-    declared = [ALGORITHMS[name] for name in names]
-    for found in declared:
-        check_hyperparameters(config, found.hyperparameters, ALGORITHMS["GRPO"].hyperparameters)
-    for name, found in zip(names, declared):
-        for gene in config.mutation.rl_hp_selection:
-            check_gene(gene, name, found.hyperparameters, found.genes)
-
-
-def chosen(written: str, known: Collection[str], family: Collection[str]) -> list[str]:
-    """Return the algorithm that ``algorithm.name`` names, or those of ``choice[GRPO, CISPO]``, which is a gene.
-
-    Raises ConfigError for an unknown name, and for a choice among algorithms that cannot turn into each other.
-    """
-    choice = _CHOICE.fullmatch(written.strip())
-    names = [written] if choice is None else [name.strip() for name in choice[1].split(",")]
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"algorithm.name={shown(name)} is unknown; {nearest(name, known)}")
-        if choice is not None and name not in family:
-            raise ConfigError(
-                f"algorithm.name={shown(written)}: an agent cannot switch to or from {name}; choose among "
-                f"{', '.join(family)}"
-            )
-    if choice is not None and (len(names) < 2 or len(set(names)) < len(names)):
-        raise ConfigError(f"algorithm.name={shown(written)}: a choice needs at least two different algorithms")
-    return names
-
-
-def check_source(algorithm: str, learns_from: str, env_type: str) -> None:
-    """Raise ConfigError unless an algorithm learns from what the environment offers."""
-    wanted = [learns_from, *(["multiturn"] if learns_from == "reasoning" else [])]
-    if env_type not in wanted:
-        raise ConfigError(
-            f"algorithm.name={algorithm!r} learns from environment.env_type={' or '.join(map(repr, wanted))}, "
-            f"found {env_type!r}; change one of the two"
-        )
-
-
-def check_hyperparameters(config: RunConfig, declared: Collection[str], of_grpo: Collection[str]) -> None:
-    """Raise ConfigError for a key under ``algorithm`` that is not a hyperparameter.
-
-    Those of GRPO pass: an algorithm's own Config says why it does not use one of them.
-    """
-    for key in split_options(config.algorithm)[0]:
-        if key != "name" and key not in declared and key not in of_grpo:
-            known = [*declared, *SharedOptions.model_fields]
-            hint = ours(f"algorithm.{key}", config.algorithm[key]) or nearest(key, known)
-            raise ConfigError(f"unknown key {shown(f'algorithm.{key}')}; {hint}")
-
-
-def check_gene(gene: str, algorithm: str, declared: Collection[str], genes: Iterable[str]) -> None:
-    """Raise ConfigError for a gene that is not a hyperparameter of an algorithm."""
-    if gene.partition(".")[0] not in declared:
-        raise ConfigError(
-            f"mutation.rl_hp_selection.{gene}: {algorithm} has no hyperparameter {shown(gene)}; {nearest(gene, genes)}"
-        )

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_
 from agilerl.arguments import checked, nearest, shown
 from agilerl.config import Section
 from agilerl.config.base_model import NetworkConfig, SharedOptions
-from agilerl.config.declared import ALGORITHMS
+from agilerl.config.declared import HYPERPARAMETERS
 from agilerl.config.distributed import DistributedConfig
 from agilerl.config.environment import EnvironmentConfig, Params
 from agilerl.config.vllm import server_url
@@ -676,9 +676,10 @@ class RunConfig(Section):
 
 def addresses_of(name: str) -> list[str]:
     """Return ``section.name`` for each section that has a setting of this name."""
-    own = {*SharedOptions.model_fields, *(key for one in ALGORITHMS.values() for key in one.hyperparameters)}
     sections = {
-        section: own if section == "algorithm" else getattr(field.annotation, "model_fields", ())
+        section: [*HYPERPARAMETERS, *SharedOptions.model_fields]
+        if section == "algorithm"
+        else getattr(field.annotation, "model_fields", ())
         for section, field in RunConfig.model_fields.items()
     }
     return [f"{section}.{name}" for section, names in sections.items() if name in names]
