@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, ValidatorFunctionWrapHandler
+from pydantic_core import InitErrorDetails
 
 from agilerl.arguments import nearest, shown
 from agilerl.errors import ConfigError
@@ -25,27 +26,43 @@ def validated(model: type[Model], values: Mapping[str, Any], where: str = "") ->
 
     Pydantic's conversions are allowed (``"1e-5"`` is a number), except that true and false are not numbers.
     """
-    for path in _misplaced_booleans(model, values):
-        raise _not_a_number(path, where)
     try:
-        made = model(**values)
+        return model(**values)
     except ValidationError as error:
         raise ConfigError(sentence(error, model, where)) from None
     except ConfigError as error:  # from a model whose constructor users may also call, which does not know ``where``
         if isinstance(error.__cause__, ValidationError):
             raise ConfigError(sentence(error.__cause__, model, where)) from None
         raise
-    for path in _beyond_64_bits(values):
-        raise ConfigError(f"{'.'.join([where, *path] if where else path)}: expected a number that fits into 64 bits")
-    for path in _converted_booleans(values, made):
-        raise _not_a_number(path, where)
-    return made
 
 
-def check_booleans(model: type[BaseModel], values: Mapping[str, Any]) -> None:
-    """Raise ConfigError for true or false in place of a number; pydantic would turn them into 1 and 0."""
-    for path in _misplaced_booleans(model, values):
-        raise _not_a_number(path, "")
+def checked_numbers(given: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Convert as pydantic does, and refuse booleans that became numbers, and integers beyond 64 bits.
+
+    A field validator: ``_numbers = field_validator("*", mode="wrap")(checked_numbers)``.
+    """
+    converted = handler(given)
+    if wrong := list(_wrong_numbers(given, converted)):
+        details = [
+            InitErrorDetails(type="value_error", loc=loc, input=given, ctx={"error": reason}) for loc, reason in wrong
+        ]
+        raise ValidationError.from_exception_data("numbers", details)
+    return converted
+
+
+def _wrong_numbers(given: Any, converted: Any, *place: str | int) -> Iterator[tuple[tuple[str | int, ...], ValueError]]:
+    if isinstance(given, bool):
+        if isinstance(converted, int | float) and not isinstance(converted, bool):
+            yield place, ValueError("input should be a number, found a boolean")
+    elif isinstance(given, int):  # torch and numpy hold no larger ones
+        if not -(2**63) <= given < 2**63:
+            yield place, ValueError("expected a number that fits into 64 bits")
+    elif isinstance(given, Mapping) and isinstance(converted, Mapping):
+        for key in given.keys() & converted.keys():
+            yield from _wrong_numbers(given[key], converted[key], *place, key)
+    elif isinstance(given, list | tuple) and isinstance(converted, list | tuple):
+        for index, (before, after) in enumerate(zip(given, converted)):
+            yield from _wrong_numbers(before, after, *place, index)
 
 
 def sentence(error: ValidationError, model: type[BaseModel], where: str = "") -> str:
@@ -115,51 +132,6 @@ def _plain(annotation: Any) -> Any:
         parts = [part for part in typing.get_args(annotation) if part is not type(None)]
         return _plain(parts[0]) if len(parts) == 1 else annotation
     return annotation
-
-
-def _not_a_number(path: list[str], where: str) -> ConfigError:
-    return ConfigError(f"{'.'.join([where, *path] if where else path)}: input should be a number, found a boolean")
-
-
-def _misplaced_booleans(wanted: Any, given: Any) -> Iterator[list[str]]:
-    """Yield the path of each boolean in place of a number, before pydantic turns it into 1 or 0."""
-    plain, items = _plain(wanted), list[tuple[str, Any, Any]]()
-    if isinstance(given, bool):
-        if plain in (int, float):
-            yield []
-    elif isinstance(given, Mapping):
-        inner = typing.get_args(plain)[-1:] if typing.get_origin(plain) is dict else ()
-        known = plain.model_fields if isinstance(plain, type) and issubclass(plain, BaseModel) else {}
-        items = [(str(key), inner[0], value) for key, value in given.items() if inner]
-        items += [(key, known[key].annotation, value) for key, value in given.items() if key in known]
-    elif isinstance(given, list | tuple) and typing.get_origin(plain) in (list, tuple):
-        items = [(str(place), typing.get_args(plain)[0], value) for place, value in enumerate(given)]
-    for key, annotation, value in items:
-        yield from ([key, *rest] for rest in _misplaced_booleans(annotation, value))
-
-
-def _beyond_64_bits(given: Any) -> Iterator[list[str]]:
-    """Yield the path of each integer that is too large for torch and numpy."""
-    if isinstance(given, int) and not -(2**63) <= given < 2**63:
-        yield []
-    items = given.items() if isinstance(given, Mapping) else enumerate(given) if isinstance(given, list | tuple) else ()
-    for key, value in items:
-        yield from ([str(key), *rest] for rest in _beyond_64_bits(value))
-
-
-def _converted_booleans(given: Any, made: Any) -> Iterator[list[str]]:
-    """Yield the path of each boolean that became a number."""
-    if isinstance(given, bool):
-        if not isinstance(made, bool):
-            yield []
-    elif isinstance(given, Mapping) and isinstance(made, BaseModel | Mapping):
-        inner = made if isinstance(made, Mapping) else dict(made)
-        for key in given:
-            if key in inner:
-                yield from ([str(key), *rest] for rest in _converted_booleans(given[key], inner[key]))
-    elif isinstance(given, list | tuple) and isinstance(made, list | tuple):
-        for place, (before, after) in enumerate(zip(given, made)):
-            yield from ([str(place), *rest] for rest in _converted_booleans(before, after))
 
 
 # -- settings that change nothing, because of another one -------------------------------------------------------------

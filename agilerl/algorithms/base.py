@@ -27,7 +27,7 @@ from agilerl.hpo.parameters import (
     with_changes,
 )
 from agilerl.other_trainers import ours
-from agilerl.validation import LARGEST_FLOAT32, check_booleans, sentence, validated
+from agilerl.validation import LARGEST_FLOAT32, checked_numbers, sentence, validated
 
 
 class AlgorithmConfig(BaseModel):
@@ -37,15 +37,15 @@ class AlgorithmConfig(BaseModel):
         extra="forbid", validate_assignment=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
+    _numbers = field_validator("*", mode="wrap")(checked_numbers)
+
     def __init__(self, **values: Any) -> None:
-        check_booleans(type(self), values)
         try:
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(sentence(error, type(self))) from error
 
     def __setattr__(self, name: str, value: Any) -> None:
-        check_booleans(type(self), {name: value})
         try:
             super().__setattr__(name, value)
         except ValidationError as error:

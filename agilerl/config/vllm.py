@@ -6,11 +6,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agilerl.arguments import shown
 from agilerl.errors import ConfigError, how_to_install
-from agilerl.validation import check_booleans, sentence
+from agilerl.validation import checked_numbers, sentence
 
 API_KEY = "VLLM_API_KEY"
 """Environment variable with the key of a server."""
@@ -82,6 +82,8 @@ class VLLMConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
+    _numbers = field_validator("*", mode="wrap")(checked_numbers)
+
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs that share the base."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.3
@@ -145,7 +147,6 @@ class VLLMConfig(BaseModel):
 
     def __init__(self, **settings: Any) -> None:
         named = {_OF_TRL.get(name, name): value for name, value in settings.items()}
-        check_booleans(type(self), named)
         try:
             super().__init__(**named)
         except ValidationError as error:
