@@ -4,10 +4,11 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError, ValidatorFunctionWrapHandler
+from pydantic import BaseModel, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler
 from pydantic_core import InitErrorDetails
 
 from agilerl.arguments import nearest, shown
@@ -15,6 +16,7 @@ from agilerl.errors import ConfigError
 from agilerl.other_trainers import ours
 
 Model = TypeVar("Model", bound=BaseModel)
+Built = TypeVar("Built")
 
 LARGEST_FLOAT32 = 3.4e38
 """Most numbers end up in a float32 tensor, which rejects larger ones or makes them infinite."""
@@ -63,6 +65,21 @@ def _wrong_numbers(given: Any, converted: Any, *place: str | int) -> Iterator[tu
     elif isinstance(given, list | tuple) and isinstance(converted, list | tuple):
         for index, (before, after) in enumerate(zip(given, converted)):
             yield from _wrong_numbers(before, after, *place, index)
+
+
+def rebuilt(kind: type[Built], data: Mapping[str, Any], what: str) -> Built:
+    """Return a dataclass from plain data, nested ones included; raises ConfigError, with ``what`` it is, for others."""
+    try:
+        return _adapter(kind).validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ConfigError(f"Expected {what}, found {shown(dict(data))} ({reason})") from None
+
+
+@cache
+def _adapter(kind: type[Built]) -> TypeAdapter[Built]:
+    return TypeAdapter(kind)
 
 
 def sentence(error: ValidationError, model: type[BaseModel], where: str = "") -> str:

@@ -4,9 +4,9 @@ import inspect
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Any, Literal, Protocol, Self, TypeVar, get_args
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -39,21 +39,15 @@ class Mutation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the mutation as plain data for JSON."""
-        changes = [{"gene": change.gene, "old": change.old, "new": change.new} for change in self.changes]
-        return {"agent": self.agent, "kind": self.kind, "changes": changes, "details": dict(self.details)}
+        return asdict(self) | {"changes": [asdict(change) for change in self.changes]}
 
     @classmethod
     @checked
     def from_dict(cls, data: Mapping[str, Any]) -> "Mutation":
         """Rebuild a mutation; raises ConfigError when ``data`` is not one."""
-        try:
-            changes = tuple(Change(**change) for change in data["changes"])
-            kind = data["kind"]
-            if kind not in get_args(Kind):
-                raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}")
-            return cls(int(data["agent"]), kind, changes, dict(data.get("details", {})))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"Expected a mutation, found {dict(data)!r} ({error}).") from error
+        from agilerl.validation import rebuilt  # imports pydantic, which a search does not need
+
+        return rebuilt(cls, data, "a mutation")
 
 
 class Evolvable(Protocol):

@@ -17,7 +17,7 @@ from agilerl.hpo.lineage import (
     winning_lineage,
 )
 from agilerl.hpo.mutation import Change, Mutation
-from agilerl.hpo.schedule import hyperparameter_schedule, value_at
+from agilerl.hpo.schedule import hyperparameter_schedule
 
 
 def exam(agent, generation, trained):
@@ -148,21 +148,6 @@ def test_schedule_of_a_founder_and_of_a_fresh_child():
     schedule = hyperparameter_schedule(fresh, 4)
     assert schedule["genes"]["lr"][-1] == {"tokens": 530, "value": 1e-6}
     assert schedule["total_tokens"] == 530
-
-
-@pytest.mark.parametrize(
-    ("tokens", "lr"), [(0, 1e-5), (99, 1e-5), (100, 2e-5), (199, 2e-5), (200, 8e-5), (10_000, 8e-5)]
-)
-def test_values_hold_from_their_tokens_on(tokens, lr):
-    assert value_at(hyperparameter_schedule(story(), 3), "lr", tokens) == lr
-
-
-def test_values_of_unknown_genes_and_negative_tokens_are_errors():
-    schedule = hyperparameter_schedule(story(), 3)
-    with pytest.raises(ValueError, match=r"'gamma'; .*lr, beta"):
-        value_at(schedule, "gamma", 0)
-    with pytest.raises(ValueError, match="tokens, found -1"):
-        value_at(schedule, "lr", -1)
 
 
 @pytest.mark.parametrize(
