@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import BaseModel, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler
 from pydantic_core import InitErrorDetails
@@ -70,7 +70,7 @@ def _wrong_numbers(given: Any, converted: Any, *place: str | int) -> Iterator[tu
 def rebuilt(kind: type[Built], data: Mapping[str, Any], what: str) -> Built:
     """Return a dataclass from plain data, nested ones included; raises ConfigError, with ``what`` it is, for others."""
     try:
-        return _adapter(kind).validate_python(data)
+        return cast(Built, _adapter(kind).validate_python(data))
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -78,7 +78,7 @@ def rebuilt(kind: type[Built], data: Mapping[str, Any], what: str) -> Built:
 
 
 @cache
-def _adapter(kind: type[Built]) -> TypeAdapter[Built]:
+def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 

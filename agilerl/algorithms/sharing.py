@@ -8,16 +8,18 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from agilerl.algorithms.codec import warn_of_another_base
 from agilerl.algorithms.config import GroupConfig
 from agilerl.algorithms.credit import shaped_rewards
 from agilerl.algorithms.learner import Experience, Learner, behaviour_logprobs, temperature_of
-from agilerl.arguments import Location, Positive, Whole, Within, check_fields, shown
+from agilerl.arguments import shown
+from agilerl.config.run import SharingConfig
 from agilerl.data import RolloutBatch, Trajectory
 from agilerl.data.batch import concatenated, stacked
 from agilerl.errors import ConfigError
@@ -31,53 +33,21 @@ from agilerl.functional import (
 )
 from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.rollouts.engine import teaches_nothing
-from agilerl.rollouts.teacher import TeacherAPI, TeacherEndpoint
+from agilerl.rollouts.teacher import TeacherEndpoint
 from agilerl.runtime import Runtime
+from agilerl.validation import sentence
 
 Prompts = Literal["flat", "all"]
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """What agents learn from each other."""
+class Sharing(SharingConfig):
+    """What agents learn from each other; raises ConfigError for settings that do not fit."""
 
-    distillation: Annotated[float, Within(0, None)] = 0.0
-    """Weight of KL(agent || teacher) on the agent's own completions."""
-    teacher: Location | None = None
-    """Folder of the adapter that teaches: a PEFT folder, or a checkpoint of an agent, for the same base.
-    None: the elite of the last selection, which teaches all agents but itself."""
-    teacher_url: str | None = None
-    """Address of an OpenAI-compatible endpoint whose model teaches, instead of a folder. Its key is read from the
-    environment variable ``TEACHER_API_KEY``."""
-    teacher_model: str | None = None
-    """The model's name there."""
-    teacher_api: TeacherAPI = "prompt_logprobs"
-    """How it is asked for log-probs of given tokens."""
-    teacher_timeout: Positive = 120.0
-    """Seconds for one of its answers."""
-    experience: Whole = 0
-    """Completions of other agents for each prompt."""
-    experience_for: Prompts = "flat"
-    """Prompts that get them: those whose own completions all earned the same, or all."""
-    experience_cap: Positive = 2.0
-    """The most that a borrowed completion's importance weight may be."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.teacher is not None and self.distillation == 0:
-            raise ConfigError(f"sharing.teacher={shown(str(self.teacher))} has no effect: distillation is 0; set it")
-        wrong = None
-        if self.teacher_url is not None and self.distillation == 0:
-            wrong = "teacher_url has no effect: distillation is 0; set it"
-        elif self.teacher_url is not None and self.teacher is not None:
-            wrong = "teacher and teacher_url are two teachers; remove one of them"
-        elif (self.teacher_url is None) != (self.teacher_model is None):
-            wrong = "teacher_url and teacher_model go together; set both or neither"
-        if wrong:
-            raise ConfigError(f"sharing.{wrong}")
-
-    def __bool__(self) -> bool:
-        return self.distillation > 0 or self.experience > 0
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise ConfigError(sentence(error, type(self), "sharing")) from None
 
 
 @dataclass(frozen=True)

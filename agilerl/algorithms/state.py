@@ -7,18 +7,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, Protocol, Self, get_type_hints
+from typing import Annotated, Any, Literal, Protocol, get_type_hints
 
 import torch
-from pydantic import Field, create_model, model_validator
+from pydantic import AfterValidator, Field, create_model
 from torch import Tensor
 
 from agilerl.algorithms.base import Algorithm, AlgorithmConfig
 from agilerl.algorithms.config import CosineLRScheduleConfig
 from agilerl.algorithms.custom_loss import LossFunction, loss_name
 from agilerl.arguments import shown
-from agilerl.errors import CheckpointError
-from agilerl.hpo.parameters import Gene, Way
+from agilerl.errors import CheckpointError, ConfigError
+from agilerl.hpo.parameters import Gene
 from agilerl.models import adapters
 from agilerl.models.base import EMBEDDED, BaseModel, resolve_model
 from agilerl.models.operators import Part, merged, merged_moments, rescale
@@ -49,29 +49,14 @@ _COUNTERS = (
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Factors = list[tuple[Tensor, Tensor]]
-_Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class _Gene(SavedValues):
-    name: str
-    dtype: Literal["float", "int", "choice"]
-    min: Annotated[float, Field(allow_inf_nan=False)]
-    max: Annotated[float, Field(allow_inf_nan=False)]
-    scale: Literal["log", "linear", "choice"]
-    choices: list[float | int | str | bool]
-    step: Annotated[float, Field(gt=0, le=1)]
-    resample: Annotated[float, Field(ge=0, le=1)]
-    factors: Annotated[list[_Factor], Field(min_length=2, max_length=2)] | None
-    monotone: Way | None = None
-
-    @model_validator(mode="after")
-    def _has_a_range(self) -> Self:
-        if self.dtype == "choice":
-            if not self.choices:
-                raise ValueError("expected choices, found none")
-        elif not self.min < self.max or (self.scale == "log" and self.min <= 0) or self.scale == "choice":
-            raise ValueError(f"expected a range for the scale {self.scale}, found [{self.min:g}, {self.max:g}]")
-        return self
+def _of_gene(values: dict[str, Any]) -> dict[str, Any]:
+    try:
+        Gene(**values)
+    except (TypeError, ConfigError) as error:
+        raise ValueError(f"expected a gene: {error}") from None
+    return values
 
 
 class _Lora(SavedValues):
@@ -134,7 +119,7 @@ class AgentState:
     """Name of the base model."""
     config: dict[str, Any]
     """Hyperparameters that were set."""
-    genes: Annotated[dict[str, Any], SavedAs(dict[str, _Gene])]
+    genes: Annotated[dict[str, Any], SavedAs(dict[str, Annotated[dict[str, Any], AfterValidator(_of_gene)]])]
     """Fields of each gene in force."""
     lora: Annotated[dict[str, Any], SavedAs(_Lora)]
     """Rank, alpha and use_rslora of the adapter, and its dropout if there is one."""
@@ -272,7 +257,7 @@ def constructor_arguments(state: AgentState, runtime: Runtime) -> dict[str, Any]
         **state.config,
         "lora_config": lora_of(state, runtime),
         "cosine_lr_schedule_config": None if state.schedule is None else CosineLRScheduleConfig(**state.schedule),
-        "hp_config": {name: Gene.from_state(gene) for name, gene in state.genes.items()} or None,
+        "hp_config": {name: Gene(**gene) for name, gene in state.genes.items()} or None,
     }
 
 

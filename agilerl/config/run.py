@@ -446,12 +446,18 @@ TEACHER_KEY = "TEACHER_API_KEY"
 """Environment variable with the key of an endpoint that teaches."""
 
 
+def _absolute(path: Any) -> Any:
+    if isinstance(path, str) and (not path.strip() or "\0" in path):
+        raise ValueError(f"expected a path, found {shown(path)}")
+    return str(Path(path).expanduser().absolute()) if isinstance(path, str | Path) else path
+
+
 class SharingConfig(Section):
     """What agents learn from each other while they train; nothing by default."""
 
     distillation: Annotated[float, Field(ge=0), Needs("has_teacher", why=_ALONE)] = 0.0
     """Weight of KL(agent || teacher) on each agent's own completions; 0: none."""
-    teacher: Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser().absolute()))] | None = None
+    teacher: Annotated[str | None, BeforeValidator(_absolute)] = None
     """Folder of the adapter that teaches: a PEFT folder, an agent of a checkpoint, or the elite of a run with the same
     base. None: the elite of the last selection."""
     teacher_url: Annotated[str | None, AfterValidator(server_url)] = None
@@ -481,6 +487,9 @@ class SharingConfig(Section):
         if (self.teacher_url is None) != (self.teacher_model is None):
             raise ValueError("sharing.teacher_url and sharing.teacher_model go together; set both or neither")
         return self
+
+    def __bool__(self) -> bool:
+        return self.distillation > 0 or self.experience > 0
 
     @property
     def elite_teaches(self) -> bool:

@@ -61,8 +61,8 @@ class PulseSelection(Strategy):
         fallen = self._guarded(fitness[winner], generation, contest.standing, verdicts, winner)
         if fallen is not None:
             birth = Birth(contest.next_index, fallen, winner, self.guard_factor, from_best=True)
-            slots, deaths, reason = (birth.child,), (*losers, winner), "guard"
-            return Plan(generation, contest.ranked[0], slots, (birth,), deaths, reason=reason, verdicts=verdicts)
+            elite, deaths = contest.ranked[0], (*losers, winner)
+            return Plan(generation, elite, (birth.child,), (birth,), deaths, reason="guard", verdicts=verdicts)
         if not fitness[winner].is_finite:
             return contest.unchanged()
         taken_over = winner != min(fitness)

@@ -178,7 +178,7 @@ class Contest:
         )
 
     def places(self, kept: Collection[int], judged: Collection[int]) -> dict[int, str]:
-        """Return the verdict on each agent that leaves for its place in the ranking, without those ``judged`` already."""
+        """Return the verdict on each agent that leaves for its place, without those that are ``judged`` already."""
         return {
             index: f"left: place {place} of {len(self.ranked)}, {self.fitness[index].value:.3f}"
             for place, index in enumerate(self.ranked, start=1)

@@ -13,7 +13,6 @@ import torch
 from agilerl.addresses import check_key, is_out_of_reach
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.codec import warn_of_another_base
-from agilerl.algorithms.sharing import Sharing
 from agilerl.algorithms.state import differences
 from agilerl.arguments import checked, shown
 from agilerl.config.base_model import NetworkConfig, SharedOptions
@@ -314,7 +313,7 @@ def assemble(loaded: Loaded, checkpoint: Path | None, date: datetime) -> Session
         max_error_rate=t.max_error_rate,
         test_prompts=config.environment.test_prompts,
         objectives=config.selection_strategy.objectives or ("reward",),
-        sharing=Sharing(**config.sharing.model_dump()),
+        sharing=config.sharing,
     )
     if saved is not None:
         population.next_index = saved.next_index
