@@ -41,7 +41,7 @@ class AgentFacts:
     @classmethod
     def from_state(cls, values: Mapping[str, Any]) -> "AgentFacts":
         """Return the facts from the values of ``dataclasses.asdict``."""
-        return cls(**{**values, "genes": {name: Gene.from_state(gene) for name, gene in values["genes"].items()}})
+        return cls(**{**values, "genes": {name: Gene(**gene) for name, gene in values["genes"].items()}})
 
 
 class IslandPopulation(Population):
