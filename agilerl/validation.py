@@ -4,9 +4,8 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
 from operator import attrgetter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler
 from pydantic_core import InitErrorDetails
@@ -70,16 +69,11 @@ def _wrong_numbers(given: Any, converted: Any, *place: str | int) -> Iterator[tu
 def rebuilt(kind: type[Built], data: Mapping[str, Any], what: str) -> Built:
     """Return a dataclass from plain data, nested ones included; raises ConfigError, with ``what`` it is, for others."""
     try:
-        return cast(Built, _adapter(kind).validate_python(data))
+        return TypeAdapter(kind).validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
         reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise ConfigError(f"Expected {what}, found {shown(dict(data))} ({reason})") from None
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def sentence(error: ValidationError, model: type[BaseModel], where: str = "") -> str:

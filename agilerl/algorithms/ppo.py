@@ -13,7 +13,7 @@ from agilerl.algorithms.base import Algorithm, AlgorithmConfig
 from agilerl.algorithms.config import RolloutLLMConfig, SurrogateConfig
 from agilerl.algorithms.credit import check_whole_episodes, per_turn_sums, shaped_advantages
 from agilerl.algorithms.keywords import PPOKeywords
-from agilerl.algorithms.learner import Experience, is_off_policy, sampled_logprobs
+from agilerl.algorithms.learner import Experience, PolicyLearner, is_off_policy, sampled_logprobs
 from agilerl.algorithms.objective import PolicyParts, policy_objective
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
@@ -117,14 +117,12 @@ def both_rates(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-class PPO(LLMAlgorithm):
+class PPO(PolicyLearner, LLMAlgorithm):
     """Clipped policy gradient whose baseline is a learned value of every token (or turn)."""
 
     algorithm = Algorithm("PPO", PPOConfig)
     config: PPOConfig
     trained_slots: ClassVar[int] = 2
-    kl_scale: float = 1.0
-    """Factor on ``beta`` that ``kl_target`` has found so far."""
     critic_slot: int
     _critic_lease: Callable[[], object]
 
@@ -191,11 +189,6 @@ class PPO(LLMAlgorithm):
         """Return whether credit goes by turn in this batch: an episode has two or more, or the user asks for turns."""
         several = batch.turn_ids.numel() > 0 and int(batch.turn_ids.max()) > 0
         return several or self.config.advantage_granularity == "turn"
-
-    @property
-    def kl_coef(self) -> float:
-        """Weight of the KL: ``beta``, adapted to ``kl_target`` if there is one."""
-        return self.config.beta * self.kl_scale
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
         """Clipped surrogate, plus beta times the KL, plus ``vf_coef`` times the value loss: the mean over tokens."""

@@ -7,15 +7,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, Protocol, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
 from pydantic import AfterValidator, Field, create_model
 from torch import Tensor
 
-from agilerl.algorithms.base import Algorithm, AlgorithmConfig
 from agilerl.algorithms.config import CosineLRScheduleConfig
-from agilerl.algorithms.custom_loss import LossFunction, loss_name
+from agilerl.algorithms.custom_loss import loss_name
+from agilerl.algorithms.learner import Learner
 from agilerl.arguments import shown
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.parameters import Gene
@@ -160,60 +160,7 @@ PlainState = create_model(  # type: ignore[call-overload]
 """What ``agent.json`` may hold: a file that may come from a stranger is checked by it before any of it is used."""
 
 
-class Stateful(Protocol):
-    """An agent as its state sees it, apart from the counters of ``_COUNTERS``."""
-
-    pad_token: str | None
-    pad_token_id: int
-    lora_config: Any
-    cosine_lr_schedule_config: CosineLRScheduleConfig | None
-    knows_base: bool
-    """Whether the base is the one that the agent was trained on, as far as its state says."""
-
-    @property
-    def slot(self) -> int:
-        """Slot of the policy."""
-
-    @property
-    def reference_slot(self) -> int | None:
-        """Slot of the reference policy; None: the base model."""
-
-    @property
-    def critic_slot(self) -> int | None:
-        """Slot of the critic; None without one."""
-
-    @property
-    def runtime(self) -> Runtime:
-        """The base and the slots."""
-
-    @property
-    def algorithm(self) -> Algorithm:
-        """How the agent learns."""
-
-    @property
-    def config(self) -> AlgorithmConfig:
-        """Hyperparameters."""
-
-    @property
-    def genes(self) -> dict[str, Gene]:
-        """The hyperparameters that may mutate."""
-
-    @property
-    def loss(self) -> LossFunction | None:
-        """The user's loss function."""
-
-    @property
-    def rank(self) -> int:
-        """Rank of the adapter."""
-
-    def forget_reference(self) -> None:
-        """Make the base model the reference."""
-
-    def set_reference(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make these factors the reference."""
-
-
-def capture(agent: Stateful) -> AgentState:
+def capture(agent: Learner) -> AgentState:
     """Copy an agent into a state."""
     store, lora, schedule = agent.runtime.store, agent.lora_config, agent.cosine_lr_schedule_config
     read = store.read(agent.slot)
@@ -283,7 +230,7 @@ def check_algorithm(state: AgentState, name: str, hyperparameters: Collection[st
         )
 
 
-def restore(agent: Stateful, state: AgentState, *, with_optimizer: bool) -> None:
+def restore(agent: Learner, state: AgentState, *, with_optimizer: bool) -> None:
     """Give an agent the counters and the weights of a state."""
     agent.knows_base = state.loaded is not None
     for name in _COUNTERS:
@@ -314,7 +261,7 @@ def _is_like(found: Any, example: Any) -> bool:
 
 
 def adopt(
-    agent: Stateful, state: AgentState, *, with_optimizer: bool, with_critic: bool, actor_as_reference: bool
+    agent: Learner, state: AgentState, *, with_optimizer: bool, with_critic: bool, actor_as_reference: bool
 ) -> None:
     """Give an agent the policy of a state of equal rank, its scale and its reference included.
 
@@ -343,7 +290,7 @@ def adopt(
         )
 
 
-def load_weights(agent: Stateful, state: AgentState, *, with_optimizer: bool, with_critic: bool = True) -> None:
+def load_weights(agent: Learner, state: AgentState, *, with_optimizer: bool, with_critic: bool = True) -> None:
     """Give an agent the adapter (and the reference, if there is one) of a state of equal rank and scale.
 
     With ``with_critic`` an agent that has a critic takes the state's; if the state has none, its critic starts from the
@@ -394,7 +341,7 @@ def soup(states: Sequence[AgentState], weights: Sequence[float]) -> AgentState:
     return replace(first, adapter=adapter, moments={})
 
 
-def join(agent: Stateful, mate: AgentState) -> None:
+def join(agent: Learner, mate: AgentState) -> None:
     """Give an agent the mean of its own and a mate's delta, critics included, with Adam's moments to match."""
     store, own = agent.runtime.store, capture(agent)
     _join(store, agent.slot, own, mate, _scaling(mate))
