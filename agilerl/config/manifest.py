@@ -14,8 +14,9 @@ from pydantic import BaseModel
 
 from agilerl.addresses import addresses_in
 from agilerl.arguments import checked, nearest, shown
+from agilerl.bounds import check_file
 from agilerl.config.aliases import LEARNS_FROM, translated, with_two_rates
-from agilerl.config.named_files import locate, locate_code, locate_template, locate_within
+from agilerl.config.named_files import locate
 from agilerl.config.run import RunConfig, unknown_section
 from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
@@ -43,9 +44,7 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), repla
     """
     values = translated(_read(path))
     if path is not None:
-        locate_within(values.get("environment"), path.parent)
-        locate_code(values, path.parent)
-        locate_template(values.get("network"), path.parent)
+        locate(values, path.parent)
     if replay is not None:
         _put_replay(values, replay)
     if path is None:
@@ -58,12 +57,12 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), repla
 
 def _replaced(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return a sentence for each override that a later one of the same key, or of its section, replaces."""
-    found = []
-    for place, (keys, value) in enumerate(changed := [_split(override) for override in overrides]):
-        later = next((key for key, other in changed[place + 1 :] if keys[: len(key)] == key and other != value), None)
+    sentences = []
+    for index, (keys, value) in enumerate(changed := [_split(override) for override in overrides]):
+        later = next((key for key, other in changed[index + 1 :] if keys[: len(key)] == key and other != value), None)
         if later is not None:
-            found.append(f"{'.'.join(keys)}: replaced by {'.'.join(later)}, which is given later")
-    return tuple(found)
+            sentences.append(f"{'.'.join(keys)}: replaced by {'.'.join(later)}, which is given later")
+    return tuple(sentences)
 
 
 def _suit_learner(values: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -82,9 +81,7 @@ def config_of_run(document: Mapping[str, Any], overrides: Sequence[str] = ()) ->
     """
     values = copy.deepcopy(dict(document))
     typed = _override(values, overrides)
-    locate(values.get("environment"))
-    locate_code(values)
-    locate_template(values.get("network"))
+    locate(values)
     config = RunConfig.from_dict(values)
     config._typed = typed
     return config
@@ -114,9 +111,7 @@ def config_of(manifest: Mapping[str, Any]) -> RunConfig:
 
 def _config_of(values: dict[str, Any]) -> RunConfig:
     with_two_rates(values)
-    locate(values.get("environment"))
-    locate_code(values)
-    locate_template(values.get("network"))
+    locate(values)
     config = RunConfig.from_dict(values)
     _refuse_meaningless(config)
     return config
@@ -168,14 +163,9 @@ def _refuse_meaningless(config: RunConfig) -> None:
 
 
 def _read(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        text, name = (
-            (resources.files("agilerl.config") / "default.yaml").read_text(encoding="utf-8"),
-            "the embedded default",
-        )
-    else:
-        name = f"the manifest {shown(str(path))}"
-        text = _text(path, name)
+    name = "the embedded default" if path is None else f"the manifest {shown(str(path))}"
+    embedded = resources.files("agilerl.config") / "default.yaml"
+    text = embedded.read_text(encoding="utf-8") if path is None else _text(path, name)
     values = parse_yaml(text, name)
     if values is None:
         raise ConfigError(
@@ -200,24 +190,14 @@ def _put_replay(values: dict[str, Any], path: Path) -> None:
 
 def _text(path: Path, name: str) -> str:
     try:
-        is_file, size = path.is_file(), path.stat().st_size if path.exists() else 0
-        text = path.read_text(encoding="utf-8-sig") if is_file and size <= _MANIFEST_BYTES else ""
+        if not path.exists():
+            raise ConfigError(f"expected a YAML file or key.path=value, found nothing at {shown(str(path))}")
+        check_file(path, _MANIFEST_BYTES)
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name} cannot be read: it is not UTF-8 text (byte {error.start})") from error
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from error
-    if not is_file:
-        raise ConfigError(f"expected a YAML file or key.path=value, found {_kind(path)} at {shown(str(path))}")
-    if size > _MANIFEST_BYTES:
-        raise ConfigError(f"{name} has {size:,} bytes; expected at most {_MANIFEST_BYTES:,}")
-    return text
-
-
-def _kind(path: Path) -> str:
-    """Return what is at a path that is not a plain file."""
-    tests = {"a folder": path.is_dir, "a named pipe": path.is_fifo, "a socket": path.is_socket}
-    tests |= {"a device": lambda: path.is_char_device() or path.is_block_device()}
-    return next((kind for kind, is_one in tests.items() if is_one()), "nothing")
 
 
 def is_set(key: str, overrides: Sequence[str]) -> bool:
