@@ -40,7 +40,7 @@ from agilerl.algorithms.state import (
     restore,
 )
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
-from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, Within, checked, shown
+from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, Within, checked
 from agilerl.data import RolloutBatch
 from agilerl.data.batch import union
 from agilerl.data.checks import check_context, check_vocabulary
@@ -148,12 +148,11 @@ class LLMAlgorithm(Learner, DocumentedSurface, EvolvableAlgorithm):
                 "pad_token_id is required: the runtime has no tokenizer with a pad token to take it from; give, for "
                 "instance, pad_token_id=tokenizer.eos_token_id"
             )
-        known = isinstance(pad_token_id, int | np.integer) and not isinstance(pad_token_id, bool)
-        if not known or not 0 <= pad_token_id < vocabulary:
+        if pad_token_id >= vocabulary:
             raise ConfigError(
-                f"expected pad_token_id as a token of the model, 0 to {vocabulary - 1}, found {shown(pad_token_id)}"
+                f"expected pad_token_id as a token of the model, 0 to {vocabulary - 1}, found {pad_token_id}"
             )
-        return int(pad_token_id)
+        return pad_token_id
 
     # -- resources ------------------------------------------------------------------------------------------------
 

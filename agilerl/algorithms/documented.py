@@ -76,7 +76,7 @@ class GenerationView:
 
     @property
     def pad_token_id(self) -> int:
-        """The token that fills rows up."""
+        """The token used for padding."""
         return self.agent.pad_token_id  # type: ignore[no-any-return]
 
     @property
@@ -148,8 +148,7 @@ class ActorView:
     @property
     def dtype(self) -> torch.dtype:
         """Type of the model's weights."""
-        found: torch.dtype = self.base_model.dtype
-        return found
+        return self.base_model.dtype  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -326,8 +325,8 @@ class DocumentedSurface:
     @property
     def _adapters(self) -> dict[str, int | None]:
         """The slots that can be selected, by name."""
-        found = {"actor": self.slot, "reference": self.reference_slot}
-        return found if self.critic_slot is None else {**found, "critic": self.critic_slot}
+        slots = {"actor": self.slot, "reference": self.reference_slot}
+        return slots if self.critic_slot is None else {**slots, "critic": self.critic_slot}
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
@@ -342,15 +341,14 @@ class DocumentedSurface:
 
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
         """Return what evolution acts on: the adapter's slot and, unless ``networks_only``, the genes' values."""
-        found: dict[str, Any] = {"actor": self.slot}
-        return found if networks_only else {**found, **self.hyperparameters}  # type: ignore[attr-defined]
+        genes: dict[str, Any] = {} if networks_only else self.hyperparameters  # type: ignore[attr-defined]
+        return {"actor": self.slot, **genes}
 
     @staticmethod
     def inspect_attributes(agent: Any, input_args_only: bool = False) -> dict[str, Any]:
         """Return the hyperparameters and, unless ``input_args_only``, the counters."""
-        found: dict[str, Any] = agent.config.model_dump()
-        names = ("index", "mut", "steps", "scores", "fitness", "position", "updates")
-        return found if input_args_only else {**found, **{name: getattr(agent, name) for name in names}}
+        names = () if input_args_only else ("index", "mut", "steps", "scores", "fitness", "position", "updates")
+        return {**agent.config.model_dump(), **{name: getattr(agent, name) for name in names}}
 
     @staticmethod
     def copy_attributes(agent: Any, clone: Any) -> Any:

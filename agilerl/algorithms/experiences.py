@@ -1,7 +1,7 @@
 """Between the documented tuples of tensors and the typed batch, and the exam of an environment stepped by hand."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -242,16 +242,7 @@ _EXAM_SEED = 2**31
 """Seed of the first exam episode; training counts from 0 and never reaches it."""
 
 
-class _Player(Protocol):
-    """An agent as an exam sees it."""
-
-    tokens: dict[str, int]
-
-    def get_action(self, obs: Any, training: bool = True) -> ActionResult:
-        """Return completions of prompts."""
-
-
-def examine(agent: _Player, env: Any, loop: int) -> np.ndarray:
+def examine(agent: Any, env: Any, loop: int) -> np.ndarray:
     """Return rewards (returns of episodes) of greedy play, ``loop`` batches or episodes of it, as one flat array."""
     if isinstance(env, TokenObservationWrapper):
         return np.array([_play(agent, env, number) for number in range(loop)])
@@ -280,7 +271,7 @@ def of_all(processes: Processes, scores: np.ndarray) -> np.ndarray:
     return np.concatenate([np.frombuffer(part) for part in processes.gather(scores.astype(np.float64).tobytes())])
 
 
-def _play(agent: _Player, env: TokenObservationWrapper, number: int) -> float:
+def _play(agent: Any, env: TokenObservationWrapper, number: int) -> float:
     prompt, _ = env.reset(_EXAM_SEED + number)
     total, done = 0.0, False
     while not done:
@@ -291,7 +282,7 @@ def _play(agent: _Player, env: TokenObservationWrapper, number: int) -> float:
     return total
 
 
-def _play_all(agent: _Player, env: SyncMultiTurnVecEnv, number: int) -> np.ndarray:
+def _play_all(agent: Any, env: SyncMultiTurnVecEnv, number: int) -> np.ndarray:
     prompts: list[Any] | None = env.reset(_EXAM_SEED + number * env.batch_size)
     while prompts is not None:
         action = agent.get_action(prompts, training=False)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from agilerl.arguments import Number, Share, Whole, check_fields, checked, shown, taken
+from agilerl.arguments import Number, Share, Whole, check_fields, checked, shown
 from agilerl.errors import ConfigError
 
 _Z95 = 1.959963984540054
@@ -83,13 +83,11 @@ class Fitness:
     @checked
     def from_state(cls, values: Mapping[str, Any]) -> "Fitness":
         """Return the fitness that :meth:`state` gave; raises ConfigError for anything else."""
-        missing = [name for name in ("mean", "stderr", "n", "scores") if name not in values]
-        if missing:
-            raise ConfigError(f"Fitness: expected what state() returned, found no {missing[0]} in {shown(values)}")
-        costs = taken(Mapping[str, Mapping[str, Any]], values.get("costs", {}), "Fitness", "costs")
-        others = {name: cls.from_state(cost) for name, cost in costs.items()}
-        training = values.get("training", math.nan)
-        return cls(values["mean"], values["stderr"], values["n"], values["scores"], others, training)
+        try:
+            costs = {name: cls.from_state(cost) for name, cost in values.get("costs", {}).items()}
+            return cls(**{**values, "costs": costs})
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(f"Fitness: expected what state() returned, found {shown(values)}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Return mean, stderr and n for a JSON line, and the costs if any; numbers that are not finite become None."""

@@ -159,17 +159,17 @@ def _selection_lines(event: Evolved) -> Iterator[lineage.Record]:
     """Yield the elite, births, deaths, verdicts and mutations of a generation change."""
     plan, g = event.plan, event.generation
     if event.elite is not None:
-        yield lineage.elite_record(event.elite, g)
+        yield lineage.event_record("elite", event.elite, g)
     for birth in plan.births:
         values = event.inherited[birth.child]
         yield lineage.birth_record(
             birth.child, birth.parent, g, event.iteration, values, from_best=birth.from_best, mate=birth.mate
         )
     for index, reason in event.deaths.items():
-        yield lineage.death_record(index, g, reason)
+        yield lineage.event_record("death", index, g, reason=reason)
     for index, reason in plan.verdicts.items():
         if index not in plan.deaths:
-            yield lineage.verdict_record(index, g, reason)
+            yield lineage.event_record("verdict", index, g, reason=reason)
     for mutation in event.changes:
         if mutation.kind != "none":
             yield lineage.mutation_record(mutation, g, event.mutations[mutation.agent])
