@@ -632,9 +632,7 @@ class RunConfig(Section):
 
     def replaced(self, **sections: Section) -> Self:
         """Return a copy with other sections, which are taken as they are."""
-        copy = self.model_copy(update=sections)
-        copy._typed, copy._date = self._typed, self._date
-        return copy
+        return self.model_copy(update=sections)
 
     @property
     def has_others(self) -> bool:

@@ -1,6 +1,6 @@
 """Trajectories as plain lists and as tensors: the batch that losses are computed on, and its micro-batches."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
@@ -151,9 +151,18 @@ class RolloutBatch:
         """[B] tokens before the first action of each row; 0 without one."""
         return torch.where(self.action_mask.any(dim=1), self.action_mask.int().argmax(dim=1) + 1, 0)
 
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The tensors by name; None for what is not known."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "RolloutBatch":
+        changed: dict[str, Any] = {k: None if value is None else change(value) for k, value in self.columns.items()}
+        return RolloutBatch(**changed)
+
     def with_prompts_once(self) -> "RolloutBatch":
         """Return the batch with only whole prompts in common, so that a row has the same bits in every batch."""
-        batch = RolloutBatch(**{f.name: getattr(self, f.name) for f in fields(self)})
+        batch = RolloutBatch(**self.columns)
         batch.__dict__["tree"] = whole_prompts(self.ids, self.prompt_lengths.cpu())
         return batch
 
@@ -165,33 +174,23 @@ class RolloutBatch:
 
     def select(self, rows: Tensor | slice) -> "RolloutBatch":
         """Return the batch of some rows, cut to the shortest padded length that holds them."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        picked: dict[str, Any] = {name: None if value is None else value[rows] for name, value in values.items()}
-        batch = RolloutBatch(**picked)
+        batch = self._mapped(lambda column: column[rows])
         numbers = torch.arange(len(self), device=rows.device if isinstance(rows, Tensor) else None)[rows]
         batch.__dict__["tree"] = self.tree.select(numbers)
         length = min(padded_length(int(batch.lengths.max()) if len(batch) else 1), self.ids.shape[1])
         if length == self.ids.shape[1]:
             return batch
-        return batch._cut(length)
-
-    def _cut(self, length: int) -> "RolloutBatch":
-        cut = {f.name: getattr(self, f.name) for f in fields(self)}
+        cut = batch.columns
         cut["ids"] = cut["ids"][:, :length]
         for name in ("action_mask", "turn_ids", "sampling_logps"):
-            if cut[name] is not None:
-                cut[name] = cut[name][:, : length - 1]
-        return self._with_tree(RolloutBatch(**cut))
+            cut[name] = None if cut[name] is None else cut[name][:, : length - 1]
+        return batch._with_tree(RolloutBatch(**cut))
 
     def to(self, device: torch.device | str) -> "RolloutBatch":
         """Return the batch on another device; itself if it is there."""
         if self.ids.device == torch.device(device):
             return self
-        moved: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            moved[f.name] = None if value is None else value.to(device)
-        return self._with_tree(RolloutBatch(**moved))
+        return self._with_tree(self._mapped(lambda column: column.to(device)))
 
     def _with_tree(self, batch: "RolloutBatch") -> "RolloutBatch":
         if "tree" in self.__dict__:
@@ -265,18 +264,19 @@ def union(processes: Processes, batch: RolloutBatch, pad_token_id: int) -> Rollo
     """
     if processes.size == 1:
         return batch
-    own = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    sent = save({name: value.cpu().contiguous() for name, value in own.items() if value is not None})
+    sent = save({name: value.cpu().contiguous() for name, value in batch.columns.items() if value is not None})
     parts = [RolloutBatch(**load(part)) for part in processes.gather(sent)]
     groups = rows = 0
-    for place, part in enumerate(parts):
+    for rank, part in enumerate(parts):
         # As collate does: an episode has the number of its first row.
         episodes = torch.arange(len(part)) if part.episodes is None else part.episodes
-        parts[place] = replace(part, groups=part.groups + groups, episodes=episodes + rows)
+        parts[rank] = replace(part, groups=part.groups + groups, episodes=episodes + rows)
         groups += int(part.groups.max()) + 1 if len(part) else 0
         rows += len(part)
     whole = concatenated(parts, pad_token_id)
-    return whole if _has_long_episodes(whole) else replace(whole, episodes=None)
+    assert whole.episodes is not None
+    several = len(whole.episodes.unique()) < len(whole)  # type: ignore[no-untyped-call]
+    return whole if several else replace(whole, episodes=None)
 
 
 def concatenated(parts: Sequence[RolloutBatch], pad_token_id: int) -> RolloutBatch:
@@ -288,12 +288,6 @@ def concatenated(parts: Sequence[RolloutBatch], pad_token_id: int) -> RolloutBat
         for name, values in columns.items()
     }
     return RolloutBatch(**known)  # type: ignore[arg-type]
-
-
-def _has_long_episodes(batch: RolloutBatch) -> bool:
-    """Return whether some episode of the batch consists of several rows."""
-    assert batch.episodes is not None
-    return len(batch.episodes.unique()) < len(batch)  # type: ignore[no-untyped-call]
 
 
 def stacked(values: Sequence[Tensor], fill: float = 0.0) -> Tensor:

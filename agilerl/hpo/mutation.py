@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 
-from agilerl.arguments import Count, Positive, Seed, Share, Whole, checked
+from agilerl.arguments import Count, NotNegative, Positive, Seed, Share, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.streams import stream
@@ -116,12 +116,12 @@ class Mutations:
     @checked
     def __init__(
         self,
-        no_mutation: float,
-        architecture: float,
-        new_layer_prob: float,
-        parameters: float,
-        activation: float,
-        rl_hp: float,
+        no_mutation: NotNegative,
+        architecture: NotNegative,
+        new_layer_prob: NotNegative,
+        parameters: NotNegative,
+        activation: NotNegative,
+        rl_hp: NotNegative,
         *documented: Any,
         mutation_sd: Positive = 0.03,
         activation_selection: Sequence[str] | None = None,
@@ -151,7 +151,11 @@ class Mutations:
             "parameters": parameters,
             "hyperparameters": rl_hp,
         }
-        self._probabilities = _check_probabilities(chances)
+        if not (total := sum(chances.values())):
+            raise ConfigError(
+                "Mutations: expected no_mutation, architecture, parameters and rl_hp not all 0, found 0 for each."
+            )
+        self._probabilities = {kind: chance / total for kind, chance in chances.items()}
         for name, key, value in (
             ("activation", "act_mut", activation),
             ("new_layer_prob", "new_layer", new_layer_prob),
@@ -284,10 +288,10 @@ def _say_that_all_move(wanted: int, known: int) -> None:
     )
 
 
-def inherited(agent: int, own: Mapping[str, Value], donor: int, values: Mapping[str, Value]) -> Mutation:
-    """Return the mutation that gives ``agent`` the gene values of ``donor`` instead of its own."""
+def inherited(agent: int, before: Mapping[str, Value], donor: int, values: Mapping[str, Value]) -> Mutation:
+    """Return the mutation that gives ``agent`` the gene values of ``donor`` instead of those ``before``."""
     changes = tuple(
-        Change(name, own[name], values[name]) for name in own if name in values and own[name] != values[name]
+        Change(name, old, values[name]) for name, old in before.items() if name in values and old != values[name]
     )
     return Mutation(agent, "hyperparameters", changes, {"reason": "migration", "hyperparameters_from": donor})
 
@@ -320,17 +324,6 @@ def _elder_best(population: Sequence[Evolvable]) -> int | None:
         if len(agent.fitness)
     ]
     return min(scored)[1] if scored else None
-
-
-def _check_probabilities(chances: Mapping[Kind, float]) -> dict[Kind, float]:
-    total = sum(chances.values())
-    if any(not (math.isfinite(value) and value >= 0) for value in chances.values()) or total <= 0:
-        raise ConfigError(
-            "Mutations: no_mutation, architecture, parameters and rl_hp must be at least 0 and not all 0, found "
-            f"no_mutation={chances['none']}, architecture={chances['rank']}, parameters={chances['parameters']}, "
-            f"rl_hp={chances['hyperparameters']}."
-        )
-    return {kind: value / total for kind, value in chances.items()}
 
 
 # -- one value: a symmetric heavy-tailed step, a choice, or the documented factors ------------------------------------
