@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import chain, count
@@ -44,13 +44,18 @@ ANNEALING = LRSchedule("linear", decay=0.4)
 """The learning rate's course in runs that end with one agent."""
 
 
+def _known(name: str, known: Collection[str], kind: str, code: str) -> None:
+    if not (name in known or names_code(name)):
+        raise ValueError(
+            f"expected one of the {kind} {', '.join(known)}, or custom code ({code}), found {shown(name)}; "
+            f"{nearest(name, known)}"
+        )
+
+
 def _strategy(name: str | None) -> str | None:
-    if name is None or name in SETTINGS or names_code(name):
-        return name
-    raise ValueError(
-        f"expected one of the strategies {', '.join(SETTINGS)}, or custom code (strategy.py:MySelection), found "
-        f"{shown(name)}; {nearest(name, SETTINGS)}"
-    )
+    if name is not None:
+        _known(name, SETTINGS, "strategies", "strategy.py:MySelection")
+    return name
 
 
 TRACKERS: Mapping[str, tuple[str, ...]] = {
@@ -78,15 +83,9 @@ def _by_name(trackers: Any) -> Any:
 
 def _trackers(trackers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     for name, settings in trackers.items():
-        if names_code(name):
-            continue
-        if name not in TRACKERS:
-            raise ValueError(
-                f"expected one of the trackers {', '.join(TRACKERS)}, or custom code (tracker.py:MyTracker), found "
-                f"{shown(name)}; {nearest(name, TRACKERS)}"
-            )
+        _known(name, TRACKERS, "trackers", "tracker.py:MyTracker")
         for setting in settings:
-            if setting not in TRACKERS[name]:
+            if setting not in TRACKERS.get(name, (setting,)):  # custom code takes any
                 known = ", ".join(TRACKERS[name]) or "none"
                 raise ValueError(f"{name} has no setting {shown(setting)} in a manifest; it has {known}")
     return trackers

@@ -44,7 +44,7 @@ class PulseSelection(Strategy):
         guard_factor: Annotated[float, Within(above=0, most=1)] = 0.4,
     ) -> None:
         if 1 in factors:
-            raise ConfigError(f"PulseSelection: expected factors other than 1, found {list(factors)}")
+            raise ConfigError(f"PulseSelection: factors must be above 0 and not 1, found {list(factors)}")
         self.every = every
         self.factors = tuple(float(factor) for factor in factors)
         self.challenge = challenge
