@@ -270,28 +270,21 @@ class EvolvableAlgorithm(ABC):
         """Overwrite this agent's weights with those of a checkpoint folder."""
 
 
-def _constructor_keywords(cls: type) -> dict[str, inspect.Parameter]:
-    """Collect the named parameters of all ``__init__`` along the inheritance, the most derived first."""
-    found: dict[str, inspect.Parameter] = {}
-    for base in cls.__mro__:
+def _signature(cls: type[EvolvableAlgorithm]) -> inspect.Signature:
+    """Return the constructor's signature with every hyperparameter spelled out."""
+    parameters: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__:  # the most derived first
         init = base.__dict__.get("__init__")
         if init is None or not issubclass(base, EvolvableAlgorithm):
             continue
         for name, parameter in inspect.signature(init).parameters.items():
             if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-                found.setdefault(name, parameter)
-    return found
-
-
-def _signature(cls: type[EvolvableAlgorithm]) -> inspect.Signature:
-    """Return the constructor's signature with every hyperparameter spelled out."""
-    parameters = _constructor_keywords(cls)
+                parameters.setdefault(name, parameter)
     for name, field in cls.Config.model_fields.items():
         parameters[name] = inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=field.get_default(call_default_factory=True)
         )
-    ordered = sorted(parameters.values(), key=lambda p: p.kind)
-    return inspect.Signature(ordered)
+    return inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))
 
 
 def _short(value: Any) -> str:

@@ -31,14 +31,6 @@ _IMPLIED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _with_options(signature: inspect.Signature) -> inspect.Signature:
-    """Return the signature of an agent with the options of the shared base, each once."""
-    parameters = dict(signature.parameters)
-    for name, field in SharedOptions.model_fields.items():
-        parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
-    return signature.replace(parameters=sorted(parameters.values(), key=lambda p: p.kind))
-
-
 class _Sampling:
     """A setting of sampling: that of the agent, read and written as its hyperparameter."""
 
@@ -263,7 +255,10 @@ class DocumentedSurface:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.__signature__ = _with_options(inspect.signature(cls))  # type: ignore[attr-defined]
+        parameters = dict(inspect.signature(cls).parameters)
+        for name, field in SharedOptions.model_fields.items():
+            parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
+        cls.__signature__ = inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))  # type: ignore[attr-defined]
 
     @staticmethod
     def _split_documented(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], SharedOptions]:

@@ -295,8 +295,8 @@ class Learner:
 
     def present_vitals(self, *, with_rewards: bool = True) -> Vitals:
         """Return the numbers of this generation; rewards are left out if other agents' are not comparable with them."""
-        own = self.vitals if with_rewards else {**self.vitals, "reward": [], "reward_before": []}
-        return Vitals(**{name: tuple(values) for name, values in own.items()})
+        vitals = self.vitals if with_rewards else {**self.vitals, "reward": [], "reward_before": []}
+        return Vitals(**{name: tuple(values) for name, values in vitals.items()})
 
 
 class PolicyLearner(Learner):
@@ -344,11 +344,6 @@ def behaviour_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
     return agent.runtime.fixed_logprobs(agent.slot, batch, temperature_of(agent), agent.micro_batch)
 
 
-def reported_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor | None:
-    """Return the log-probs ``[B, L]`` that another engine (vLLM) reported for its samples; None for our own engine."""
-    return None if agent.runtime.engine.exact else batch.sampling_logps
-
-
 def reference_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
     """Return the reference's log-probs ``[B, L]`` on the CPU: its slot's, or those of the base with adapters off.
 
@@ -375,7 +370,7 @@ def sampled_logprobs(agent: PolicyLearner, batch: RolloutBatch) -> Sampled:
     """Adapt the weight of the KL to a batch, and compute the log-probs that the batch is compared with."""
     c = agent.config
     old = behaviour_logprobs(agent, batch) if is_off_policy(agent, batch) or c.kl_when_sampled else None
-    reported = reported_logprobs(agent, batch)
+    reported = None if agent.runtime.engine.exact else batch.sampling_logps
     ref = reference_logprobs(agent, batch) if c.beta > 0 else None
     kl = None
     if c.kl_when_sampled and old is not None and ref is not None:
@@ -440,17 +435,17 @@ class ReferenceLogprobs:
         of = policy + repr(float(temperature)).encode()
         keys = [_key(of, batch, row) for row in range(len(batch))]
         missing = list({key: row for row, key in enumerate(keys) if key not in self._known}.values())
-        found = {key: self._known[key] for key in keys if key in self._known}
+        logprobs = {key: self._known[key] for key in keys if key in self._known}
         if missing:
             part, runtime = batch.select(torch.tensor(missing)).with_prompts_once(), self._runtime()
             assert runtime is not None
             values = runtime.fixed_logprobs(slot, part, temperature, most).cpu()
-            for place, row in enumerate(missing):
-                found[keys[row]] = values[place][part.action_mask[place].cpu()].clone()
-                self._keep(keys[row], found[keys[row]])
+            for index, row in enumerate(missing):
+                logprobs[keys[row]] = values[index][part.action_mask[index].cpu()].clone()
+                self._keep(keys[row], logprobs[keys[row]])
             self.rows_computed += len(missing)
         mask = batch.action_mask.cpu()
-        flat = torch.cat([found[key] for key in keys]) if keys else torch.zeros(0)
+        flat = torch.cat([logprobs[key] for key in keys]) if keys else torch.zeros(0)
         return torch.zeros(mask.shape).masked_scatter(mask, flat)
 
     def _keep(self, key: bytes, values: Tensor) -> None:

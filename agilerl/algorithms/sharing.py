@@ -236,17 +236,19 @@ def borrowable(
     groups: dict[int, list[Trajectory]] = {}
     for row in own:
         groups.setdefault(row.group, []).append(row)
-    found = []
+    borrowed = []
     for number, group in groups.items():
         if prompts == "flat" and not teaches_nothing(group):
             continue
         first = group[0]
         lenders = [rows for rows in lent.get(tuple(first.prompt_ids), []) if rows[0].row == first.row]
         ordered = [rows[k] for k in range(max(map(len, lenders), default=0)) for rows in lenders if k < len(rows)]
-        found += [replace(row, group=number) for row in [row for row in ordered if _can_be_lent(row)][:count]]
-    return found
-
-
-def _can_be_lent(row: Trajectory) -> bool:
-    broken = row.logprobs is None or row.finish_reason in ("error", "oom")
-    return not broken and math.isfinite(row.episode_return)
+        sound = [
+            row
+            for row in ordered
+            if row.logprobs is not None
+            and row.finish_reason not in ("error", "oom")
+            and math.isfinite(row.episode_return)
+        ]
+        borrowed += [replace(row, group=number) for row in sound[:count]]
+    return borrowed

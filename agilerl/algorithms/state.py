@@ -27,23 +27,8 @@ from agilerl.runs.strict_json import LARGEST, Count, SavedValues
 from agilerl.runtime import Runtime
 
 _COUNTERS = (
-    "index",
-    "parent",
-    "mut",
-    "steps",
-    "position",
-    "updates",
-    "rollouts",
-    "skipped_steps",
-    "bad_steps",
-    "sick",
-    "outcomes",
-    "vitals",
-    "reference_tracker",
-    "tokens",
-    "fitness",
-    "scores",
-    "kl_scale",
+    *("index", "parent", "mut", "steps", "position", "updates", "rollouts", "skipped_steps", "bad_steps", "sick"),
+    *("outcomes", "vitals", "reference_tracker", "tokens", "fitness", "scores", "kl_scale"),
 )
 """Attributes that are counters of an agent; each algorithm has those that apply to it."""
 
@@ -235,29 +220,25 @@ def restore(agent: Learner, state: AgentState, *, with_optimizer: bool) -> None:
     agent.knows_base = state.loaded is not None
     for name in _COUNTERS:
         if name in state.counters:
-            value = _like(state.counters[name], getattr(agent, name, None), name)
-            setattr(agent, name, copy.deepcopy(value))
+            saved, example = state.counters[name], getattr(agent, name, None)
+            if not _is_like(saved, example):
+                raise CheckpointError(f"expected a counter {name} of an agent like {example!r}, found {shown(saved)}")
+            setattr(agent, name, copy.deepcopy(saved))
     load_weights(agent, state, with_optimizer=with_optimizer)
 
 
-def _like(found: Any, example: Any, name: str) -> Any:
-    """Return a saved counter; raises CheckpointError unless it has the type of a new agent's counter."""
-    if not _is_like(found, example):
-        raise CheckpointError(f"the saved counter {name} of an agent should be like {example!r}, found {shown(found)}")
-    return found
-
-
-def _is_like(found: Any, example: Any) -> bool:
+def _is_like(saved: Any, example: Any) -> bool:
+    """Return whether a saved counter has the type of a new agent's."""
     if isinstance(example, dict):
-        same = isinstance(found, dict) and set(found) == set(example)
-        return same and all(_is_like(found[key], example[key]) for key in example)
+        same = isinstance(saved, dict) and set(saved) == set(example)
+        return same and all(_is_like(saved[key], example[key]) for key in example)
     if isinstance(example, list):
-        return isinstance(found, list) and all(isinstance(item, str) or _is_like(item, 0.0) for item in found)
+        return isinstance(saved, list) and all(isinstance(item, str) or _is_like(item, 0.0) for item in saved)
     if isinstance(example, bool | str):
-        return type(found) is type(example)
-    if isinstance(example, float) and isinstance(found, float):
+        return type(saved) is type(example)
+    if isinstance(example, float) and isinstance(saved, float):
         return True
-    return (found is None and example is None) or (type(found) is int and 0 <= found <= LARGEST)
+    return (saved is None and example is None) or (type(saved) is int and 0 <= saved <= LARGEST)
 
 
 def adopt(

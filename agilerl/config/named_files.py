@@ -219,17 +219,14 @@ def check_unchanged(
         before = of_kind.get(str(path)) if isinstance(of_kind, Mapping) else None
         if before is None or digests(config)[kind].get(str(path)) != before:
             what = "is not recorded in run.json" if before is None else "has changed since the run began"
-            resumes = f"agilerl resume {shlex.quote(str(run))} --allow-changes{_allow_code(config)}"
-            remedy = f"resume it all the same: {resumes}" if begun is None else "name another file on the command line"
+            # A run with custom code is refused without --allow-code, whichever file has changed.
+            allow_code = " --allow-code" if any(kind == "code" for kind, _ in _named(config)) else ""
+            resumes = f"agilerl resume {shlex.quote(str(run))} --allow-changes{allow_code}"
+            remedy = f"resume it anyway: {resumes}" if begun is None else "name another file on the command line"
             raise CheckpointError(
                 f"the content of {shown(str(path))}, which the run reads, {what}; put the file back as it was, or "
                 f"{remedy}"
             )
-
-
-def _allow_code(config: RunConfig) -> str:
-    """Return what else the command needs: a run with code of its own is refused without, whichever file has changed."""
-    return " --allow-code" if any(kind == "code" for kind, _ in _named(config)) else ""
 
 
 def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:

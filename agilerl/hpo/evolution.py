@@ -136,7 +136,7 @@ class Evolution:
             keep, self.best = leader, Best(leader, first)
             self._kept = dict(self._members[indices.index(leader)].hyperparameters)
         plan = self.strategy.plan(fitness, self.generation, self.seed, self.next_index, Standing(spent, self.best))
-        _, members = apply_plan(plan, self._members, self._revived)
+        _, members = apply_plan(plan, self._members, lambda child: _Numbers(child, dict(self._kept), self.genes))
         known = [Member.of(member) for member in members]
         planned = self.mutations.plan(known, plan.elite, self.generation, self.seed, plan.mutants)
         changes = with_factors(plan, known, planned)
@@ -147,9 +147,6 @@ class Evolution:
         self.next_index += len(plan.births)
         self.generation += 1
         return Told(plan, tuple(changes), keep)
-
-    def _revived(self, child: int) -> "_Numbers":
-        return _Numbers(child, dict(self._kept), self.genes)
 
     def state(self) -> dict[str, Any]:
         """Return where the search stands as plain data; the arguments of the constructor are not part of it."""

@@ -241,9 +241,11 @@ class Evidence:
 
     def __str__(self) -> str:
         sign = ">=" if self.probability >= self.needed and self.probability > 0.5 else "<"
-        said = f"P = {self.probability:.3f} {sign} "
+        comparison = f"P = {self.probability:.3f} {sign} "
         against = f", but worse in {self.against}" if self.against else ""
-        return f"{said}{self.needed:.3g} in {self.about}{against}" if self.about else f"{said}{self.needed:g}"
+        if self.about:
+            return f"{comparison}{self.needed:.3g} in {self.about}{against}"
+        return f"{comparison}{self.needed:g}"
 
 
 @checked
@@ -322,7 +324,11 @@ def non_dominated_fronts(objectives: Mapping[int, Sequence[float]]) -> list[list
     left = set(points)
     fronts: list[list[int]] = []
     while left:
-        front = [a for a in sorted(left) if not any(_dominates(points[b], points[a]) for b in left)]
+        front = [
+            a
+            for a in sorted(left)
+            if not any((points[b] >= points[a]).all() and (points[b] > points[a]).any() for b in left)
+        ]
         fronts.append(front)
         left.difference_update(front)
     return fronts
@@ -337,8 +343,8 @@ def crowding_distance(objectives: Mapping[int, Sequence[float]]) -> dict[int, fl
     """
     points = _points(objectives)
     distance = dict.fromkeys(points, 0.0)
-    for place in range(len(next(iter(points.values()), ()))):
-        value = {index: float(point[place]) for index, point in points.items()}
+    for objective in range(len(next(iter(points.values()), ()))):
+        value = {index: float(point[objective]) for index, point in points.items()}
         order = sorted(points, key=lambda index: (value[index], index))
         low, high = value[order[0]], value[order[-1]]
         if not 0 < high - low < math.inf:
@@ -367,7 +373,3 @@ def _vectors(fitness: Mapping[int, Fitness]) -> dict[int, tuple[float, ...]]:
             "the fitness of each agent the same costs."
         )
     return {index: one.vector for index, one in finite.items()} if names - {()} else {}
-
-
-def _dominates(a: np.ndarray, b: np.ndarray) -> bool:
-    return bool((a >= b).all() and (a > b).any())
