@@ -51,19 +51,19 @@ def checked_numbers(given: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     return converted
 
 
-def _wrong_numbers(given: Any, converted: Any, *place: str | int) -> Iterator[tuple[tuple[str | int, ...], ValueError]]:
+def _wrong_numbers(given: Any, converted: Any, *loc: str | int) -> Iterator[tuple[tuple[str | int, ...], ValueError]]:
     if isinstance(given, bool):
         if isinstance(converted, int | float) and not isinstance(converted, bool):
-            yield place, ValueError("input should be a number, found a boolean")
+            yield loc, ValueError("input should be a number, found a boolean")
     elif isinstance(given, int):  # torch and numpy hold no larger ones
         if not -(2**63) <= given < 2**63:
-            yield place, ValueError("expected a number that fits into 64 bits")
+            yield loc, ValueError("expected a number that fits into 64 bits")
     elif isinstance(given, Mapping) and isinstance(converted, Mapping):
         for key in given.keys() & converted.keys():
-            yield from _wrong_numbers(given[key], converted[key], *place, key)
+            yield from _wrong_numbers(given[key], converted[key], *loc, key)
     elif isinstance(given, list | tuple) and isinstance(converted, list | tuple):
         for index, (before, after) in enumerate(zip(given, converted)):
-            yield from _wrong_numbers(before, after, *place, index)
+            yield from _wrong_numbers(before, after, *loc, index)
 
 
 def rebuilt(kind: type[Built], data: Mapping[str, Any], what: str) -> Built:
@@ -78,7 +78,7 @@ def rebuilt(kind: type[Built], data: Mapping[str, Any], what: str) -> Built:
 
 def sentence(error: ValidationError, model: type[BaseModel], where: str = "") -> str:
     """Turn a validation error into sentences that name the key and, for an unknown key, the nearest known one."""
-    found: dict[str, list[str]] = {}
+    by_key: dict[str, list[str]] = {}
     ranks: dict[str, tuple[bool, int]] = {}
     for item in error.errors()[:_MOST_FINDINGS]:
         path, owner = _follow(model, item["loc"])
@@ -98,12 +98,12 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
         # A union has an error for each of its types: one about the value says more than one about the type, and one
         # about an item more than one about the whole. Of types that fit equally little, all are named.
         rank = (not item["type"].endswith(("_type", "_parsing")), len(item["loc"]))
-        if key not in found or rank > ranks[key]:
-            found[key], ranks[key] = [text], rank
+        if key not in by_key or rank > ranks[key]:
+            by_key[key], ranks[key] = [text], rank
         elif rank == ranks[key] and text.startswith(f"{key}: input should be "):
-            found[key].append(text.removeprefix(f"{key}: input should be "))
+            by_key[key].append(text.removeprefix(f"{key}: input should be "))
     sentences = dict.fromkeys(
-        " or ".join([*(text.rpartition(", found ")[0] for text in texts[:-1]), texts[-1]]) for texts in found.values()
+        " or ".join([*(text.rpartition(", found ")[0] for text in texts[:-1]), texts[-1]]) for texts in by_key.values()
     )
     return "; ".join(sentences) + ("; and more" if error.error_count() > _MOST_FINDINGS else "")
 
@@ -172,10 +172,10 @@ class Needs:
         if self.why:
             return self.why.format(whole=whole)
         name = self.setting if scope is whole else f"{where}.{self.setting}"
-        found = "not set" if value is None else str(value).lower() if isinstance(value, bool) else value or 0
+        state = "not set" if value is None else str(value).lower() if isinstance(value, bool) else value or 0
         if self.values:
-            return f"only if {name} is {' or '.join(map(str, self.values))}, and it is {found}"
-        return f"only with {name}, which is {found}"
+            return f"only if {name} is {' or '.join(map(str, self.values))}, and it is {state}"
+        return f"only with {name}, which is {state}"
 
 
 def idle(
@@ -185,19 +185,19 @@ def idle(
 
     ``whole`` is the manifest, ``beside`` another section of this path. What is ``evolving`` may become anything.
     """
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name, field in type(section).model_fields.items():
         value, path = getattr(section, name), f"{where}.{name}" if where else name
         if isinstance(value, BaseModel):
-            found |= idle(value, path, whole, evolving=evolving)
+            reasons |= idle(value, path, whole, evolving=evolving)
         if value == field.get_default(call_default_factory=True, validated_data={}):
             continue
         needs = [one for one in field.metadata if isinstance(one, Needs) and one.setting not in evolving]
         if unmet := next(
             filter(None, (one.unmet(section, where, whole, beside) for one in needs if value != one.off)), ""
         ):
-            found[path] = unmet
-    return found
+            reasons[path] = unmet
+    return reasons
 
 
 def grouped(reasons: Mapping[str, str]) -> list[str]:

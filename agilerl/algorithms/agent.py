@@ -91,8 +91,8 @@ class LLMAlgorithm(Learner, DocumentedSurface, EvolvableAlgorithm):
         loss: Annotated[LossFunction | None, Hint("pass a function of LossInputs, or a PolicyLoss")] = None,
         **arguments: Any,
     ) -> None:
-        own, options = self._split_documented(arguments)
-        super().__init__(**own)
+        keywords, options = self._split_documented(arguments)
+        super().__init__(**keywords)
         if loss is not None:
             check_loss(loss, self)
         self.loss = loss
@@ -357,12 +357,12 @@ class LLMAlgorithm(Learner, DocumentedSurface, EvolvableAlgorithm):
         self._check_fits(rows)
         expected = tuple(rows.action_mask.shape)
         if not isinstance(dloss_dlogp, Tensor) or tuple(dloss_dlogp.shape) != expected:
-            found = (
+            given = (
                 f"shape {tuple(dloss_dlogp.shape)}" if isinstance(dloss_dlogp, Tensor) else type(dloss_dlogp).__name__
             )
             raise ConfigError(
                 f"expected d loss / d log-prob as a tensor of shape {expected}, one number for each entry of "
-                f"agent.logprobs(batch), found {found}"
+                f"agent.logprobs(batch), found {given}"
             )
         accumulate_batch(self, Experience(rows, dloss_dlogp.detach()), tangent_loss, 1.0)
         self._count(rows)

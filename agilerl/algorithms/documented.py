@@ -393,8 +393,8 @@ class DocumentedSurface:
     def to_device(self, *experiences: Tensor) -> tuple[Tensor, ...]:
         """Return tensors on the device of the base."""
         return tuple(
-            taken(Tensor, e, "to_device", f"argument {place}").to(self.runtime.base.device)
-            for place, e in enumerate(experiences)
+            taken(Tensor, tensor, "to_device", f"argument {number}").to(self.runtime.base.device)
+            for number, tensor in enumerate(experiences)
         )
 
     def wrap_models(self) -> None:

@@ -41,7 +41,7 @@ def prompt_ids(obs: Any, vocabulary: int) -> list[list[int]]:
             "get_action(obs=...): expected prompts, each a mapping with input_ids [1, P], as env.reset() returns them, "
             f"found {found}"
         )
-    return [_prompt(prompt, f"get_action, prompt {place}", vocabulary) for place, prompt in enumerate(prompts)]
+    return [_prompt(prompt, f"get_action, prompt {number}", vocabulary) for number, prompt in enumerate(prompts)]
 
 
 def _prompt(prompt: Any, where: str, vocabulary: int) -> list[int]:
@@ -127,8 +127,8 @@ def to_batch(
         start = piece.stop
     turns = torch.where(mask, 0, -1)
     if turn_ids is not None:
-        for row, own in enumerate(_by_row(turn_ids, rows, max(m.shape[1] for m in masks))):
-            turns[row, : len(own)] = torch.where(mask[row, : len(own)], own.cpu(), -1)
+        for row, ids_of_turns in enumerate(_by_row(turn_ids, rows, max(m.shape[1] for m in masks))):
+            turns[row, : len(ids_of_turns)] = torch.where(mask[row, : len(ids_of_turns)], ids_of_turns.cpu(), -1)
     if not mask.any():
         raise ConfigError(
             "learn(experiences=...): expected action_masks that mark the tokens to learn from, found none marked in "
@@ -156,7 +156,7 @@ def _groups(parts: Any, read: Callable[[Any, str], Tensor], name: str, group_siz
     if not isinstance(parts, Sequence) or isinstance(parts, str | bytes) or not parts:
         found = "none" if isinstance(parts, list | tuple) else described(parts)
         raise ConfigError(f"{where}: expected a list with one tensor a prompt, or one stacked tensor, found {found}")
-    return [read(part, f"{where}, entry {place}") for place, part in enumerate(parts)]
+    return [read(part, f"{where}, entry {number}") for number, part in enumerate(parts)]
 
 
 def _check_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], group_size: int) -> None:
@@ -179,16 +179,16 @@ def _by_row(turn_ids: Tensor | Sequence[Tensor], rows: int, positions: int) -> l
     if not isinstance(turn_ids, Tensor | list | tuple):
         raise ConfigError(f"learn(turn_ids=...): expected turn_ids [rows, T-1], found {described(turn_ids)}")
     parts = list(turn_ids) if isinstance(turn_ids, list | tuple) else [turn_ids]
-    found = [own for part in parts for own in token_rows(part, "learn(turn_ids=...)")]
-    if len(found) != rows:
-        raise ConfigError(f"expected turn_ids for {rows} rows, found them for {len(found)}")
-    longest = max((len(own) for own in found), default=0)
+    turns = [row for part in parts for row in token_rows(part, "learn(turn_ids=...)")]
+    if len(turns) != rows:
+        raise ConfigError(f"expected turn_ids for {rows} rows, found them for {len(turns)}")
+    longest = max((len(row) for row in turns), default=0)
     if longest > positions:
         raise ConfigError(
             f"expected turn_ids [rows, T-1], at most as wide as the action masks, found {longest} positions and masks "
             f"of {positions}"
         )
-    return found
+    return turns
 
 
 def _rewards(rewards: Any, rows: int, shapes: Collection[tuple[int, ...]], *, per_turn: bool) -> Tensor:

@@ -110,11 +110,11 @@ class PPOConfig(SurrogateConfig, RolloutLLMConfig):
 
 def both_rates(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return keywords, or genes, with ``lr`` as ``lr_actor`` and ``lr_critic`` where these are not given."""
-    found = dict(values)
-    if "lr" in found:
-        rate = found.pop("lr")
-        found = {"lr_actor": rate, "lr_critic": rate, **found}
-    return found
+    rates = dict(values)
+    if "lr" in rates:
+        rate = rates.pop("lr")
+        rates = {"lr_actor": rate, "lr_critic": rate, **rates}
+    return rates
 
 
 class PPO(PolicyLearner, LLMAlgorithm):

@@ -111,18 +111,18 @@ def with_teacher(agent: Learner, experience: Experience, teacher: int | TeacherE
     """
     batch = experience.batch
     mask = batch.action_mask.cpu()
-    own = experience.old_logp
-    if own is None:
-        own = behaviour_logprobs(agent, batch)
+    ours = experience.old_logp
+    if ours is None:
+        ours = behaviour_logprobs(agent, batch)
     if isinstance(teacher, TeacherEndpoint):
         check_temperature(agent)
         theirs = teacher.logprobs(batch, agent.runtime.processes, agent.runtime.lockstep)
     else:
         theirs = agent.runtime.fixed_logprobs(teacher, batch, temperature_of(agent), agent.micro_batch).cpu()
         agent.tokens["trained"] += int(batch.lengths.sum())
-    advantages = experience.advantages.cpu() + distillation_advantages(own.cpu(), theirs, mask, weight)
+    advantages = experience.advantages.cpu() + distillation_advantages(ours.cpu(), theirs, mask, weight)
     idle = None if experience.idle is None else ~nonzero_advantage_rows(advantages, mask)
-    gap = float(masked_mean(own.cpu() - theirs, mask))
+    gap = float(masked_mean(ours.cpu() - theirs, mask))
     metrics = {**experience.metrics, "sharing/teacher_kl": gap}
     return replace(experience, advantages=advantages, idle=idle, metrics=metrics)
 

@@ -293,9 +293,9 @@ def load_weights(agent: Learner, state: AgentState, *, with_optimizer: bool, wit
 
 def _check_head(store: AdapterStore, critic: CriticState) -> None:
     numbers = store.head_features + 1
-    for found in (critic.head, *critic.head_moments.values()):
-        if found.shape != (numbers,):
-            raise CheckpointError(f"expected a value head of {numbers} numbers, found {found.numel()}")
+    for part in (critic.head, *critic.head_moments.values()):
+        if part.shape != (numbers,):
+            raise CheckpointError(f"expected a value head of {numbers} numbers, found {part.numel()}")
 
 
 def _load_critic(store: AdapterStore, slot: int, critic: CriticState, *, with_optimizer: bool) -> None:
@@ -324,21 +324,21 @@ def soup(states: Sequence[AgentState], weights: Sequence[float]) -> AgentState:
 
 def join(agent: Learner, mate: AgentState) -> None:
     """Give an agent the mean of its own and a mate's delta, critics included, with Adam's moments to match."""
-    store, own = agent.runtime.store, capture(agent)
-    _join(store, agent.slot, own, mate, _scaling(mate))
-    if agent.critic_slot is not None and own.critic is not None and mate.critic is not None:
-        _join(store, agent.critic_slot, own.critic, mate.critic, _scaling(mate))
-        head = torch.stack([own.critic.head, mate.critic.head]).mean(dim=0)
-        second = torch.stack([critic.head_moments["exp_avg_sq"] for critic in (own.critic, mate.critic)]).mean(dim=0)
+    store, mine = agent.runtime.store, capture(agent)
+    _join(store, agent.slot, mine, mate, _scaling(mate))
+    if agent.critic_slot is not None and mine.critic is not None and mate.critic is not None:
+        _join(store, agent.critic_slot, mine.critic, mate.critic, _scaling(mate))
+        head = torch.stack([mine.critic.head, mate.critic.head]).mean(dim=0)
+        second = torch.stack([critic.head_moments["exp_avg_sq"] for critic in (mine.critic, mate.critic)]).mean(dim=0)
         store.write_head(agent.critic_slot, torch.stack([head, torch.zeros_like(head), second]))
 
 
 def _join(
-    store: AdapterStore, slot: int, own: "AgentState | CriticState", mate: "AgentState | CriticState", scaling: float
+    store: AdapterStore, slot: int, mine: "AgentState | CriticState", mate: "AgentState | CriticState", scaling: float
 ) -> None:
     ours = float(store.scaling[slot])
-    layers, _ = merged([Part(own.adapter, ours, 0.5), Part(mate.adapter, scaling, 0.5)], store.ranks[slot], ours)
-    second = [state.moments["exp_avg_sq"] for state in (own, mate)]
+    layers, _ = merged([Part(mine.adapter, ours, 0.5), Part(mate.adapter, scaling, 0.5)], store.ranks[slot], ours)
+    second = [state.moments["exp_avg_sq"] for state in (mine, mate)]
     store.write(slot, {"theta": layers, **merged_moments(second, layers)})
 
 
@@ -366,31 +366,31 @@ def differences(name: str, saved: Mapping[str, Any] | None, base: BaseModel, loa
 
     ``name`` and ``saved`` are a state's ``base`` and ``loaded``; ``loaded`` is that of the present runtime.
     """
-    found, known = [], saved or {}
+    sentences, known = [], saved or {}
     weights, here = known.get("weights"), loaded["weights"]
     if weights is not None and here is not None and weights.partition(":")[0] == here.partition(":")[0]:
         if weights != here:
-            found.append(
+            sentences.append(
                 f"the checkpoint was trained on the base model {name!r}, and the weights of this one, {base.name!r}, "
                 "are others: its adapter does not fit; load the base that it was trained on"
             )
     elif name and base.name and _place(name) != _place(base.name):
-        found.append(
+        sentences.append(
             f"the checkpoint was trained on the base model {name!r}, this agent is on {base.name!r}; unless they are "
             "the same model, its adapter does not fit"
         )
     if saved is not None and _decisive(saved["config_overrides"]) != _decisive(loaded["config_overrides"]):
-        found.append(
+        sentences.append(
             f"the checkpoint was trained with config_overrides={saved['config_overrides']!r}, this base has "
             f"{loaded['config_overrides']!r}: it computes something else; load it with those of the checkpoint"
         )
     tokens = known.get("tokenizer"), loaded["tokenizer"]
     if None not in tokens and tokens[0] != tokens[1]:
-        found.append(
+        sentences.append(
             "the checkpoint was trained with another tokenizer or chat template than this base has: its prompts were "
             "other tokens; load it with those of the checkpoint"
         )
-    return found
+    return sentences
 
 
 def _decisive(overrides: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -304,15 +304,15 @@ class _PlainLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Refuse a key that is given twice, of which PyYAML would keep the last in silence."""
-        found: dict[str, int] = {}
+        lines: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
                 shown = key.value if isinstance(key, yaml.ScalarNode) else "a collection"
                 self._refuse(key, f"a key must be text, found {shown}; quote it")
-            if key.value in found:
-                first = found[key.value] + 1
+            if key.value in lines:
+                first = lines[key.value] + 1
                 self._refuse(key, f"the key {key.value!r} is given twice, first in line {first}; keep one of the two")
-            found[key.value] = key.start_mark.line
+            lines[key.value] = key.start_mark.line
         return super().construct_mapping(node, deep)
 
     def number(self, node: yaml.ScalarNode) -> int | float:
@@ -324,8 +324,8 @@ class _PlainLoader(yaml.SafeLoader):
             self._refuse(node, f"the number {node.value[:20]}{'...' * (len(node.value) > 20)} is too large")
         return value
 
-    def _refuse(self, place: Any, problem: str) -> None:
-        raise yaml.MarkedYAMLError(None, None, problem, place.start_mark)
+    def _refuse(self, node: Any, problem: str) -> None:
+        raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
 
 
 for _name, _pattern in _SCALARS.items():

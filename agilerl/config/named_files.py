@@ -39,8 +39,8 @@ def names_a_file(source: str) -> bool:
 def is_packaged(name: str) -> bool:
     """Say whether a name, which has no folder, is that of a file that reasoning_gym brings along."""
     spec = find_spec("reasoning_gym")
-    places = [] if spec is None or spec.submodule_search_locations is None else spec.submodule_search_locations
-    return Path(name).name == name and any((Path(place) / "data" / name).is_file() for place in places)
+    folders = [] if spec is None or spec.submodule_search_locations is None else spec.submodule_search_locations
+    return Path(name).name == name and any((Path(folder) / "data" / name).is_file() for folder in folders)
 
 
 def locate(values: Mapping[str, Any], folder: Path | None = None) -> None:
@@ -79,8 +79,8 @@ def locate(values: Mapping[str, Any], folder: Path | None = None) -> None:
     trackers = training.get("trackers")
     if isinstance(trackers, str | list | dict):
         listed = [trackers] if isinstance(trackers, str) else trackers
-        found = [_located_code(name, "training.trackers", folder) for name in listed]
-        training["trackers"] = dict(zip(found, trackers.values())) if isinstance(trackers, dict) else found
+        located_names = [_located_code(name, "training.trackers", folder) for name in listed]
+        training["trackers"] = dict(zip(located_names, trackers.values())) if isinstance(trackers, dict) else located_names
     template = network.get("chat_template_path")
     if isinstance(template, str) and template.isprintable():
         network["chat_template_path"] = _beside(template, "network.chat_template_path", folder)
@@ -188,17 +188,17 @@ def digests(config: RunConfig) -> dict[str, dict[str, str]]:
 
     Raises CheckpointError if a file cannot be read.
     """
-    found: dict[str, dict[str, str]] = {"code": {}, "data": {}}
+    by_kind: dict[str, dict[str, str]] = {"code": {}, "data": {}}
     for kind, path in _named(config):
         if path.exists() and not path.is_file():  # a folder or a pipe that a parameter names has no content to compare
             continue
         try:
             check_file(path, memory_bytes(), error=CheckpointError)
             with open(path, "rb") as file:
-                found[kind][str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
+                by_kind[kind][str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise CheckpointError(f"the run needs {shown(str(path))}: {error.strerror or error}") from error
-    return found
+    return by_kind
 
 
 def check_unchanged(
@@ -211,9 +211,9 @@ def check_unchanged(
     Bytes that have changed would give another run. And a run directory may come from a stranger: it has nothing of a
     file whose content the stranger does not know, wherever on this machine it says that its rows are.
     """
-    own = None if begun is None else set(_named(begun))
+    begun_with = None if begun is None else set(_named(begun))
     for kind, path in _named(config):
-        if own is not None and (kind, path) not in own:
+        if begun_with is not None and (kind, path) not in begun_with:
             continue
         of_kind = recorded.get(kind)
         before = of_kind.get(str(path)) if isinstance(of_kind, Mapping) else None

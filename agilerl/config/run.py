@@ -402,19 +402,19 @@ class SelectionConfig(Section):
 
     @model_validator(mode="after")
     def _fits_the_strategy(self) -> Self:
-        own = {"params"} if names_code(self.strategy) else set(SETTINGS[self.strategy])
+        settings = {"params"} if names_code(self.strategy) else set(SETTINGS[self.strategy])
         if self.strategy == "halving" and self.between != "truncation":
-            own -= {"fraction", "confidence"}
+            settings -= {"fraction", "confidence"}
         # Both have always been in the run.json of every run, whatever its strategy.
         foreign = (
             self.model_fields_set
-            - own
+            - settings
             - {"name", "collapse_guard", "candidates", "soup", "equal_tokens", "tournament_size", "elitism"}
             - {"objectives"}
         )
         for name in sorted(foreign):
             if getattr(self, name) is not None:
-                known = ", ".join(sorted(own)) or "no other settings"
+                known = ", ".join(sorted(settings)) or "no other settings"
                 raise ValueError(
                     f"{name} is not a setting of selection_strategy.name={self.strategy}, which has {known}; remove "
                     "it, or name another strategy"
@@ -646,11 +646,11 @@ class RunConfig(Section):
     @property
     def without_effect(self) -> list[str]:
         """Sentences about settings that change nothing, those of ``algorithm`` excepted."""
-        found = [*self._replaced, *grouped(idle(self, "", self, evolving=self.genes))]
+        sentences = [*self._replaced, *grouped(idle(self, "", self, evolving=self.genes))]
         strategy = self.selection_strategy.strategy
         if strategy in ANNEALED and not set(self.genes) & {"lr", "lr_actor", "lr_critic"}:
-            found.append(f"{strategy}: challengers differ by their learning rate, not a gene here: there are none")
-        return found
+            sentences.append(f"{strategy}: challengers differ by their learning rate, not a gene here: there are none")
+        return sentences
 
     @property
     def lr_schedule(self) -> LRSchedule:

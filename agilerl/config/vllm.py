@@ -161,8 +161,8 @@ class VLLMConfig(BaseModel):
             )
         for name, value in self.engine_kwargs.items():
             if name in _OURS or name in type(self).model_fields:
-                place = f"vllm_config.{name}" if name in type(self).model_fields else "the engine itself"
-                raise ValueError(f"engine_kwargs.{name} is set by {place}; leave it out of engine_kwargs")
+                owner = f"vllm_config.{name}" if name in type(self).model_fields else "the engine itself"
+                raise ValueError(f"engine_kwargs.{name} is set by {owner}; leave it out of engine_kwargs")
             if type(value) not in (bool, int, float):
                 raise ValueError(f"engine_kwargs.{name}: expected a number or a boolean, found {value!r}")
         if self.max_lora_rank is not None and self.max_lora_rank > LORA_RANKS[-1]:

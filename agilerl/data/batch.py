@@ -136,10 +136,10 @@ class RolloutBatch:
         if self.episodes is None:
             every = torch.arange(len(self), device=self.ids.device)
             return every, every
-        _, places = self.episodes.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        rows = torch.arange(len(self), device=places.device)
-        heads = torch.full((int(places.max()) + 1 if len(self) else 0,), len(self), device=places.device)
-        return heads.scatter_reduce(0, places, rows, "amin"), places
+        _, episode_of = self.episodes.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        rows = torch.arange(len(self), device=episode_of.device)
+        heads = torch.full((int(episode_of.max()) + 1 if len(self) else 0,), len(self), device=episode_of.device)
+        return heads.scatter_reduce(0, episode_of, rows, "amin"), episode_of
 
     @cached_property
     def tree(self) -> TokenTree:
@@ -211,10 +211,10 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBat
     lengths = torch.tensor([len(r) for r in rows], dtype=torch.int64)
     prompts = torch.tensor([len(t.prompt_ids) for t in trajectories], dtype=torch.int64)
     # Each column is one list over all rows, written through a mask: a tensor for each row costs more than its numbers.
-    places = torch.arange(length)
+    positions = torch.arange(length)
     ids = torch.full((count, length), pad_token_id, dtype=torch.int64)
-    ids[places < lengths[:, None]] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)
-    span = (places[1:] >= prompts[:, None]) & (places[1:] < lengths[:, None])
+    ids[positions < lengths[:, None]] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)
+    span = (positions[1:] >= prompts[:, None]) & (positions[1:] < lengths[:, None])
 
     def spread(values: Iterable[Sequence[float]], fill: Tensor) -> Tensor:
         """Write each row's values, one for each token after the prompt, where these tokens are."""
@@ -389,14 +389,14 @@ def cut(batch: RolloutBatch, rows: Tensor, most: MicroBatch, *, flat: bool) -> l
         return tokens
 
     limit = max(1, (most.rows or len(rows)) // unit_rows)
-    found: list[list[list[int]]] = [[]]
+    parts: list[list[list[int]]] = [[]]
     spent, there = 0.0, set[int]()
     for unit in units.tolist():
         more = cost(unit, there)
-        if found[-1] and (len(found[-1]) == limit or (most.tokens is not None and spent + more > most.tokens)):
-            found.append([])
+        if parts[-1] and (len(parts[-1]) == limit or (most.tokens is not None and spent + more > most.tokens)):
+            parts.append([])
             there = set()
             spent, more = 0.0, cost(unit, there)
-        found[-1].append(unit)
+        parts[-1].append(unit)
         spent += more
-    return [torch.tensor(part).flatten() for part in found]
+    return [torch.tensor(part).flatten() for part in parts]

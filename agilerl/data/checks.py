@@ -38,8 +38,8 @@ def one_row(value: Any, where: str) -> list[int]:
             f"{where}: expected the token ids of one sequence, [1, T], found {described(ids)}, which is {len(ids)} "
             "sequences; pass each as a separate entry of the list"
         )
-    found: list[int] = ids[0].tolist()
-    return found
+    tokens: list[int] = ids[0].tolist()
+    return tokens
 
 
 def mask_rows(value: Any, where: str) -> Tensor:
