@@ -14,6 +14,7 @@ from agilerl.hpo.parameters import Evolve
 class CISPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of CISPO: GRPO's with the objective fixed."""
 
+    algorithm: ClassVar[str] = "CISPO"
     loss_type: ClassVar[Literal["cispo"]] = "cispo"  # type: ignore[misc]  # fixed: no hyperparameter here
     dual_clip: ClassVar[None] = None  # type: ignore[misc]  # bounds of the clipped surrogate, which is not used
     delta: ClassVar[None] = None  # type: ignore[misc]

@@ -9,7 +9,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cache
 from math import cos, pi
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -248,6 +248,8 @@ class PolicyConfig(LLMConfig):
         @property
         def clip_range(self) -> tuple[float, float]: ...  # noqa: D102
 
+    algorithm: ClassVar[str]
+    """Name of the algorithm: the value of the gene ``algorithm``."""
     loss_type: Literal["grpo", "gspo", "cispo"] = "grpo"
     """Objective; ``gspo`` is ``grpo`` with the ratio pooled over the trajectory (arXiv 2507.18071)."""
     loss_norm: Annotated[LossNorm, BeforeValidator(lambda name: LOSS_NORM_ALIASES.get(str(name), name))] = (
@@ -278,7 +280,7 @@ class PolicyConfig(LLMConfig):
                 pinned = getattr(cls, name, None)
                 given = f"{name}={values[name]!r}"
                 does = f"does not use {name}" if pinned is None else f"fixes {name}={pinned!r}"
-                raise ValueError(f"{_named(cls)} {does}, found {given}; leave it out, or use GRPO({given})")
+                raise ValueError(f"{cls.algorithm} {does}, found {given}; leave it out, or use GRPO({given})")
         return values
 
     @model_validator(mode="after")
@@ -327,6 +329,7 @@ class GroupConfig(LLMConfig):
     """Hyperparameters of advantages that compare the completions of one prompt with each other."""
 
     if TYPE_CHECKING:  # declared by RolloutLLMConfig and PolicyConfig
+        algorithm: ClassVar[str]
         group_size: int
 
         @property
@@ -353,7 +356,7 @@ class GroupConfig(LLMConfig):
     def _has_a_group(self) -> Self:
         if self.group_size < 2:
             raise ValueError(
-                f"group_size={self.group_size} leaves no other completion to compare with, but {_named(type(self))}'s "
+                f"group_size={self.group_size} leaves no other completion to compare with, but {self.algorithm}'s "
                 "advantages are relative to the group; use at least 2, or REINFORCE, which needs no group"
             )
         return self
@@ -378,10 +381,6 @@ class GroupConfig(LLMConfig):
 
 _FAMILY_FIELDS = frozenset(PolicyConfig.model_fields | GroupConfig.model_fields | SurrogateConfig.model_fields)
 """Hyperparameters, some of which a member of the family may fix or drop."""
-
-
-def _named(config: type[AlgorithmConfig]) -> str:
-    return config.__name__.removesuffix("Config")
 
 
 def check_weight_bounds(c: PolicyConfig, low: float | None, high: float) -> None:

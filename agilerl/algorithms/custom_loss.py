@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.learner import Learner
 from agilerl.algorithms.objective import PolicyParts, Surrogate, aggregated, policy_terms, record_tokens
-from agilerl.arguments import nearest
+from agilerl.arguments import check_fields, nearest
 from agilerl.custom_code import left, torch_restored
 from agilerl.data import LossInputs
 from agilerl.errors import CheckpointError, ConfigError
@@ -68,14 +68,7 @@ class PolicyLoss:
     aggregation: LossNorm | Callable[[Tensor, Tensor, float], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        known = {"ratio": PoolingLevel, "surrogate": Surrogate, "kl": KLEstimator, "aggregation": LossNorm}
-        for part, names in known.items():
-            value, optional = getattr(self, part), part in ("kl", "aggregation")
-            if not (callable(value) or value in get_args(names) or (optional and value is None)):
-                raise ConfigError(
-                    f"PolicyLoss({part}=...) takes a function or one of {', '.join(get_args(names))}"
-                    f"{', or None' if optional else ''}, found {value!r}"
-                )
+        check_fields(self)
 
     def __call__(
         self,

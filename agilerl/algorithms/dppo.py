@@ -15,6 +15,7 @@ from agilerl.hpo.parameters import Evolve
 class DPPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of DPPO: GRPO's without the bounds of the ratio."""
 
+    algorithm: ClassVar[str] = "DPPO"
     loss_type: ClassVar[Literal["grpo"]] = "grpo"  # type: ignore[misc]  # fixed: no hyperparameters here
     importance_sampling_level: ClassVar[Literal["token"]] = "token"  # type: ignore[misc]
     clip_coef: ClassVar[None] = None  # type: ignore[misc, assignment]  # of the clipped surrogate, which is not used

@@ -29,6 +29,7 @@ from agilerl.validation import Needs, validated
 class GRPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of GRPO."""
 
+    algorithm: ClassVar[str] = "GRPO"
     clip_max: Annotated[float, Field(gt=0), Evolve(1.0, 10.0), Needs("loss_type", ("cispo",))] = 5.0
     """``loss_type="cispo"``: cap of the detached importance weight (arXiv 2506.13585) if ``clip_coef`` is not set."""
     clip_min: Annotated[float | None, Field(ge=0), Needs("loss_type", ("cispo",))] = None

@@ -10,6 +10,7 @@ from agilerl.algorithms.keywords import MaxRLKeywords
 class MaxRLConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of MaxRL: GRPO's with the divisor of the advantages fixed."""
 
+    algorithm: ClassVar[str] = "MaxRL"
     loss_type: ClassVar[Literal["grpo"]] = "grpo"  # type: ignore[misc]  # fixed: no hyperparameters here
     adv_norm: ClassVar[Literal["mean"]] = "mean"  # type: ignore[misc]
     adv_eps: ClassVar[float] = 1e-4  # type: ignore[misc]

@@ -32,6 +32,7 @@ from agilerl.hpo.parameters import Evolve
 class REINFORCEConfig(PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of REINFORCE."""
 
+    algorithm: ClassVar[str] = "REINFORCE"
     loss_type: ClassVar[Literal["grpo"]] = "grpo"  # type: ignore[misc]  # fixed: no hyperparameter here
     group_size: Annotated[int, Field(ge=1), Evolve(1, 32)] = 8
     """Completions sampled for each prompt; 1 is enough, unless a group's mean is the baseline."""

@@ -14,6 +14,7 @@ from agilerl.validation import Needs
 class RLOOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     """Hyperparameters of RLOO."""
 
+    algorithm: ClassVar[str] = "RLOO"
     loss_type: ClassVar[Literal["grpo"]] = "grpo"  # type: ignore[misc]  # fixed: no hyperparameters here
     adv_norm: ClassVar[Literal["rloo"]] = "rloo"  # type: ignore[misc]
     adv_eps: ClassVar[float] = 1e-4  # type: ignore[misc]

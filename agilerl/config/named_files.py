@@ -79,8 +79,8 @@ def locate(values: Mapping[str, Any], folder: Path | None = None) -> None:
     trackers = training.get("trackers")
     if isinstance(trackers, str | list | dict):
         listed = [trackers] if isinstance(trackers, str) else trackers
-        located_names = [_located_code(name, "training.trackers", folder) for name in listed]
-        training["trackers"] = dict(zip(located_names, trackers.values())) if isinstance(trackers, dict) else located_names
+        located = [_located_code(name, "training.trackers", folder) for name in listed]
+        training["trackers"] = dict(zip(located, trackers.values())) if isinstance(trackers, dict) else located
     template = network.get("chat_template_path")
     if isinstance(template, str) and template.isprintable():
         network["chat_template_path"] = _beside(template, "network.chat_template_path", folder)

@@ -117,6 +117,7 @@ def test_a_state_knows_its_class(tmp_path: Path) -> None:
     assert type(GRPO.load(tmp_path / "a", runtime=cispo.runtime)) is CISPO
     assert set(GRPO.family()) == {cls.__name__ for cls in FAMILY} <= set(ALGORITHMS)
     assert {cls.algorithm.name for cls in FAMILY} == {cls.__name__ for cls in FAMILY}
+    assert all(cls.Config.algorithm == cls.__name__ for cls in FAMILY)
 
 
 # -- genes -----------------------------------------------------------------------------------------------------------
