@@ -153,7 +153,8 @@ class Mutations:
         }
         if not (total := sum(chances.values())):
             raise ConfigError(
-                "Mutations: expected no_mutation, architecture, parameters and rl_hp not all 0, found 0 for each."
+                "Mutations: expected no_mutation, architecture, parameters and rl_hp not all 0, found no_mutation=0, "
+                "architecture=0, parameters=0 and rl_hp=0."
             )
         self._probabilities = {kind: chance / total for kind, chance in chances.items()}
         for name, key, value in (
