@@ -87,8 +87,7 @@ def padding_id(tokenizer: Any, pad_token: str | None, pad_token_id: int | None) 
             )
         if pad_token not in (None, name):
             raise ConfigError(
-                f"pad_token_id={pad_token_id} is the token {name!r}, but pad_token={shown(pad_token)}; give only one "
-                "of the two"
+                f"pad_token_id={pad_token_id} is the token {name!r}, but pad_token={shown(pad_token)}; give only one"
             )
         return pad_token_id
     number = tokenizer.convert_tokens_to_ids(pad_token)

@@ -301,18 +301,17 @@ class LLMAlgorithm(Learner, DocumentedSurface, EvolvableAlgorithm):
         the old log-probs are then computed. Several calls of ``accumulate`` do not count as learning again.
         """
         if isinstance(experiences, RolloutBatch):
-            self._check_fits(experiences)
-            with self._noting(experiences.ids):
-                return learn_together([self], [self._whole(experiences)])[0]
-        if turn_ids is None and getattr(self.config, "uses_turns", False):
+            batch, ids = experiences, experiences.ids
+        elif turn_ids is None and getattr(self.config, "uses_turns", False):
             raise ConfigError(
                 "importance_sampling_level or advantage_granularity is 'turn', but no turn_ids were given; call "
                 "learn(experiences, turn_ids=...) with turn_ids [rows, T-1], or use another level"
             )
-        group_size = getattr(self.config, "group_size", 1)
-        batch = to_batch(experiences, self.pad_token_id, turn_ids, sampling_logps, group_size=group_size)
+        else:
+            group_size = getattr(self.config, "group_size", 1)
+            batch = to_batch(experiences, self.pad_token_id, turn_ids, sampling_logps, group_size=group_size)
+            ids = experiences[0] if isinstance(experiences[0], Tensor) else next(iter(experiences[0]), batch.ids)
         self._check_fits(batch)
-        ids = experiences[0] if isinstance(experiences[0], Tensor) else next(iter(experiences[0]), batch.ids)
         with self._noting(ids):
             return learn_together([self], [self._whole(batch)])[0]
 

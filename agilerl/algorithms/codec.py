@@ -279,8 +279,7 @@ def _check_scale(folder: Path, config: Any, state: AgentState) -> None:
     expected = state.lora["lora_alpha"] / (rank**0.5 if state.lora["use_rslora"] else rank)
     if not math.isclose(scale, expected, rel_tol=1e-5):
         raise CheckpointError(
-            f"the adapter at {str(folder)!r} has the scale {scale:g}, agent.json beside it {expected:g}; take both "
-            "from the same checkpoint"
+            f"the adapter at {str(folder)!r} has the scale {scale:g}, agent.json beside it {expected:g}"
         )
 
 

@@ -214,8 +214,7 @@ class SurrogateConfig(ReferenceConfig, LLMConfig):
             raise ValueError("use_kl_advantage_shaping weighs the KL by beta, but beta=0 leaves none; set beta")
         if self.use_kl_advantage_shaping and self.kl_placement != "loss":
             raise ValueError(
-                "use_kl_advantage_shaping takes the place of the KL in the loss, found "
-                f"kl_placement={self.kl_placement!r}; drop one of them"
+                f"use_kl_advantage_shaping replaces the loss's KL, found kl_placement={self.kl_placement!r}; drop one"
             )
         return self
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.learner import Learner
 from agilerl.algorithms.objective import PolicyParts, Surrogate, aggregated, policy_terms, record_tokens
-from agilerl.arguments import check_fields, nearest
+from agilerl.arguments import check_fields, described, nearest
 from agilerl.custom_code import left, torch_restored
 from agilerl.data import LossInputs
 from agilerl.errors import CheckpointError, ConfigError
@@ -141,8 +141,7 @@ def check_loss(loss: LossFunction, agent: Learner) -> None:
     """Raise ConfigError unless ``loss`` can be called with LossInputs and hyperparameters of ``agent``."""
     if not callable(loss):
         raise ConfigError(
-            f"loss must be a function of LossInputs that returns a scalar tensor, found {loss!r} of type "
-            f"{type(loss).__name__}"
+            f"loss must be a function of LossInputs that returns a scalar tensor, found {described(loss)}"
         )
     _arguments(loss, agent)
     if isinstance(loss, PolicyLoss) and loss.kl is not None and not getattr(agent.config, "beta", 0.0):

@@ -100,47 +100,13 @@ class OptimizerView:
         return self
 
 
-class ScheduleView:
-    """``agent.lr_scheduler``: where the learning rates are in their course; the update itself moves them on."""
-
-    def __init__(self, agent: Any) -> None:
-        self._agent = agent
-
-    def get_last_lr(self) -> list[float]:
-        """Return the learning rate of the next step, for each trained slot."""
-        return [settings.lr for settings in self._agent.optimizer_settings().values()]
-
-
 class ActorView:
     """``agent.actor``: the base model with the agent's selected adapter on, for calls that are made of a PEFT model."""
 
     def __init__(self, agent: Any) -> None:
-        self._agent = agent
-
-    @property
-    def base_model(self) -> Any:
-        """The model without adapters."""
-        return self._agent.runtime.base.model
-
-    @property
-    def config(self) -> Any:
-        """The model's configuration."""
-        return self.base_model.config
-
-    @property
-    def name_or_path(self) -> str:
-        """Name or folder of the base model."""
-        return self._agent.pretrained_model_name_or_path  # type: ignore[no-any-return]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self._agent.runtime.base.device  # type: ignore[no-any-return]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the model's weights."""
-        return self.base_model.dtype  # type: ignore[no-any-return]
+        self._agent, self.base_model = agent, agent.runtime.base.model
+        self.config, self.dtype = self.base_model.config, self.base_model.dtype
+        self.device, self.name_or_path = agent.runtime.base.device, agent.pretrained_model_name_or_path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -223,9 +189,14 @@ class DocumentedSurface:
         return OptimizerView(self)
 
     @property
-    def lr_scheduler(self) -> ScheduleView | None:
-        """The course of the learning rate, to read; None without ``cosine_lr_schedule_config``."""
-        return None if self.cosine_lr_schedule_config is None else ScheduleView(self)  # type: ignore[attr-defined]
+    def lr_scheduler(self) -> SimpleNamespace | None:
+        """The course of the learning rate, to read: ``get_last_lr()`` returns the next step's of each trained slot.
+
+        None without ``cosine_lr_schedule_config``.
+        """
+        if self.cosine_lr_schedule_config is None:  # type: ignore[attr-defined]
+            return None
+        return SimpleNamespace(get_last_lr=lambda: [s.lr for s in self.optimizer_settings().values()])  # type: ignore[attr-defined]
 
     @property
     def accelerator(self) -> Any:
@@ -272,8 +243,7 @@ class DocumentedSurface:
                 value = rest.pop(name)
                 if not any(value is a or value == a for a in accepted):
                     raise ConfigError(
-                        f"{name}={value!r} is not available with the shared base; expected "
-                        f"{' or '.join(map(repr, accepted))}"
+                        f"{name}={value!r} is not available here; expected {' or '.join(map(repr, accepted))}"
                     )
         return rest, validated(SharedOptions, options)
 

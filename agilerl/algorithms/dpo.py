@@ -106,8 +106,7 @@ class DPOConfig(ReferenceConfig, DataConfig):
         names = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
         if self.loss_weights is not None and len(self.loss_weights) != len(names):
             raise ValueError(
-                f"loss_weights={self.loss_weights} does not match loss_type={names}: expected {len(names)} numbers, "
-                f"found {len(self.loss_weights)}"
+                f"loss_weights={self.loss_weights}: expected {len(names)} numbers, one for each of loss_type={names}"
             )
         if len(set(names)) != len(names):
             raise ValueError(f"loss_type={names} names a loss twice; name it once and raise its weight")
@@ -115,8 +114,7 @@ class DPOConfig(ReferenceConfig, DataConfig):
             raise ValueError("loss_type='sft' alone has no preference in it; add a preference loss, or use SFT")
         if "sft" in names and self.nll_alpha > 0:
             raise ValueError(
-                f"loss_type={names} and nll_alpha={self.nll_alpha} both add the chosen completions' cross-entropy; "
-                "drop one of them"
+                f"loss_type={names} and nll_alpha={self.nll_alpha} both add the cross-entropy of chosen ones; drop one"
             )
         if self.label_smoothing > 0 and not _SMOOTHED & set(names):
             raise ValueError(
@@ -258,11 +256,7 @@ class DPO(DataAlgorithm):
                 "not pairs; use the batches of a PreferenceGym"
             )
         if not bool(batch.action_mask.any(dim=1).all()):
-            alpha = f"; nll_alpha={self.config.nll_alpha} learns the chosen one" if self.config.nll_alpha > 0 else ""
-            raise ConfigError(
-                "every pair needs a chosen and a rejected completion, found one without a token"
-                f"{alpha}; leave such pairs out"
-            )
+            raise ConfigError("every pair needs two completions, found one without a token; leave such pairs out")
 
 
 def _pair_scores(inputs: LossInputs, c: DPOConfig) -> PreferenceScores:

@@ -38,8 +38,7 @@ def prompt_ids(obs: Any, vocabulary: int) -> list[list[int]]:
     if not isinstance(prompts, list | tuple) or not prompts:
         found = "none" if isinstance(prompts, list | tuple) else described(obs)
         raise ConfigError(
-            "get_action(obs=...): expected prompts, each a mapping with input_ids [1, P], as env.reset() returns them, "
-            f"found {found}"
+            f"get_action(obs=...): expected mappings with input_ids [1, P], as env.reset() returns them, found {found}"
         )
     return [_prompt(prompt, f"get_action, prompt {number}", vocabulary) for number, prompt in enumerate(prompts)]
 
@@ -185,8 +184,7 @@ def _by_row(turn_ids: Tensor | Sequence[Tensor], rows: int, positions: int) -> l
     longest = max((len(row) for row in turns), default=0)
     if longest > positions:
         raise ConfigError(
-            f"expected turn_ids [rows, T-1], at most as wide as the action masks, found {longest} positions and masks "
-            f"of {positions}"
+            f"expected turn_ids [rows, T-1], at most as wide as the masks, {positions}, found {longest} positions"
         )
     return turns
 
@@ -207,8 +205,7 @@ def _rewards(rewards: Any, rows: int, shapes: Collection[tuple[int, ...]], *, pe
     if tensor.shape not in orders:
         known = " or ".join(str(list(shape)) for shape in sorted(orders, key=len))
         raise ConfigError(
-            f"expected {rows} rewards, one a completion, of shape {known}, found {list(tensor.shape)}; pass them "
-            "in the order of the completions"
+            f"expected {rows} rewards in the order of the completions, of shape {known}, found {list(tensor.shape)}"
         )
     return tensor.reshape(rows, 1)
 

@@ -292,8 +292,7 @@ def _turn_rewards(batch: RolloutBatch) -> Tensor:
         return rewards
     if rewards.shape[1] > 1:
         raise ConfigError(
-            f"turn_ids name {turns} turns, the rewards have {rewards.shape[1]} columns; give one reward for each turn, "
-            "or one for each episode"
+            f"turn_ids name {turns} turns, the rewards have {rewards.shape[1]} columns; give one a turn, or an episode"
         )
     last = batch.turn_ids.amax(dim=1, keepdim=True).clamp(min=0)
     return torch.zeros((len(batch), turns), dtype=rewards.dtype, device=rewards.device).scatter(1, last, rewards)

@@ -86,8 +86,7 @@ def load_teacher(runtime: Runtime, folder: Path) -> int:
     warn_of_another_base(folder, runtime.base, runtime.loaded)
     if lora.r > store.max_rank:
         raise ConfigError(
-            f"sharing.teacher={shown(str(folder))} has rank {lora.r}, the agents at most {store.max_rank}; give them "
-            f"lora_config r={lora.r}"
+            f"sharing.teacher={shown(str(folder))} has rank {lora.r}, the agents at most {store.max_rank}; raise theirs"
         )
     slot = store.allocate(lora.r, lora_scaling(lora))
     store.load_adapter(slot, factors)

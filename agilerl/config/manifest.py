@@ -128,8 +128,7 @@ def _refuse_meaningless(config: RunConfig) -> None:
             raise ConfigError(f"{where}.isolate is for custom functions, found {shown(grader.name)}; remove it")
         if grader.workers is not None and not is_code:
             raise ConfigError(
-                f"{where}.workers is for custom functions, found {shown(grader.name)}; give it in params, if the "
-                "grader has one"
+                f"{where}.workers is for custom functions, found {shown(grader.name)}; give it in params, if at all"
             )
         if "timeout" in grader.model_fields_set and not grader.isolate:
             raise ConfigError(
@@ -140,15 +139,13 @@ def _refuse_meaningless(config: RunConfig) -> None:
     for name in ("tournament_size", "elitism"):
         if name in selection.model_fields_set and selection.strategy != "tournament":
             raise ConfigError(
-                f"selection_strategy.{name} is a setting of name: tournament, found name: {selection.strategy}; remove "
-                "it, or name the tournament"
+                f"selection_strategy.{name} is a setting of name: tournament, found {selection.strategy}; remove it"
             )
     mutation = config.mutation
     evolving, moved = len(mutation.rl_hp_selection), mutation.genes_per_mutation
     if 0 < evolving < moved:
         raise ConfigError(
-            f"mutation.genes_per_mutation={moved} is more than the {evolving} hyperparameters of "
-            "mutation.rl_hp_selection; lower it"
+            f"mutation.genes_per_mutation={moved} is more than the {evolving} of mutation.rl_hp_selection; lower it"
         )
     longest = config.algorithm.get("max_output_tokens")
     for key, limit in (
@@ -157,8 +154,7 @@ def _refuse_meaningless(config: RunConfig) -> None:
     ):
         if isinstance(longest, int) and isinstance(limit, int) and longest > limit:
             raise ConfigError(
-                f"algorithm.max_output_tokens={longest} is above {key}={limit}, which holds the prompt as well; "
-                "lower the first, or raise the second"
+                f"algorithm.max_output_tokens={longest} is above {key}={limit}, prompt included; lower it"
             )
 
 

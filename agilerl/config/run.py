@@ -416,8 +416,7 @@ class SelectionConfig(Section):
             if getattr(self, name) is not None:
                 known = ", ".join(sorted(settings)) or "no other settings"
                 raise ValueError(
-                    f"{name} is not a setting of selection_strategy.name={self.strategy}, which has {known}; remove "
-                    "it, or name another strategy"
+                    f"{name} is not a setting of selection_strategy.name={self.strategy}, which has {known}; remove it"
                 )
         return self
 
@@ -547,8 +546,7 @@ class RunConfig(Section):
         size, tournament = self.training.pop_size, self.tournament_size
         if self.selection_strategy.strategy == "tournament" and tournament > size:
             raise ValueError(
-                f"selection_strategy.tournament_size={tournament} is larger than training.pop_size={size}; lower the "
-                "first, or raise the second"
+                f"selection_strategy.tournament_size={tournament} is larger than training.pop_size={size}; lower it"
             )
         least = self.selection_strategy.least or 1
         if self.selection_strategy.has_costs and self.selection_strategy.strategy in SHRINKING and least > size:

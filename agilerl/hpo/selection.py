@@ -267,8 +267,7 @@ def apply_plan(
         if birth.mate is not None:
             if cross is None:
                 raise ConfigError(
-                    f"The plan gives agent {birth.child} the mate {birth.mate}, but these agents cannot be crossed; "
-                    "return births with one parent."
+                    f"The plan gives agent {birth.child} the mate {birth.mate}, but these agents cannot be crossed."
                 )
             cross(children[birth.child], by_index[birth.mate])
     for birth in plan.births:
