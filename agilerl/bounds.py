@@ -120,6 +120,4 @@ def full_matches(pattern: str, names: Iterable[str], where: str) -> set[str]:
     try:
         return {name for name in names if compiled.fullmatch(name, timeout=left) is not None}
     except TimeoutError:
-        raise ConfigError(
-            f"{where}: matching {pattern[:80]!r} takes more than {left:g} s; write it without nested repeats"
-        ) from None
+        raise ConfigError(f"{where}: matching {pattern[:80]!r} takes over {left:g} s; avoid nested repeats") from None

@@ -86,9 +86,7 @@ def padding_id(tokenizer: Any, pad_token: str | None, pad_token_id: int | None) 
                 f"out, or use one of them, for instance the end token ({tokenizer.eos_token_id})"
             )
         if pad_token not in (None, name):
-            raise ConfigError(
-                f"pad_token_id={pad_token_id} is the token {name!r}, but pad_token={shown(pad_token)}; give only one"
-            )
+            raise ConfigError(f"pad_token_id={pad_token_id} is {name!r}, but pad_token={shown(pad_token)}; give one")
         return pad_token_id
     number = tokenizer.convert_tokens_to_ids(pad_token)
     if number is None or tokenizer.convert_ids_to_tokens(number) != pad_token:

@@ -149,9 +149,7 @@ class LLMAlgorithm(Learner, DocumentedSurface, EvolvableAlgorithm):
                 "instance, pad_token_id=tokenizer.eos_token_id"
             )
         if pad_token_id >= vocabulary:
-            raise ConfigError(
-                f"expected pad_token_id as a token of the model, 0 to {vocabulary - 1}, found {pad_token_id}"
-            )
+            raise ConfigError(f"expected pad_token_id of the model, 0 to {vocabulary - 1}, found {pad_token_id}")
         return pad_token_id
 
     # -- resources ------------------------------------------------------------------------------------------------

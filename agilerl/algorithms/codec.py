@@ -203,14 +203,10 @@ def save_folder(path: str | os.PathLike[str], write: Callable[[Path], None], *, 
     target = Path(path).resolve()
     _check_name(target)
     if target.exists() and not target.is_dir():
-        raise CheckpointError(
-            f"expected a folder for the checkpoint at {str(path)!r}, found a file; choose another path"
-        )
+        raise CheckpointError(f"expected a folder for the checkpoint at {str(path)!r}, found a file; choose another")
     if target.is_dir() and any(target.iterdir()):
         if not (target / "agent.json").is_file():
-            raise CheckpointError(
-                f"the folder {str(path)!r} holds files but no checkpoint; choose a folder that is new or empty"
-            )
+            raise CheckpointError(f"the folder {str(path)!r} holds files but no checkpoint; choose a new or empty one")
         if not overwrite:
             raise CheckpointError(
                 f"{str(path)!r} holds a checkpoint already; pass overwrite=True to replace it, or choose another folder"
@@ -278,9 +274,7 @@ def _check_scale(folder: Path, config: Any, state: AgentState) -> None:
     scale, rank = adapters.lora_scaling(config), state.lora["r"]
     expected = state.lora["lora_alpha"] / (rank**0.5 if state.lora["use_rslora"] else rank)
     if not math.isclose(scale, expected, rel_tol=1e-5):
-        raise CheckpointError(
-            f"the adapter at {str(folder)!r} has the scale {scale:g}, agent.json beside it {expected:g}"
-        )
+        raise CheckpointError(f"the adapter at {str(folder)!r} has the scale {scale:g}, its agent.json {expected:g}")
 
 
 def _read_head(path: Path, *, finite: bool) -> Tensor:

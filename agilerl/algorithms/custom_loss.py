@@ -140,9 +140,7 @@ def loss_name(loss: LossFunction) -> str:
 def check_loss(loss: LossFunction, agent: Learner) -> None:
     """Raise ConfigError unless ``loss`` can be called with LossInputs and hyperparameters of ``agent``."""
     if not callable(loss):
-        raise ConfigError(
-            f"loss must be a function of LossInputs that returns a scalar tensor, found {described(loss)}"
-        )
+        raise ConfigError(f"loss must be a function of LossInputs that returns a scalar, found {described(loss)}")
     _arguments(loss, agent)
     if isinstance(loss, PolicyLoss) and loss.kl is not None and not getattr(agent.config, "beta", 0.0):
         raise ConfigError(f"loss=PolicyLoss(kl={loss.kl!r}) contradicts beta=0, which weighs it; change one of them")
@@ -241,9 +239,7 @@ def _check_scalar(value: Any, name: str) -> None:
             "agilerl.functional.aggregate(loss, inputs.mask, 'token-mean', inputs.denominator)"
         )
     if not value.requires_grad:
-        raise ConfigError(
-            f"{expected}, found one without gradient; compute it from inputs.logp, without .detach() and no_grad()"
-        )
+        raise ConfigError(f"{expected}, found one without gradient; compute it from inputs.logp, without .detach()")
 
 
 @torch.no_grad()
@@ -255,9 +251,7 @@ def _record(inputs: LossInputs, loss: Tensor, named: Mapping[str, Any], metrics:
         usual.add("kl", kl_estimate(inputs.logp, inputs.ref_logp, "k3"), inputs.mask)
     for name in named:
         if name in _RESERVED or name.startswith("completions/"):
-            raise ConfigError(
-                f"the custom loss returned a metric named {name!r}, which the update itself reports; rename it"
-            )
+            raise ConfigError(f"the loss returned a metric named {name!r}, which the update reports; rename it")
         usual.statistics.pop(name, None)
         usual.reductions.pop(name, None)
     metrics.merge(usual)
@@ -272,9 +266,7 @@ def _record_own(inputs: LossInputs, name: str, values: Any, metrics: MetricReduc
     try:
         tensor = torch.as_tensor(values).detach()
     except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(
-            f"the metric {name!r} of the custom loss must be a number or a tensor, found {values!r}"
-        ) from None
+        raise ConfigError(f"the loss's metric {name!r} must be a number or a tensor, found {values!r}") from None
     if tensor.shape == inputs.mask.shape:
         metrics.add(name, tensor, inputs.mask, reduction=reduction)
     elif tensor.dim() == 0 and reduction == "mean":

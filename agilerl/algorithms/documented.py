@@ -133,9 +133,7 @@ class ActorView:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(
-                f"the folder {shown(str(folder))} cannot be made: {error.strerror or error}"
-            ) from error
+            raise CheckpointError(f"folder {shown(str(folder))} cannot be made: {error.strerror or error}") from error
         factors = store.adapter(agent.slot)
         adapters.write_adapter(folder, store.layers, factors, agent.lora_config, agent.runtime.base.original)
 
@@ -242,9 +240,7 @@ class DocumentedSurface:
             if name in rest:
                 value = rest.pop(name)
                 if not any(value is a or value == a for a in accepted):
-                    raise ConfigError(
-                        f"{name}={value!r} is not available here; expected {' or '.join(map(repr, accepted))}"
-                    )
+                    raise ConfigError(f"{name}={value!r} is not available; expected {' or '.join(map(repr, accepted))}")
         return rest, validated(SharedOptions, options)
 
     def load_weights(self, path: Location) -> None:

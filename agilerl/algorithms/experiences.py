@@ -37,9 +37,7 @@ def prompt_ids(obs: Any, vocabulary: int) -> list[list[int]]:
     prompts = [obs] if isinstance(obs, Mapping) else obs
     if not isinstance(prompts, list | tuple) or not prompts:
         found = "none" if isinstance(prompts, list | tuple) else described(obs)
-        raise ConfigError(
-            f"get_action(obs=...): expected mappings with input_ids [1, P], as env.reset() returns them, found {found}"
-        )
+        raise ConfigError(f"get_action(obs=...): expected prompts with input_ids [1, P] each, found {found}")
     return [_prompt(prompt, f"get_action, prompt {number}", vocabulary) for number, prompt in enumerate(prompts)]
 
 
@@ -54,9 +52,7 @@ def _prompt(prompt: Any, where: str, vocabulary: int) -> list[int]:
     if prompt.get("attention_mask") is not None:
         mask = mask_rows(prompt["attention_mask"], f"{where}: attention_mask").reshape(-1).tolist()
         if len(mask) != len(ids):
-            raise ConfigError(
-                f"{where}: expected an attention_mask of as many entries as input_ids, {len(ids)}, found {len(mask)}"
-            )
+            raise ConfigError(f"{where}: expected attention_mask as long as input_ids, {len(ids)}, found {len(mask)}")
         ids = [token for token, is_real in zip(ids, mask) if is_real]
     if not ids:
         raise ConfigError(f"{where}: expected a prompt of one token or more, found an attention_mask that is all 0")
@@ -183,9 +179,7 @@ def _by_row(turn_ids: Tensor | Sequence[Tensor], rows: int, positions: int) -> l
         raise ConfigError(f"expected turn_ids for {rows} rows, found them for {len(turns)}")
     longest = max((len(row) for row in turns), default=0)
     if longest > positions:
-        raise ConfigError(
-            f"expected turn_ids [rows, T-1], at most as wide as the masks, {positions}, found {longest} positions"
-        )
+        raise ConfigError(f"expected turn_ids [rows, T-1], at most as wide as masks, {positions}, found {longest}")
     return turns
 
 
@@ -204,9 +198,7 @@ def _rewards(rewards: Any, rows: int, shapes: Collection[tuple[int, ...]], *, pe
     orders = {(rows,), (rows, 1), (1, rows), *shapes}
     if tensor.shape not in orders:
         known = " or ".join(str(list(shape)) for shape in sorted(orders, key=len))
-        raise ConfigError(
-            f"expected {rows} rewards in the order of the completions, of shape {known}, found {list(tensor.shape)}"
-        )
+        raise ConfigError(f"expected {rows} rewards in row order, of shape {known}, found {list(tensor.shape)}")
     return tensor.reshape(rows, 1)
 
 
@@ -221,9 +213,7 @@ def _sampled(logps: Sequence[Tensor | None] | None, mask: Tensor) -> Tensor | No
         return None
     flat = torch.cat(known)
     if flat.numel() != int(mask.sum()):
-        raise ConfigError(
-            f"sampling_logps hold {flat.numel()} numbers, the action masks mark {int(mask.sum())} sampled tokens"
-        )
+        raise ConfigError(f"sampling_logps hold {flat.numel()} numbers, the action masks mark {int(mask.sum())}")
     return torch.zeros(mask.shape).masked_scatter(mask, flat)
 
 

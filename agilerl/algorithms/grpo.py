@@ -121,9 +121,7 @@ class GRPO(PolicyLearner, LLMAlgorithm):
         """
         limit = arguments.get("max_output_tokens", getattr(arguments.get("config"), "max_output_tokens", None))
         if limit is None and "overlong_cache_tokens" not in arguments:
-            raise ConfigError(
-                "GRPO.dapo punishes what nears max_output_tokens, found None; set it, or overlong_cache_tokens=None"
-            )
+            raise ConfigError("GRPO.dapo needs max_output_tokens, found None; set it, or overlong_cache_tokens=None")
         values = {"clip_coef": (0.8, 1.28), "loss_norm": "token-mean", "dynamic_sampling": True}
         if "overlong_cache_tokens" not in arguments:
             values["overlong_cache_tokens"] = max(1, int(limit or 1) // 5)

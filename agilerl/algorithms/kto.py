@@ -120,9 +120,7 @@ class KTO(DataAlgorithm):
 
     def _check_labelled(self, batch: RolloutBatch) -> None:
         if batch.desirable is None:
-            raise ConfigError(
-                "KTO learns from labelled completions, found a batch without labels; use those of an UnpairedGym"
-            )
+            raise ConfigError("KTO learns from labelled completions, found none with a label; use an UnpairedGym")
         if not bool(batch.action_mask.any(dim=1).all()):
             raise ConfigError("every row needs a completion, found one without a token; leave such rows out")
 

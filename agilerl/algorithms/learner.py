@@ -141,9 +141,7 @@ class Learner:
 
     def window_denominator(self, mask: Tensor) -> float:
         """Return the denominator of an optimizer window from its whole action mask ``[rows, L]``."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not define window_denominator, which every algorithm needs"
-        )
+        raise NotImplementedError(f"{type(self).__name__} lacks window_denominator, which every algorithm needs")
 
     @property
     def window_rows(self) -> int:

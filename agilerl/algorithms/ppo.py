@@ -74,9 +74,7 @@ class PPOConfig(SurrogateConfig, RolloutLLMConfig):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.turn_ratio_pooling == "mean" and not self.turn_level_clip:
-            raise ValueError(
-                "turn_ratio_pooling='mean' pools the ratio of a turn, which turn_level_clip=False never does; drop one"
-            )
+            raise ValueError("turn_ratio_pooling='mean' contradicts turn_level_clip=False, without pooling; drop one")
         if self.turn_value_reduction == "mean" and self.advantage_level == "token":
             raise ValueError(
                 "turn_value_reduction='mean' reduces the values of a turn, but advantages are those of tokens "
@@ -291,8 +289,6 @@ def _turn_rewards(batch: RolloutBatch) -> Tensor:
     if turns <= rewards.shape[1]:
         return rewards
     if rewards.shape[1] > 1:
-        raise ConfigError(
-            f"turn_ids name {turns} turns, the rewards have {rewards.shape[1]} columns; give one a turn, or an episode"
-        )
+        raise ConfigError(f"turn_ids name {turns} turns, the rewards have {rewards.shape[1]} columns; give one a turn")
     last = batch.turn_ids.amax(dim=1, keepdim=True).clamp(min=0)
     return torch.zeros((len(batch), turns), dtype=rewards.dtype, device=rewards.device).scatter(1, last, rewards)

@@ -140,9 +140,7 @@ class SFT(DataAlgorithm):
     def prepare(self, batch: RolloutBatch) -> Experience:
         """Return the batch with the share of its tokens that the present policy would choose."""
         if not bool(batch.action_mask.any(dim=1).all()):
-            raise ConfigError(
-                "every example needs a token to learn, found a row without one; leave rows without a response out"
-            )
+            raise ConfigError("every example needs a token to learn, found a row without one; leave such rows out")
         self._lengths = batch.lengths
         metrics = {"mean_token_accuracy": self._token_accuracy(batch)} if len(batch) else {}
         return Experience(batch, torch.zeros(batch.action_mask.shape), metrics=metrics)

@@ -85,9 +85,7 @@ def load_teacher(runtime: Runtime, folder: Path) -> int:
     factors, lora = read_adapter(folder, store.layers)
     warn_of_another_base(folder, runtime.base, runtime.loaded)
     if lora.r > store.max_rank:
-        raise ConfigError(
-            f"sharing.teacher={shown(str(folder))} has rank {lora.r}, the agents at most {store.max_rank}; raise theirs"
-        )
+        raise ConfigError(f"sharing.teacher={shown(str(folder))} has rank {lora.r}, agents at most {store.max_rank}")
     slot = store.allocate(lora.r, lora_scaling(lora))
     store.load_adapter(slot, factors)
     return slot

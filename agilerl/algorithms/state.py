@@ -210,9 +210,7 @@ def check_algorithm(state: AgentState, name: str, hyperparameters: Collection[st
         )
     unknown = sorted(set(state.config) - set(hyperparameters))
     if unknown:
-        raise CheckpointError(
-            f"the checkpoint of a {name} agent sets {shown(unknown[0])}, which is not a hyperparameter of {name}"
-        )
+        raise CheckpointError(f"the checkpoint sets {shown(unknown[0])}, which is not a hyperparameter of {name}")
 
 
 def restore(agent: Learner, state: AgentState, *, with_optimizer: bool) -> None:

@@ -175,9 +175,7 @@ def _source(section: Section) -> None:
         section["params"] = params
     elif entrypoint is not None:
         if not isinstance(entrypoint, str) or ":" not in entrypoint:
-            raise ConfigError(
-                f"environment.entrypoint: expected module:name or path.py:name, found {shown(entrypoint)}"
-            )
+            raise ConfigError(f"environment.entrypoint: expected module:name, path.py:name, found {shown(entrypoint)}")
         _put(section, "env_id", entrypoint, "environment.entrypoint")
     if url is not None:
         _put(section, "env_id", f"openenv:{url}", "environment.env_url")

@@ -206,9 +206,7 @@ class EnvironmentConfig(Section):
                 raise ValueError("environment.dataset is for single-turn rows, found env_type: multiturn; leave it out")
             self._refuse(("curriculum",), "for reasoning_gym's tasks, found env_type: multiturn")
             if self.env_id is None:
-                raise ValueError(
-                    "environment.env_type='multiturn' needs environment.env_id, for instance agilerl/GuessTheNumber-v0"
-                )
+                raise ValueError("env_type='multiturn' needs environment.env_id, such as agilerl/GuessTheNumber-v0")
         else:
             remedy = "set environment.env_type=multiturn, or leave it out"
             self._refuse(_OF_EPISODES, f"for env_type: multiturn, found {self.env_type}", remedy)

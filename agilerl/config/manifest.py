@@ -127,9 +127,7 @@ def _refuse_meaningless(config: RunConfig) -> None:
         if grader.isolate and not is_code:
             raise ConfigError(f"{where}.isolate is for custom functions, found {shown(grader.name)}; remove it")
         if grader.workers is not None and not is_code:
-            raise ConfigError(
-                f"{where}.workers is for custom functions, found {shown(grader.name)}; give it in params, if at all"
-            )
+            raise ConfigError(f"{where}.workers is for custom functions, found {shown(grader.name)}; give it in params")
         if "timeout" in grader.model_fields_set and not grader.isolate:
             raise ConfigError(
                 f"{where}.timeout={grader.timeout:g} is the limit of an isolated grader, found isolate=false; "
@@ -138,24 +136,18 @@ def _refuse_meaningless(config: RunConfig) -> None:
     selection = config.selection_strategy
     for name in ("tournament_size", "elitism"):
         if name in selection.model_fields_set and selection.strategy != "tournament":
-            raise ConfigError(
-                f"selection_strategy.{name} is a setting of name: tournament, found {selection.strategy}; remove it"
-            )
+            raise ConfigError(f"selection_strategy.{name} is a setting of name: tournament, found {selection.strategy}")
     mutation = config.mutation
     evolving, moved = len(mutation.rl_hp_selection), mutation.genes_per_mutation
     if 0 < evolving < moved:
-        raise ConfigError(
-            f"mutation.genes_per_mutation={moved} is more than the {evolving} of mutation.rl_hp_selection; lower it"
-        )
+        raise ConfigError(f"mutation.genes_per_mutation={moved} is more than rl_hp_selection has, {evolving}; lower it")
     longest = config.algorithm.get("max_output_tokens")
     for key, limit in (
         ("algorithm.max_model_len", config.algorithm.get("max_model_len")),
         ("network.max_context_length", config.network.max_context_length),
     ):
         if isinstance(longest, int) and isinstance(limit, int) and longest > limit:
-            raise ConfigError(
-                f"algorithm.max_output_tokens={longest} is above {key}={limit}, prompt included; lower it"
-            )
+            raise ConfigError(f"algorithm.max_output_tokens={longest} is above {key}={limit}, prompt included")
 
 
 def _read(path: Path | None) -> dict[str, Any]:

@@ -148,9 +148,7 @@ class ReplayConfig(Section):
         for name, steps in self.genes.items():
             places = [step.tokens for step in steps]
             if places[0] != 0 or places != sorted(set(places)):
-                raise ValueError(
-                    f"the steps of {name} begin at tokens: 0 and rise, found {', '.join(map(str, places[:8]))}"
-                )
+                raise ValueError(f"the steps of {name} begin at tokens: 0 and rise, found {places[:8]}")
         return self
 
     def at(self, tokens: int) -> dict[str, Any]:
@@ -415,9 +413,7 @@ class SelectionConfig(Section):
         for name in sorted(foreign):
             if getattr(self, name) is not None:
                 known = ", ".join(sorted(settings)) or "no other settings"
-                raise ValueError(
-                    f"{name} is not a setting of selection_strategy.name={self.strategy}, which has {known}; remove it"
-                )
+                raise ValueError(f"{name} is no setting of selection_strategy.name={self.strategy}, which has {known}")
         return self
 
     @model_validator(mode="after")
@@ -545,9 +541,7 @@ class RunConfig(Section):
     def _agrees(self) -> Self:
         size, tournament = self.training.pop_size, self.tournament_size
         if self.selection_strategy.strategy == "tournament" and tournament > size:
-            raise ValueError(
-                f"selection_strategy.tournament_size={tournament} is larger than training.pop_size={size}; lower it"
-            )
+            raise ValueError(f"selection_strategy.tournament_size={tournament} is above training.pop_size={size}")
         least = self.selection_strategy.least or 1
         if self.selection_strategy.has_costs and self.selection_strategy.strategy in SHRINKING and least > size:
             raise ValueError(

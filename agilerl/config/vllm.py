@@ -175,9 +175,7 @@ class VLLMConfig(BaseModel):
         ]
         if self.base_url is not None and given:
             flag = {"strip_multimodal_towers": "language_model_only"}.get(given[0], given[0]).replace("_", "-")
-            raise ValueError(
-                f"{given[0]} is a setting of the server at {self.base_url} (vllm serve --{flag}); leave it out here"
-            )
+            raise ValueError(f"{given[0]} is a setting of the server at {self.base_url} (vllm serve --{flag}); drop it")
         return self
 
 

@@ -24,9 +24,7 @@ def token_rows(value: Any, where: str) -> Tensor:
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ConfigError(f"{where}: expected token ids, which are integers, found {described(ids)}; {_IDS}")
     if ids.dim() not in (1, 2) or not ids.numel():
-        raise ConfigError(
-            f"{where}: expected token ids [rows, T] of at least one row and one token, found {described(ids)}; {_IDS}"
-        )
+        raise ConfigError(f"{where}: expected token ids [rows, T], one token or more, found {described(ids)}; {_IDS}")
     return ids.long() if ids.dim() == 2 else ids.long()[None]
 
 

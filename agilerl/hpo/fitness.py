@@ -132,9 +132,7 @@ def paired_difference(a: Fitness, b: Fitness) -> Fitness:
     Raises ConfigError if the two were not scored on panels of one size.
     """
     if not a.scores or len(a.scores) != len(b.scores):
-        raise ConfigError(
-            f"Paired comparison needs the same exam for both, found {len(a.scores)} and {len(b.scores)} prompts."
-        )
+        raise ConfigError(f"Comparison needs the same exam, found {len(a.scores)} and {len(b.scores)} prompts")
     difference = np.subtract(a.scores, b.scores)
     known = difference[np.isfinite(difference)]
     return Fitness.from_scores(known.tolist()) if known.size else Fitness(math.nan, n=0)
@@ -200,9 +198,7 @@ def probability_better(a: Fitness, b: Fitness, trust: Share = 1.0) -> float:
         statistic = math.sqrt(trust) * (a.mean - b.mean) / error if error > 0 else math.copysign(40, a.mean - b.mean)
         return float(stdtr(max(a.n + b.n - 2, 1), statistic))
     if len(a.scores) != len(b.scores):
-        raise ConfigError(
-            f"Paired comparison needs the same exam for both agents, found {len(a.scores)} and {len(b.scores)} prompts."
-        )
+        raise ConfigError(f"Comparison needs the same exam, found {len(a.scores)} and {len(b.scores)} prompts")
     difference = np.subtract(a.scores, b.scores)
     largest = float(np.abs(difference).max())
     if largest == 0:

@@ -168,9 +168,7 @@ class Mutations:
                     "(architecture=...)."
                 )
         if not 1 <= rank_range[0] <= rank_range[1]:
-            raise ConfigError(
-                f"Mutations: rank_range must be (smallest, largest) with smallest >= 1, found {rank_range}."
-            )
+            raise ConfigError(f"Mutations: rank_range must be (smallest, largest), smallest >= 1, found {rank_range}.")
         self.mutation_sd = mutation_sd
         self.mutate_elite = mutate_elite
         self.rand_seed = rand_seed

@@ -79,17 +79,13 @@ class Gene:
         low, high = self.min, self.max
         if self.dtype == "choice":
             if len(set(self.choices)) < max(2, len(self.choices)):
-                raise ConfigError(
-                    f"{self.name}: a choice needs at least two different choices, found {self.choices!r}."
-                )
+                raise ConfigError(f"{self.name}: a choice needs at least two different choices, found {self.choices!r}")
         elif not low < high:
             raise ConfigError(f"{self.name}: min must be below max, found min={low}, max={high}.")
         elif self.dtype == "int" and (low != round(low) or high != round(high)):
             raise ConfigError(f"{self.name}: an integer range needs integer bounds, found [{low}, {high}].")
         elif self.scale == "choice" or (self.scale == "log" and low <= 0):
-            raise ConfigError(
-                f"{self.name}: a {self.scale} range needs min > 0, found {low}; raise it or use scale='linear'."
-            )
+            raise ConfigError(f"{self.name}: a {self.scale} range needs min > 0, found {low}; or use scale='linear'")
 
     def state(self) -> dict[str, Any]:
         """Return the values as plain data; what is unset and newer than the first files is left out."""
@@ -324,7 +320,7 @@ def check_present(genes: Iterable[str], values: Mapping[str, Value]) -> None:
             field_name, dot, entry = name.partition(".")
             hint = f"; give it one: {field_name}={{{entry!r}: ...}}" if dot else ""
             raise ConfigError(
-                f"Hyperparameter {name} evolves but has no value; found {', '.join(values) or 'none'}{hint}."
+                f"Hyperparameter {name} evolves without a value, found {', '.join(values) or 'none'}{hint}"
             )
 
 

@@ -79,7 +79,7 @@ def _genes_of(schedule: Mapping[str, Any]) -> Mapping[str, Sequence[Mapping[str,
         places = [taken(Whole, step.get("tokens"), "the schedule", f"the tokens of {name}") for step in steps]
         if places[:1] != [0] or not all("value" in step for step in steps):
             raise ConfigError(
-                f"the schedule: expected steps of {name} with tokens (the first 0) and value, found {described(steps)}"
+                f"the schedule: expected steps of {name} with tokens (from 0) and value, found {described(steps)}"
             )
     return genes  # type: ignore[no-any-return]
 

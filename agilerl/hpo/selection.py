@@ -74,9 +74,7 @@ class Plan:
     def __post_init__(self) -> None:
         children = [birth.child for birth in self.births]
         if len(set(self.slots)) != len(self.slots) or len(set(children)) != len(children):
-            raise ConfigError(
-                f"A plan must hold every agent exactly once, found slots {self.slots} and children {children}."
-            )
+            raise ConfigError(f"A plan holds every agent exactly once, found slots {self.slots}, children {children}")
         if not set(children) <= set(self.slots) or set(self.deaths) & set(self.slots):
             raise ConfigError(f"A plan's children must be in its slots and its dead must not, found {self}.")
         if not set(self.mutants) <= set(self.slots) - {self.elite}:
@@ -207,13 +205,9 @@ class Strategy:
         if not fitness:
             raise ConfigError("Selection needs the fitness of at least one agent, found none; evaluate the population.")
         if self.fixed_size not in (None, len(fitness)):
-            raise ConfigError(
-                f"Selection was set up for population_size={self.fixed_size}, found {len(fitness)} agents."
-            )
+            raise ConfigError(f"Selection is set up for population_size={self.fixed_size}, found {len(fitness)} agents")
         if next_index <= max(fitness):
-            raise ConfigError(
-                f"next_index must be above every agent index, found {next_index} and agent {max(fitness)}."
-            )
+            raise ConfigError(f"next_index must be above every agent's index, found {next_index}, agent {max(fitness)}")
         costs = sorted({cost for one in fitness.values() for cost in one.costs})
         if costs and self.alone:
             raise ConfigError(
@@ -261,14 +255,10 @@ def apply_plan(
         elif revive is not None:
             children[birth.child] = revive(birth.child)
         else:
-            raise ConfigError(
-                f"The plan brings the best exam of agent {birth.parent} back, but no copy of it was kept."
-            )
+            raise ConfigError(f"The plan brings back the best exam of agent {birth.parent}, but no copy was kept")
         if birth.mate is not None:
             if cross is None:
-                raise ConfigError(
-                    f"The plan gives agent {birth.child} the mate {birth.mate}, but these agents cannot be crossed."
-                )
+                raise ConfigError(f"The plan gives agent {birth.child} mate {birth.mate}, but agents cannot be crossed")
             cross(children[birth.child], by_index[birth.mate])
     for birth in plan.births:
         if birth.hyperparameters_from is not None:
@@ -316,9 +306,7 @@ def latest_fitness(agents: Sequence[Evolvable], exams: int = 1) -> dict[int, Fit
         raise ConfigError("Selection needs at least one agent, found an empty population.")
     for agent in agents:
         if not len(agent.fitness):
-            raise ConfigError(
-                f"Agent {agent.index} has no fitness yet; evaluate every agent (agent.test(env)) before selection."
-            )
+            raise ConfigError(f"Agent {agent.index} has no fitness yet; evaluate every agent (agent.test(env)) first")
     fitness = {agent.index: Fitness(fmean(map(float, agent.fitness[-exams:]))) for agent in agents}
     if len(fitness) != len(agents):
         raise ConfigError(f"Agents must have different indices, found {[agent.index for agent in agents]}.")

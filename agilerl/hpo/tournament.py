@@ -44,7 +44,7 @@ class TournamentSelection(Strategy):
             tournament_size = 1  # there is nobody to compete with
         if not 1 <= tournament_size <= population_size:
             raise ConfigError(
-                f"tournament_size must be between 1 and population_size={population_size}, found {tournament_size}."
+                f"tournament_size must be between 1 and population_size={population_size}, found {tournament_size}"
             )
         self.tournament_size, self.eval_loop = tournament_size, eval_loop
         self.elitism, self.gate, self.seed = elitism, gate, seed
