@@ -319,9 +319,7 @@ def check_present(genes: Iterable[str], values: Mapping[str, Value]) -> None:
         if name not in values:
             field_name, dot, entry = name.partition(".")
             hint = f"; give it one: {field_name}={{{entry!r}: ...}}" if dot else ""
-            raise ConfigError(
-                f"Hyperparameter {name} evolves without a value, found {', '.join(values) or 'none'}{hint}"
-            )
+            raise ConfigError(f"{name} evolves without a value, found {', '.join(values) or 'none'}{hint}")
 
 
 def _marks(field: Any) -> list[Evolve]:
