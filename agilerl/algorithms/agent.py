@@ -435,7 +435,7 @@ class LLMAlgorithm(Learner, DocumentedSurface, EvolvableAlgorithm):
     def cross(self, mate: "LLMAlgorithm | AgentState") -> None:
         """Give this agent the mean of its own and another agent's delta, at its own rank and scale.
 
-        Adam goes on from no momentum and the mean of both second moments; everything else stays this agent's.
+        Adam continues from no momentum and the mean of both second moments; everything else stays this agent's.
         """
         self.check_open()
         join(self, mate.state() if isinstance(mate, LLMAlgorithm) else mate)

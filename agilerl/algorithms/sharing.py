@@ -198,7 +198,7 @@ def _joined(
         old = behaviour_logprobs(agent, own)
     reported, idle = experience.sampling_logp, experience.idle
     rows = borrowed if known else replace(borrowed, sampling_logps=None)
-    batch = concatenated([replace(own, episodes=None), rows], pad_token_id=0)  # nobody reads what fills rows up
+    batch = concatenated([replace(own, episodes=None), rows], pad_token_id=0)  # padding is never read
     return replace(
         experience,
         batch=batch,

@@ -33,7 +33,7 @@ _OURS = frozenset(
     "model tokenizer trust_remote_code enable_lora enable_sleep_mode logprobs_mode skip_tokenizer_init seed "  # noqa: SIM905
     "use_tqdm_on_load disable_log_stats allow_deprecated_quantization".split()
 )
-"""Keywords of vLLM that the engine sets, or that nobody may."""
+"""Keywords of vLLM that the engine sets, or that may not be set."""
 
 _OF_TRL = {
     "vllm_tensor_parallel_size": "tensor_parallel_size",

@@ -116,7 +116,7 @@ class RolloutBatch:
     episodes: Tensor | None = None
     """[B] int64 episode of each row; rows of one episode have the same rewards. None: each row is an episode."""
     desirable: Tensor | None = None
-    """[B] bool, True for completions that somebody found good, False for bad ones. None: not labelled."""
+    """[B] bool, True for completions labelled good, False for bad ones. None: not labelled."""
 
     def __len__(self) -> int:
         return self.ids.shape[0]

@@ -120,7 +120,7 @@ class SelectionStrategy(Protocol):
         is above every index ever used: indices never repeat, children get ``next_index``, ``next_index + 1``, ...
         Random choices depend on ``seed``, ``generation`` and agent indices only. ``standing`` is how much of the budget
         is spent, and the run's best exam so far. A strategy keeps nothing between calls: a run that is resumed, and
-        every process of a run, asks an object of its own.
+        every process of a run, asks its own object.
         """
         ...
 
