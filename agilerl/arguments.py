@@ -110,17 +110,10 @@ class Hint:
     text: str
 
 
-@dataclass(frozen=True)
-class _Text:
-    """Text that is not empty and has no zero byte, which system calls do not accept."""
+_NOT_EMPTY = "not empty, without a zero byte, which system calls do not accept"
+_ALSO_NOT_FINITE = "NaN and infinity too"
 
-
-@dataclass(frozen=True)
-class _AlsoNotFinite:
-    """NaN and infinity are accepted too."""
-
-
-Number = Annotated[float, _AlsoNotFinite()]
+Number = Annotated[float, _ALSO_NOT_FINITE]
 """A measured number, which may be NaN."""
 Whole = Annotated[int, Within(least=0)]
 Count = Annotated[int, Within(least=1)]
@@ -128,8 +121,8 @@ Seed = Annotated[int, Within(least=0, most=2**63 - 1)]
 Share = Annotated[float, Within(least=0, most=1)]
 Positive = Annotated[float, Within(above=0)]
 NotNegative = Annotated[float, Within(least=0)]
-Name = Annotated[str, _Text()]
-Location = Annotated[str | os.PathLike[str], _Text()]
+Name = Annotated[str, _NOT_EMPTY]
+Location = Annotated[str | os.PathLike[str], _NOT_EMPTY]
 """A path in the file system."""
 Tokenizer = Annotated[
     Any,
@@ -147,6 +140,15 @@ class _Misfit(Exception):  # noqa: N818  (never leaves this file)
     def __init__(self, expected: str, found: Any, hint: str = "", place: str = "") -> None:
         super().__init__(expected)
         self.expected, self.found, self.hint, self.place = expected, found, hint, place
+
+    def refusal(self, owner: str, name: str) -> ConfigError:
+        hint = f"; {self.hint}" if self.hint else ""
+        found = described(self.found)
+        return ConfigError(f"{owner}: expected {self.expected} for {name}{self.place}, found {found}{hint}")
+
+    def inside(self, place: Any) -> "_Misfit":
+        """Return the misfit of what has this value at a place."""
+        return _Misfit(self.expected, self.found, self.hint, f"[{place}]{self.place}")
 
 
 def described(value: Any) -> str:
@@ -167,26 +169,27 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     Missing or unknown arguments raise Python's TypeError, as everywhere, with the nearest name of an unknown one.
     """
     code = function.__code__
-    places, known = code.co_varnames[: code.co_argcount], code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
     hints: dict[str, Any] = {}
+
+    def argument(args: tuple[Any, ...], name: str, value: Any) -> Any:
+        try:
+            return _taken(hints[name], value) if name in hints else value
+        except _Misfit as misfit:
+            raise misfit.refusal(_called(function, args), name) from None
 
     @wraps(function)
     def door(*args: P.args, **kwargs: P.kwargs) -> R:
         # Read at the first call, because annotations may name things that are defined further down.
         if len(hints) < len(function.__annotations__):
             hints.update(_hints(function))
-        given, named = list[Any](args), dict[str, Any](kwargs)
-        for place, name in enumerate(places[: len(given)]):
-            if name in hints:
-                given[place] = _argument(function, args, name, hints[name], given[place])
-        for name, value in named.items():
-            if not takes_all and name not in known:
-                of = _called(function, args)
-                raise TypeError(f"{of} has no argument {name!r}; {nearest(name, [n for n in known if n != 'self'])}")
-            if name in hints:
-                named[name] = _argument(function, args, name, hints[name], value)
-        return function(*given, **named)
+        for name in () if takes_all else kwargs.keys() - known:
+            of = _called(function, args)
+            raise TypeError(f"{of} has no argument {name!r}; {nearest(name, [n for n in known if n != 'self'])}")
+        named = [argument(args, name, value) for name, value in zip(known[: code.co_argcount], args)]
+        rest = args[len(named) :]
+        return function(*named, *rest, **{name: argument(args, name, value) for name, value in kwargs.items()})  # type: ignore[arg-type]
 
     return door
 
@@ -219,44 +222,31 @@ def taken(annotation: Any, value: Any, owner: str, name: str) -> Any:
     try:
         return _taken(annotation, value)
     except _Misfit as misfit:
-        raise _refusal(misfit, owner, name) from None
-
-
-def _argument(function: Callable[..., Any], args: tuple[Any, ...], name: str, annotation: Any, value: Any) -> Any:
-    try:
-        return _taken(annotation, value)
-    except _Misfit as misfit:
-        raise _refusal(misfit, _called(function, args), name) from None
-
-
-def _refusal(misfit: _Misfit, owner: str, name: str) -> ConfigError:
-    hint = f"; {misfit.hint}" if misfit.hint else ""
-    found = described(misfit.found)
-    return ConfigError(f"{owner}: expected {misfit.expected} for {name}{misfit.place}, found {found}{hint}")
+        raise misfit.refusal(owner, name) from None
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
     """Return what the user called, in words."""
-    owner, _, own = function.__qualname__.rpartition(".")
+    owner, _, name = function.__qualname__.rpartition(".")
     if owner and "<locals>" not in owner:
         # The class that the user called, which may have inherited the method.
         holder = args[0] if args and isinstance(args[0], type) else type(args[0]) if args else object
         owner = holder.__name__ if owner in (base.__qualname__ for base in holder.__mro__) else owner
-        own = owner if own == "__init__" else f"{owner}.{own}"
-    return own
+        name = owner if name == "__init__" else f"{owner}.{name}"
+    return name
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations of a function; names that only type checkers know are not checked."""
     space = getattr(function, "__globals__", {})
-    found: dict[str, Any] = {}
+    hints: dict[str, Any] = {}
     for name, annotation in function.__annotations__.items():
         one = types.SimpleNamespace(__annotations__={name: annotation})
         try:
-            found |= typing.get_type_hints(one, space, include_extras=True)
+            hints |= typing.get_type_hints(one, space, include_extras=True)
         except NameError:
-            found[name] = Any
-    return found
+            hints[name] = Any
+    return hints
 
 
 def _taken(wanted: Any, value: Any) -> Any:
@@ -295,7 +285,7 @@ def _marked(wanted: Any, marks: tuple[Any, ...], value: Any) -> Any:
     hint = next((mark.text for mark in marks if isinstance(mark, Hint)), "")
     try:
         is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not (is_number and _AlsoNotFinite() in marks):
+        if not (is_number and _ALSO_NOT_FINITE in marks):
             value = _taken(wanted, value)
         for mark in marks:
             _check_mark(wanted, mark, value)
@@ -313,7 +303,7 @@ def _check_mark(wanted: Any, mark: Any, value: Any) -> None:
         is_class = isinstance(value, type)
         if is_class or not all(hasattr(value, name) for name in mark.attributes):
             raise _Misfit(mark.what, value, mark.hint)
-    if isinstance(mark, _Text):
+    if mark == _NOT_EMPTY:
         text = os.fspath(value)
         if not isinstance(text, str) or not text.strip() or "\0" in text:
             raise _Misfit("text that is not empty", value)
@@ -337,10 +327,9 @@ def _any_of(parts: tuple[Any, ...], value: Any) -> Any:
 
 
 def _sequence(wanted: Any, parts: tuple[Any, ...], value: Any) -> Any:
-    ordered = wanted not in (collections.abc.Collection, collections.abc.Iterable)
-    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
-        raise _Misfit(f"a list{_of(parts)}", value)
-    if ordered and not (hasattr(value, "__len__") and hasattr(value, "__getitem__")):
+    any_order = wanted in (collections.abc.Collection, collections.abc.Iterable)
+    needed = ("__iter__",) if any_order else ("__iter__", "__len__", "__getitem__")
+    if isinstance(value, str | bytes | Mapping) or not all(hasattr(value, name) for name in needed):
         raise _Misfit(f"a list{_of(parts)}", value)
     if not parts or wanted is collections.abc.Iterable:
         return value
@@ -365,11 +354,11 @@ def _sequence(wanted: Any, parts: tuple[Any, ...], value: Any) -> Any:
 def _each(parts: tuple[Any, ...], given: list[Any]) -> list[Any]:
     """Return items as the annotation of each asks, or as a single one asks of all."""
     items = []
-    for place, item in enumerate(given):
+    for index, item in enumerate(given):
         try:
-            items.append(_taken(parts[place if len(parts) > 1 else 0], item))
+            items.append(_taken(parts[index if len(parts) > 1 else 0], item))
         except _Misfit as misfit:
-            raise _Misfit(misfit.expected, misfit.found, misfit.hint, f"[{place}]{misfit.place}") from None
+            raise misfit.inside(index) from None
     return items
 
 
@@ -388,14 +377,14 @@ def _mapping(parts: tuple[Any, ...], value: Any) -> Any:
         raise _Misfit("a mapping", value)
     if not parts or parts[1] is Any:  # rows and settings, whose keys are checked when they are read
         return value
-    made = {}
+    items = {}
     for key, item in value.items():
         try:
-            made[_taken(parts[0], key)] = _taken(parts[1], item)
+            items[_taken(parts[0], key)] = _taken(parts[1], item)
         except _Misfit as misfit:
-            raise _Misfit(misfit.expected, misfit.found, misfit.hint, f"[{shown(key)}]{misfit.place}") from None
-    same = all(before is after for before, after in zip(value.values(), made.values()))
-    return value if same else made
+            raise misfit.inside(shown(key)) from None
+    same = all(before is after for before, after in zip(value.values(), items.values()))
+    return value if same else items
 
 
 def _of(parts: tuple[Any, ...]) -> str:
@@ -454,21 +443,13 @@ def _flag(value: Any) -> Any:
     raise _Misfit(_WORDS[bool], value)
 
 
-def _text(value: Any) -> Any:
-    if not isinstance(value, str):
-        raise _Misfit(_WORDS[str], value)
-    return value
+def _of_kind(kind: type, words: str, hint: str = "") -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise _Misfit(words, value, hint)
+        return value
 
-
-def _nothing(value: Any) -> Any:
-    if value is not None:
-        raise _Misfit("None", value)
-
-
-def _path(value: Any) -> Any:
-    if not isinstance(value, os.PathLike):
-        raise _Misfit("a path", value, "pass a string or a pathlib.Path")
-    return value
+    return check
 
 
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a finite number", bool: "True or False", str: "text"}
@@ -476,9 +457,8 @@ _PLAIN: dict[Any, Callable[[Any], Any]] = {
     int: _whole,
     float: _number,
     bool: _flag,
-    str: _text,
-    type(None): _nothing,
-    None: _nothing,
-    os.PathLike: _path,
-    Path: _path,
+    str: _of_kind(str, _WORDS[str]),
+    type(None): _of_kind(type(None), "None"),
+    os.PathLike: _of_kind(os.PathLike, "a path", "pass a string or a pathlib.Path"),
+    Path: _of_kind(os.PathLike, "a path", "pass a string or a pathlib.Path"),
 }

@@ -41,14 +41,14 @@ def check_file(path: Path, most: int | None = None, *, error: type[AgileRLError]
     nothing. Links are followed. A missing file is left to its reader.
     """
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return
-    if not stat.S_ISREG(found.st_mode):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, socket or device"
+    if not stat.S_ISREG(status.st_mode):
+        kind = "a folder" if stat.S_ISDIR(status.st_mode) else "a pipe, socket or device"
         raise error(f"expected a plain file at {path}, found {kind}")
-    if most is not None and found.st_size > most:
-        raise error(f"{path} has {found.st_size:,} bytes, expected at most {most:,}")
+    if most is not None and status.st_size > most:
+        raise error(f"{path} has {status.st_size:,} bytes, expected at most {most:,}")
 
 
 def check_links(folder: Path, below: Iterable[str] | None = None, *, error: type[AgileRLError] = ConfigError) -> None:
@@ -66,11 +66,11 @@ def check_links(folder: Path, below: Iterable[str] | None = None, *, error: type
         if not isinstance(failure, FileNotFoundError):
             raise error(f"{failure.filename or root} cannot be read: {failure.strerror or failure}") from failure
 
-    for place, folders, files in os.walk(root, onerror=unreadable):
-        for path in (os.path.join(place, name) for name in (*folders, *files)):
+    for parent, folders, files in os.walk(root, onerror=unreadable):
+        for path in (os.path.join(parent, name) for name in (*folders, *files)):
             if os.path.islink(path) and not any(Path(os.path.realpath(path)).is_relative_to(one) for one in allowed):
                 raise error(f"{path} is a link that leads out of {root}; put there what it leads to, if you trust it")
-        if searched is not None and place == root:
+        if searched is not None and parent == root:
             folders[:] = searched.intersection(folders)
 
 
@@ -89,24 +89,24 @@ def compiled_pattern(pattern: str, where: str) -> "regex.Pattern[str]":
 
 def _repeats(pattern: str) -> int:
     """Return how many parts a pattern has with each ``{n}`` expanded, as the compiler does it."""
-    stack, parts, last, place = [], 0, 0, 0
-    while place < len(pattern):
-        character = pattern[place]
+    stack, parts, last, index = [], 0, 0, 0
+    while index < len(pattern):
+        character = pattern[index]
         if character == "(":
             stack.append(parts)
             parts = last = 0
         elif character == ")" and stack:
             last, parts = parts, parts + stack.pop()
         elif character == "{":
-            count = max((int(n) for n in pattern[place + 1 :].partition("}")[0].split(",") if n.isdecimal()), default=1)
+            count = max((int(n) for n in pattern[index + 1 :].partition("}")[0].split(",") if n.isdecimal()), default=1)
             parts, last = parts + last * max(count - 1, 0), last * max(count, 1)
         elif character == "[":
-            end = pattern.find("]", place + 2)
-            parts, last, place = parts + 1, 1, end if end > 0 else place
+            end = pattern.find("]", index + 2)
+            parts, last, index = parts + 1, 1, end if end > 0 else index
         else:
-            place += character == "\\"
+            index += character == "\\"
             parts, last = parts + 1, 1
-        place += 1
+        index += 1
     return parts + sum(stack)
 
 
@@ -120,6 +120,4 @@ def full_matches(pattern: str, names: Iterable[str], where: str) -> set[str]:
     try:
         return {name for name in names if compiled.fullmatch(name, timeout=left) is not None}
     except TimeoutError:
-        raise ConfigError(
-            f"{where}: matching {pattern[:80]!r} takes more than {left:g} s; write it without nested repeats"
-        ) from None
+        raise ConfigError(f"{where}: matching {pattern[:80]!r} takes over {left:g} s; avoid nested repeats") from None

@@ -79,21 +79,16 @@ def padding_id(tokenizer: Any, pad_token: str | None, pad_token_id: int | None) 
     Raises ConfigError unless it is one of the tokenizer's tokens, and name and id agree.
     """
     if pad_token_id is not None:
-        found = None
-        if isinstance(pad_token_id, int) and not isinstance(pad_token_id, bool) and 0 <= pad_token_id < len(tokenizer):
-            found = tokenizer.convert_ids_to_tokens(pad_token_id)
-        if found is None:
+        name = tokenizer.convert_ids_to_tokens(pad_token_id) if 0 <= pad_token_id < len(tokenizer) else None
+        if name is None:
             raise ConfigError(
-                f"pad_token_id={shown(pad_token_id)} is not a token of the tokenizer, which has {len(tokenizer)}; "
-                f"leave it out, or use one of them, for instance the end token ({tokenizer.eos_token_id})"
+                f"pad_token_id={pad_token_id} is not a token of the tokenizer, which has {len(tokenizer)}; leave it "
+                f"out, or use one of them, for instance the end token ({tokenizer.eos_token_id})"
             )
-        if pad_token is not None and pad_token != found:
-            raise ConfigError(
-                f"pad_token_id={pad_token_id} is the token {found!r}, but pad_token={shown(pad_token)}; give only one "
-                "of the two"
-            )
+        if pad_token not in (None, name):
+            raise ConfigError(f"pad_token_id={pad_token_id} is {name!r}, but pad_token={shown(pad_token)}; give one")
         return pad_token_id
-    number = tokenizer.convert_tokens_to_ids(pad_token) if isinstance(pad_token, str) else None
+    number = tokenizer.convert_tokens_to_ids(pad_token)
     if number is None or tokenizer.convert_ids_to_tokens(number) != pad_token:
         raise ConfigError(
             f"pad_token={shown(pad_token)} is not a token of the tokenizer; leave it out, or use one of its tokens, "

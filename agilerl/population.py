@@ -13,10 +13,11 @@ from typing import Annotated, Any, Literal
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.objective import record_batch
-from agilerl.algorithms.sharing import Lesson, Sharing, borrowable, check_borrows, check_temperature, load_teacher
+from agilerl.algorithms.sharing import Lesson, borrowable, check_borrows, check_temperature, load_teacher
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together
 from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, Within, checked, shown
+from agilerl.config.run import SharingConfig
 from agilerl.data import Trajectory, collate
 from agilerl.envs.core import TRIED_ROWS, Lengths, Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
@@ -38,7 +39,7 @@ from agilerl.rollouts.episodes import episode_metrics
 from agilerl.rollouts.teacher import TeacherEndpoint
 
 Panels = Literal["exam", "test", "second"]
-ALONE = Sharing()
+ALONE = SharingConfig()
 """Agents that learn nothing from each other."""
 AnyTask = Annotated[
     Task | EpisodeTask,
@@ -117,7 +118,7 @@ class Population:
         max_error_rate: Share = 0.5,
         test_prompts: Count | None = None,
         objectives: Sequence[Literal["reward", "kl", "length"]] = ("reward",),
-        sharing: Sharing = ALONE,
+        sharing: SharingConfig = ALONE,
     ) -> None:
         if not agents:
             raise ConfigError("a population needs at least 1 agent, found 0")
@@ -377,7 +378,7 @@ class Population:
             lessons.append(Lesson(borrowed, sharing.experience_cap, taught, sharing.distillation))
         return lessons
 
-    def _teacher_endpoint(self, sharing: Sharing) -> TeacherEndpoint:
+    def _teacher_endpoint(self, sharing: SharingConfig) -> TeacherEndpoint:
         """Return the endpoint that teaches; raises ConfigError unless it has the tokenizer of the base."""
         assert sharing.teacher_url is not None
         assert sharing.teacher_model is not None
@@ -716,7 +717,7 @@ def number_apart(agents: Sequence[LLMAlgorithm]) -> None:
         agent.index = index
 
 
-def check_sharing(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask, sharing: Sharing) -> None:
+def check_sharing(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask, sharing: SharingConfig) -> None:
     """Raise ConfigError unless these agents can learn from each other on this task."""
     if agents[0].env_type != "reasoning":
         raise ConfigError(

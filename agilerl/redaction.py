@@ -43,13 +43,13 @@ def _without_assigned(text: str) -> str:
     whole = re.fullmatch(rf"(-*{_NAME}=)(.+)", text, re.DOTALL)
     if whole is not None and names_a_secret(whole[1].strip("-=\"'")):
         return f"{whole[1]}{REDACTED}"  # up to the end, because a secret may contain any character
-    pieces, end, place = [], 0, 0
-    while (found := _ASSIGNED.search(text, place)) is not None:
-        if names_a_secret(found[1].strip("\"'")):
-            pieces += [text[end : found.start(3)], REDACTED]
-            place = end = found.end()
+    pieces, end, start = [], 0, 0
+    while (match := _ASSIGNED.search(text, start)) is not None:
+        if names_a_secret(match[1].strip("\"'")):
+            pieces += [text[end : match.start(3)], REDACTED]
+            start = end = match.end()
         else:
-            place = found.end(2)  # the assigned value may itself be an assignment
+            start = match.end(2)  # the assigned value may itself be an assignment
     return "".join([*pieces, text[end:]])
 
 

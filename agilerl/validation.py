@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler
+from pydantic_core import InitErrorDetails
 
 from agilerl.arguments import nearest, shown
 from agilerl.errors import ConfigError
 from agilerl.other_trainers import ours
 
 Model = TypeVar("Model", bound=BaseModel)
+Built = TypeVar("Built")
 
 LARGEST_FLOAT32 = 3.4e38
 """Most numbers end up in a float32 tensor, which rejects larger ones or makes them infinite."""
@@ -25,32 +27,58 @@ def validated(model: type[Model], values: Mapping[str, Any], where: str = "") ->
 
     Pydantic's conversions are allowed (``"1e-5"`` is a number), except that true and false are not numbers.
     """
-    for path in _misplaced_booleans(model, values):
-        raise _not_a_number(path, where)
     try:
-        made = model(**values)
+        return model(**values)
     except ValidationError as error:
         raise ConfigError(sentence(error, model, where)) from None
     except ConfigError as error:  # from a model whose constructor users may also call, which does not know ``where``
         if isinstance(error.__cause__, ValidationError):
             raise ConfigError(sentence(error.__cause__, model, where)) from None
         raise
-    for path in _beyond_64_bits(values):
-        raise ConfigError(f"{'.'.join([where, *path] if where else path)}: expected a number that fits into 64 bits")
-    for path in _converted_booleans(values, made):
-        raise _not_a_number(path, where)
-    return made
 
 
-def check_booleans(model: type[BaseModel], values: Mapping[str, Any]) -> None:
-    """Raise ConfigError for true or false in place of a number; pydantic would turn them into 1 and 0."""
-    for path in _misplaced_booleans(model, values):
-        raise _not_a_number(path, "")
+def checked_numbers(given: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Convert as pydantic does, and refuse booleans that became numbers, and integers beyond 64 bits.
+
+    A field validator: ``_numbers = field_validator("*", mode="wrap")(checked_numbers)``.
+    """
+    converted = handler(given)
+    if wrong := list(_wrong_numbers(given, converted)):
+        details = [
+            InitErrorDetails(type="value_error", loc=loc, input=given, ctx={"error": reason}) for loc, reason in wrong
+        ]
+        raise ValidationError.from_exception_data("numbers", details)
+    return converted
+
+
+def _wrong_numbers(given: Any, converted: Any, *loc: str | int) -> Iterator[tuple[tuple[str | int, ...], ValueError]]:
+    if isinstance(given, bool):
+        if isinstance(converted, int | float) and not isinstance(converted, bool):
+            yield loc, ValueError("input should be a number, found a boolean")
+    elif isinstance(given, int):  # torch and numpy hold no larger ones
+        if not -(2**63) <= given < 2**63:
+            yield loc, ValueError("expected a number that fits into 64 bits")
+    elif isinstance(given, Mapping) and isinstance(converted, Mapping):
+        for key in given.keys() & converted.keys():
+            yield from _wrong_numbers(given[key], converted[key], *loc, key)
+    elif isinstance(given, list | tuple) and isinstance(converted, list | tuple):
+        for index, (before, after) in enumerate(zip(given, converted)):
+            yield from _wrong_numbers(before, after, *loc, index)
+
+
+def rebuilt(kind: type[Built], data: Mapping[str, Any], what: str) -> Built:
+    """Return a dataclass from plain data, nested ones included; raises ConfigError, with ``what`` it is, for others."""
+    try:
+        return TypeAdapter(kind).validate_python(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ConfigError(f"Expected {what}, found {shown(dict(data))} ({reason})") from None
 
 
 def sentence(error: ValidationError, model: type[BaseModel], where: str = "") -> str:
     """Turn a validation error into sentences that name the key and, for an unknown key, the nearest known one."""
-    found: dict[str, list[str]] = {}
+    by_key: dict[str, list[str]] = {}
     ranks: dict[str, tuple[bool, int]] = {}
     for item in error.errors()[:_MOST_FINDINGS]:
         path, owner = _follow(model, item["loc"])
@@ -70,12 +98,12 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
         # A union has an error for each of its types: one about the value says more than one about the type, and one
         # about an item more than one about the whole. Of types that fit equally little, all are named.
         rank = (not item["type"].endswith(("_type", "_parsing")), len(item["loc"]))
-        if key not in found or rank > ranks[key]:
-            found[key], ranks[key] = [text], rank
+        if key not in by_key or rank > ranks[key]:
+            by_key[key], ranks[key] = [text], rank
         elif rank == ranks[key] and text.startswith(f"{key}: input should be "):
-            found[key].append(text.removeprefix(f"{key}: input should be "))
+            by_key[key].append(text.removeprefix(f"{key}: input should be "))
     sentences = dict.fromkeys(
-        " or ".join([*(text.rpartition(", found ")[0] for text in texts[:-1]), texts[-1]]) for texts in found.values()
+        " or ".join([*(text.rpartition(", found ")[0] for text in texts[:-1]), texts[-1]]) for texts in by_key.values()
     )
     return "; ".join(sentences) + ("; and more" if error.error_count() > _MOST_FINDINGS else "")
 
@@ -117,51 +145,6 @@ def _plain(annotation: Any) -> Any:
     return annotation
 
 
-def _not_a_number(path: list[str], where: str) -> ConfigError:
-    return ConfigError(f"{'.'.join([where, *path] if where else path)}: input should be a number, found a boolean")
-
-
-def _misplaced_booleans(wanted: Any, given: Any) -> Iterator[list[str]]:
-    """Yield the path of each boolean in place of a number, before pydantic turns it into 1 or 0."""
-    plain, items = _plain(wanted), list[tuple[str, Any, Any]]()
-    if isinstance(given, bool):
-        if plain in (int, float):
-            yield []
-    elif isinstance(given, Mapping):
-        inner = typing.get_args(plain)[-1:] if typing.get_origin(plain) is dict else ()
-        known = plain.model_fields if isinstance(plain, type) and issubclass(plain, BaseModel) else {}
-        items = [(str(key), inner[0], value) for key, value in given.items() if inner]
-        items += [(key, known[key].annotation, value) for key, value in given.items() if key in known]
-    elif isinstance(given, list | tuple) and typing.get_origin(plain) in (list, tuple):
-        items = [(str(place), typing.get_args(plain)[0], value) for place, value in enumerate(given)]
-    for key, annotation, value in items:
-        yield from ([key, *rest] for rest in _misplaced_booleans(annotation, value))
-
-
-def _beyond_64_bits(given: Any) -> Iterator[list[str]]:
-    """Yield the path of each integer that is too large for torch and numpy."""
-    if isinstance(given, int) and not -(2**63) <= given < 2**63:
-        yield []
-    items = given.items() if isinstance(given, Mapping) else enumerate(given) if isinstance(given, list | tuple) else ()
-    for key, value in items:
-        yield from ([str(key), *rest] for rest in _beyond_64_bits(value))
-
-
-def _converted_booleans(given: Any, made: Any) -> Iterator[list[str]]:
-    """Yield the path of each boolean that became a number."""
-    if isinstance(given, bool):
-        if not isinstance(made, bool):
-            yield []
-    elif isinstance(given, Mapping) and isinstance(made, BaseModel | Mapping):
-        inner = made if isinstance(made, Mapping) else dict(made)
-        for key in given:
-            if key in inner:
-                yield from ([str(key), *rest] for rest in _converted_booleans(given[key], inner[key]))
-    elif isinstance(given, list | tuple) and isinstance(made, list | tuple):
-        for place, (before, after) in enumerate(zip(given, made)):
-            yield from ([str(place), *rest] for rest in _converted_booleans(before, after))
-
-
 # -- settings that change nothing, because of another one -------------------------------------------------------------
 
 
@@ -189,10 +172,10 @@ class Needs:
         if self.why:
             return self.why.format(whole=whole)
         name = self.setting if scope is whole else f"{where}.{self.setting}"
-        found = "not set" if value is None else str(value).lower() if isinstance(value, bool) else value or 0
+        state = "not set" if value is None else str(value).lower() if isinstance(value, bool) else value or 0
         if self.values:
-            return f"only if {name} is {' or '.join(map(str, self.values))}, and it is {found}"
-        return f"only with {name}, which is {found}"
+            return f"only if {name} is {' or '.join(map(str, self.values))}, and it is {state}"
+        return f"only with {name}, which is {state}"
 
 
 def idle(
@@ -202,19 +185,19 @@ def idle(
 
     ``whole`` is the manifest, ``beside`` another section of this path. What is ``evolving`` may become anything.
     """
-    found: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for name, field in type(section).model_fields.items():
         value, path = getattr(section, name), f"{where}.{name}" if where else name
         if isinstance(value, BaseModel):
-            found |= idle(value, path, whole, evolving=evolving)
+            reasons |= idle(value, path, whole, evolving=evolving)
         if value == field.get_default(call_default_factory=True, validated_data={}):
             continue
         needs = [one for one in field.metadata if isinstance(one, Needs) and one.setting not in evolving]
         if unmet := next(
             filter(None, (one.unmet(section, where, whole, beside) for one in needs if value != one.off)), ""
         ):
-            found[path] = unmet
-    return found
+            reasons[path] = unmet
+    return reasons
 
 
 def grouped(reasons: Mapping[str, str]) -> list[str]:

@@ -22,8 +22,10 @@ TARGET = Path(__file__).resolve().parent.parent / "agilerl" / "algorithms" / "ke
 HEAD = '''\
 """Keywords of ``GRPO(...)`` and the others, for editors and type checkers; written by docs/generate_keywords.py.
 
-`make generated` writes it again after a hyperparameter has changed.
+`make generated` writes it again after a hyperparameter has changed. ``GRPOKeywords`` has what GRPO takes.
 """
+
+# ruff: noqa: D101
 
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
@@ -66,13 +68,12 @@ def render() -> str:
     shared = _shared()
     for config, fields in shared.items():
         parents = [_name(base) for base in config.__bases__ if base in shared] or ["AgentKeywords"]
-        says = f"What all algorithms on {config.__name__} take."
-        parts += _keywords(_name(config), parents, says, fields)
+        parts += _keywords(_name(config), parents, fields)
     for name, algorithm in ALGORITHMS.items():
         bases = [base for base in algorithm.Config.__bases__ if base in shared]
         inherited = {key: kind for base in algorithm.Config.__mro__ for key, kind in shared.get(base, {}).items()}
         own = {key: kind for key, kind in _types(algorithm.Config).items() if key not in inherited}
-        parts += _keywords(f"{name}Keywords", [_name(base) for base in bases], f"What {name} takes.", own)
+        parts += _keywords(f"{name}Keywords", [_name(base) for base in bases], own)
     return "\n".join(parts) + "\n"
 
 
@@ -90,9 +91,9 @@ def _shared() -> dict[type[BaseModel], dict[str, str]]:
     return found
 
 
-def _keywords(name: str, parents: list[str], says: str, fields: dict[str, str]) -> Iterator[str]:
-    yield f'\n\nclass {name}({", ".join(parents)}, total=False):\n    """{says}"""\n'
-    yield from (f"    {key}: {kind}" for key, kind in fields.items())
+def _keywords(name: str, parents: list[str], fields: dict[str, str]) -> Iterator[str]:
+    yield f"\n\nclass {name}({', '.join(parents)}, total=False):"
+    yield from [f"    {key}: {kind}" for key, kind in fields.items()] or ["    pass"]
 
 
 def _name(config: type[BaseModel]) -> str:

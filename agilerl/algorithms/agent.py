@@ -1,10 +1,9 @@
 """LLMAlgorithm: an agent that is one adapter slot on a shared base, with get_action, learn and test."""
 
 import copy
-import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -14,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agilerl import streams
-from agilerl.algorithms.base import AlgorithmConfig, EvolvableAlgorithm, while_open
+from agilerl.algorithms.base import AlgorithmConfig, EvolvableAlgorithm
 from agilerl.algorithms.codec import actor_folder, read_state, save_folder, write_state
-from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig, RolloutLLMConfig, lr_factor
+from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig, RolloutLLMConfig
 from agilerl.algorithms.custom_loss import LossFunction, check_loss, check_restored, tangent_loss
 from agilerl.algorithms.documented import DocumentedSurface
 from agilerl.algorithms.experiences import (
@@ -29,7 +27,7 @@ from agilerl.algorithms.experiences import (
     prompt_ids,
     to_batch,
 )
-from agilerl.algorithms.learner import Experience, fingerprint
+from agilerl.algorithms.learner import MEASURES, Experience, Learner
 from agilerl.algorithms.state import (
     AgentState,
     PlainState,
@@ -42,32 +40,24 @@ from agilerl.algorithms.state import (
     restore,
 )
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
-from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, Within, checked, shown
-from agilerl.data import LossInputs, MicroBatch, RolloutBatch
+from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, Within, checked
+from agilerl.data import RolloutBatch
 from agilerl.data.batch import union
 from agilerl.data.checks import check_context, check_vocabulary
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.functional import MetricReducer
-from agilerl.hpo.guard import Vitals
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models import adapters
-from agilerl.models.operators import Part, add_noise, merged, resize
-from agilerl.models.slots import AdamWSettings
+from agilerl.models.operators import add_noise, resize
 from agilerl.padding import padding_id
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.engine import Outcome
 from agilerl.runs.strict_json import read_json
 from agilerl.runtime import Runtime
 
-BAD_STEPS = 2
-"""Optimizer steps skipped in a row, because a loss or a gradient was not finite, that make an agent sick."""
 
-_MEASURES = {"entropy": "entropy", "completions/mean_length": "length", "reward": "reward"}
-"""Metrics of an update that the collapse guard reads, with its names for them."""
-
-
-class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
+class LLMAlgorithm(Learner, DocumentedSurface, EvolvableAlgorithm):
     """One agent of a population: hyperparameters and a slot of a shared :class:`Runtime`.
 
     Give exactly one of ``runtime`` (a base that is loaded already), ``actor_network`` (a plain pretrained model; agents
@@ -82,36 +72,8 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
     config: LLMConfig
     env_type: ClassVar[str] = "reasoning"
     """What it learns from: rewards of its own completions, or a task's demonstrations or pairs."""
-    rows_per_unit: ClassVar[int] = 1
-    """Rows that belong together and stay in one optimizer step; 2 if rows come in pairs."""
-    trained_slots: ClassVar[int] = 1
-    """Slots that an agent trains: the policy's, and a critic's if there is one."""
-    slot: int = while_open()
-    """Slot of the policy."""
-    reference_slot: int | None = while_open()
-    """Slot of the frozen reference policy; None: the base model with adapters off."""
-    critic_slot: int | None = while_open()
-    """Slot of the critic, for algorithms that have one."""
-    learns_again: bool = False
-    """True while ``learn`` trains on tensors that its last call trained on."""
     _learned: "weakref.ref[Tensor] | None" = None
     """Token ids of the last batch that ``learn`` trained on."""
-    gradient_is_finite: bool = True
-    """False once a loss since the last optimizer step was not finite: the next step will be skipped."""
-    reference_key: bytes = b"base"
-    """Fingerprint of the reference; agents with equal ones share its log-probs."""
-    knows_base: bool = True
-    """False if the agent comes from a checkpoint that does not say which weights its base had."""
-    reference_tracker: int = 0
-    """How often the reference has been told to move."""
-    _reference_lease: Callable[[], object]
-    _told_fixed: bool = False
-    outcome: Outcome = "ok"
-    """The result of the last iteration."""
-    bad_steps: int = 0
-    """Optimizer steps in a row, up to the last one, that were skipped because something was not finite."""
-    sick: str = ""
-    """Why the agent cannot be elite or parent and is replaced at the next selection; empty if it is healthy."""
 
     @checked
     def __init__(
@@ -129,8 +91,8 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         loss: Annotated[LossFunction | None, Hint("pass a function of LossInputs, or a PolicyLoss")] = None,
         **arguments: Any,
     ) -> None:
-        own, options = self._split_documented(arguments)
-        super().__init__(**own)
+        keywords, options = self._split_documented(arguments)
+        super().__init__(**keywords)
         if loss is not None:
             check_loss(loss, self)
         self.loss = loss
@@ -165,7 +127,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         """Metrics of the last update."""
         self.outcomes: dict[str, int] = dict.fromkeys(get_args(Outcome), 0)
         """Iterations by outcome, ancestors' included."""
-        self.vitals: dict[str, list[float]] = {name: [] for name in (*_MEASURES.values(), "reward_before")}
+        self.vitals: dict[str, list[float]] = {name: [] for name in (*MEASURES.values(), "reward_before")}
         """Entropy, length and reward of each iteration since the last selection, and the rewards before that."""
         longest = getattr(self.config, "max_output_tokens", None)
         if longest is not None and longest > self.context_length:
@@ -186,12 +148,9 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
                 "pad_token_id is required: the runtime has no tokenizer with a pad token to take it from; give, for "
                 "instance, pad_token_id=tokenizer.eos_token_id"
             )
-        known = isinstance(pad_token_id, int | np.integer) and not isinstance(pad_token_id, bool)
-        if not known or not 0 <= pad_token_id < vocabulary:
-            raise ConfigError(
-                f"expected pad_token_id as a token of the model, 0 to {vocabulary - 1}, found {shown(pad_token_id)}"
-            )
-        return int(pad_token_id)
+        if pad_token_id >= vocabulary:
+            raise ConfigError(f"expected pad_token_id of the model, 0 to {vocabulary - 1}, found {pad_token_id}")
+        return pad_token_id
 
     # -- resources ------------------------------------------------------------------------------------------------
 
@@ -205,10 +164,6 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         slot = store.allocate(self.lora_config.r, adapters.lora_scaling(self.lora_config))
         store.initialise(slot, self.config.seed, gaussian=self.lora_config.init_lora_weights == "gaussian")
         return slot
-
-    def _lease_of(self, slot: int) -> Callable[[], object]:
-        """Return a callback that frees a slot exactly once: when called, or when the agent is garbage-collected."""
-        return weakref.finalize(self, self.runtime.store.release, slot)
 
     def clean_up(self) -> None:
         """Free the agent's slots for other agents; calls that need a slot raise EngineError from now on.
@@ -230,11 +185,6 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         store.move(self.slot, slot)
         self._lease()
         self.slot, self._lease = slot, self._lease_of(slot)
-
-    @property
-    def rank(self) -> int:
-        """Rank of the adapter."""
-        return self.runtime.store.ranks[self.slot]
 
     # -- acting ---------------------------------------------------------------------------------------------------
 
@@ -328,66 +278,6 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         """Add the mean of an exam's scores to ``fitness``, or NaN if the agent is ``sick``."""
         self.fitness.append(float("nan") if self.sick else float(scores.mean()))
 
-    # -- learning: what the algorithm says ------------------------------------------------------------------------
-
-    def prepare(self, batch: RolloutBatch) -> Experience:
-        """Return what the losses need of a whole batch: rows kept, advantages, old and reference log-probs."""
-        raise NotImplementedError(f"{type(self).__name__} does not define prepare, which every algorithm needs")
-
-    def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
-        """Return the scalar loss of one micro-batch, already divided by ``inputs.denominator``."""
-        raise NotImplementedError(f"{type(self).__name__} does not define objective, which every algorithm needs")
-
-    def window_denominator(self, mask: Tensor) -> float:
-        """Return the denominator of an optimizer window from its whole action mask ``[rows, L]``."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not define window_denominator, which every algorithm needs"
-        )
-
-    @property
-    def window_rows(self) -> int:
-        """Trajectories of one optimizer step."""
-        return self.config.mini_batch_size or self.config.batch_size
-
-    @property
-    def micro_batch(self) -> MicroBatch:
-        """The most that one forward pass takes of the agent's rows: the user's number, or what suits the base."""
-        given, unit = self.config.micro_batch_size_per_gpu, self.rows_per_unit
-        if given is not None:
-            return MicroBatch(given * unit, None, unit)
-        return MicroBatch(None, self.runtime.pass_tokens, unit)
-
-    @property
-    def current_lr(self) -> float:
-        """Learning rate of the next step, the schedule applied."""
-        return self.config.lr * self.lr_factor
-
-    @property
-    def lr_factor(self) -> float:
-        """Return a learning rate after the schedules of the agent and of the run."""
-        return lr_factor(self.cosine_lr_schedule_config, self.updates) * self.schedule_factor
-
-    def optimizer_settings(self) -> dict[int, AdamWSettings]:
-        """Return the settings of the next optimizer step for each slot that this agent trains, the actor's first."""
-        return {self.slot: self.adamw(self.current_lr)}
-
-    def adamw(self, lr: float) -> AdamWSettings:
-        """Return the agent's AdamW settings with a learning rate."""
-        c = self.config
-        return AdamWSettings(
-            lr=lr,
-            beta1=c.adam_beta1,
-            beta2=c.adam_beta2,
-            eps=c.adam_eps,
-            weight_decay=c.weight_decay,
-            max_grad_norm=c.max_grad_norm,
-        )
-
-    def shuffle(self, rows: int, epoch: int) -> Tensor:
-        """Return the order of the rows in one epoch: a function of seed, index, update and epoch alone."""
-        rng = streams.stream(self.config.seed, "minibatch", self.index, self.updates, epoch)
-        return torch.from_numpy(rng.permutation(rows))
-
     # -- learning: gradients are accumulated, then an optimizer step spends them ----------------------------------
 
     def learn(
@@ -409,18 +299,17 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         the old log-probs are then computed. Several calls of ``accumulate`` do not count as learning again.
         """
         if isinstance(experiences, RolloutBatch):
-            self._check_fits(experiences)
-            with self._noting(experiences.ids):
-                return learn_together([self], [self._whole(experiences)])[0]
-        if turn_ids is None and getattr(self.config, "uses_turns", False):
+            batch, ids = experiences, experiences.ids
+        elif turn_ids is None and getattr(self.config, "uses_turns", False):
             raise ConfigError(
                 "importance_sampling_level or advantage_granularity is 'turn', but no turn_ids were given; call "
                 "learn(experiences, turn_ids=...) with turn_ids [rows, T-1], or use another level"
             )
-        group_size = getattr(self.config, "group_size", 1)
-        batch = to_batch(experiences, self.pad_token_id, turn_ids, sampling_logps, group_size=group_size)
+        else:
+            group_size = getattr(self.config, "group_size", 1)
+            batch = to_batch(experiences, self.pad_token_id, turn_ids, sampling_logps, group_size=group_size)
+            ids = experiences[0] if isinstance(experiences[0], Tensor) else next(iter(experiences[0]), batch.ids)
         self._check_fits(batch)
-        ids = experiences[0] if isinstance(experiences[0], Tensor) else next(iter(experiences[0]), batch.ids)
         with self._noting(ids):
             return learn_together([self], [self._whole(batch)])[0]
 
@@ -465,12 +354,12 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
         self._check_fits(rows)
         expected = tuple(rows.action_mask.shape)
         if not isinstance(dloss_dlogp, Tensor) or tuple(dloss_dlogp.shape) != expected:
-            found = (
+            given = (
                 f"shape {tuple(dloss_dlogp.shape)}" if isinstance(dloss_dlogp, Tensor) else type(dloss_dlogp).__name__
             )
             raise ConfigError(
                 f"expected d loss / d log-prob as a tensor of shape {expected}, one number for each entry of "
-                f"agent.logprobs(batch), found {found}"
+                f"agent.logprobs(batch), found {given}"
             )
         accumulate_batch(self, Experience(rows, dloss_dlogp.detach()), tangent_loss, 1.0)
         self._count(rows)
@@ -521,104 +410,6 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
             check_vocabulary(batch.ids, self.runtime.base.vocabulary_size, "completion_ids")
             check_context(batch.lengths, self.context_length, self.config.max_model_len, "completion_ids")
 
-    # -- reference policy -----------------------------------------------------------------------------------------
-
-    @checked
-    def set_reference_policy(self, reference_update_tracker: int) -> None:
-        """Make the present policy the reference when the tracker advances past its stored value.
-
-        With ``use_separate_reference_adapter=False`` the reference cannot move: it stays the base model, with a warning
-        once per agent.
-        """
-        if reference_update_tracker <= self.reference_tracker:
-            return
-        self.reference_tracker = reference_update_tracker
-        if getattr(self.config, "use_separate_reference_adapter", True):
-            self.set_reference(self.runtime.store.adapter(self.slot))
-        elif not self._told_fixed:
-            self._told_fixed = True
-            warnings.warn(
-                "set_reference_policy leaves the reference as it is, the base model: use_separate_reference_adapter is "
-                "False; set it to True to let the reference move",
-                stacklevel=2,
-            )
-
-    def forget_reference(self) -> None:
-        """Make the base model the reference, and free the slot of another one."""
-        if self.reference_slot is not None:
-            self._reference_lease()
-        self.reference_slot, self.reference_key = None, b"base"
-
-    def set_reference(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make these factors the frozen reference policy, in a separate slot; their rank may differ from ours."""
-        store = self.runtime.store
-        rank, scaling = len(factors[0][0]), float(store.scaling[self.slot])
-        if self.reference_slot is None:
-            self.reference_slot = store.allocate(rank, scaling)
-            self._reference_lease = self._lease_of(self.reference_slot)
-        store.set_rank(self.reference_slot, rank, scaling)
-        store.load_adapter(self.reference_slot, factors)
-        self.reference_key = fingerprint(factors, scaling)
-
-    def note_update(self) -> dict[str, float]:
-        """Count an update, and move the reference towards the policy after each ``ref_sync_steps`` of them.
-
-        Returns ``reference/energy`` then: the share of the new reference's delta that its rank holds.
-        """
-        self.updates += 1
-        every = getattr(self.config, "ref_sync_steps", None)
-        if every is None or self.updates % every:
-            return {}
-        return {"reference/energy": self.mix_reference(self.config.ref_sync_alpha)}  # type: ignore[attr-defined]
-
-    @checked
-    def mix_reference(self, alpha: Annotated[float, Within(above=0, most=1)]) -> float:
-        """Make ``alpha policy + (1 - alpha) reference``, a mean of weights, the reference (arXiv 2404.09656).
-
-        A delta of the mean may need the ranks of both; the new reference has the agent's rank and is the best
-        approximation (Eckart-Young). Returns the share of the squared singular values that it keeps: 1 if the reference
-        was the base model, or with ``alpha`` 1.
-        """
-        self.check_open()
-        store, energy = self.runtime.store, 1.0
-        factors, scaling = store.adapter(self.slot), float(store.scaling[self.slot])
-        if alpha < 1:
-            parts = [Part(factors, scaling, alpha)]
-            if self.reference_slot is not None:
-                old, its_scaling = store.adapter(self.reference_slot), float(store.scaling[self.reference_slot])
-                parts.append(Part(old, its_scaling, 1 - alpha))
-            factors, energy = merged(parts, self.rank, scaling)
-        self.set_reference(factors)
-        return energy
-
-    # -- health: results of iterations, and whether the agent may still be a parent -------------------------------
-
-    def note_step(self, *, taken: bool) -> None:
-        """Count an optimizer step that was taken, or skipped because something was not finite."""
-        self.bad_steps = 0 if taken else self.bad_steps + 1
-        if self.bad_steps >= BAD_STEPS:
-            self.sick = f"loss, gradient or samples were not finite in {self.bad_steps} optimizer steps in a row"
-
-    def note_outcome(self, outcome: Outcome, metrics: Mapping[str, float]) -> None:
-        """Count an iteration, and keep what the collapse guard reads."""
-        self.outcome, self.metrics = outcome, dict(metrics)
-        self.outcomes[outcome] += 1
-        for metric, name in _MEASURES.items():
-            self.vitals[name].append(metrics.get(metric, math.nan))
-
-    def after_selection(self) -> None:
-        """Begin a generation: selection has acted on the findings so far, as far as it could."""
-        self.sick = ""
-        self.vitals = {
-            **{name: [] for name in self.vitals},
-            "reward_before": self.vitals["reward"] or self.vitals["reward_before"],
-        }
-
-    def present_vitals(self, *, with_rewards: bool = True) -> Vitals:
-        """Return the numbers of this generation; rewards are left out if other agents' are not comparable with them."""
-        own = self.vitals if with_rewards else {**self.vitals, "reward": [], "reward_before": []}
-        return Vitals(**{name: tuple(values) for name, values in own.items()})
-
     # -- mutation -------------------------------------------------------------------------------------------------
 
     def apply_mutation(self, mutation: Mutation) -> None:
@@ -644,7 +435,7 @@ class LLMAlgorithm(DocumentedSurface, EvolvableAlgorithm):
     def cross(self, mate: "LLMAlgorithm | AgentState") -> None:
         """Give this agent the mean of its own and another agent's delta, at its own rank and scale.
 
-        Adam goes on from no momentum and the mean of both second moments; everything else stays this agent's.
+        Adam continues from no momentum and the mean of both second moments; everything else stays this agent's.
         """
         self.check_open()
         join(self, mate.state() if isinstance(mate, LLMAlgorithm) else mate)

@@ -27,7 +27,7 @@ from agilerl.hpo.parameters import (
     with_changes,
 )
 from agilerl.other_trainers import ours
-from agilerl.validation import LARGEST_FLOAT32, check_booleans, sentence, validated
+from agilerl.validation import LARGEST_FLOAT32, checked_numbers, sentence, validated
 
 
 class AlgorithmConfig(BaseModel):
@@ -37,15 +37,15 @@ class AlgorithmConfig(BaseModel):
         extra="forbid", validate_assignment=True, use_attribute_docstrings=True, allow_inf_nan=False
     )
 
+    _numbers = field_validator("*", mode="wrap")(checked_numbers)
+
     def __init__(self, **values: Any) -> None:
-        check_booleans(type(self), values)
         try:
             super().__init__(**values)
         except ValidationError as error:
             raise ConfigError(sentence(error, type(self))) from error
 
     def __setattr__(self, name: str, value: Any) -> None:
-        check_booleans(type(self), {name: value})
         try:
             super().__setattr__(name, value)
         except ValidationError as error:
@@ -270,28 +270,21 @@ class EvolvableAlgorithm(ABC):
         """Overwrite this agent's weights with those of a checkpoint folder."""
 
 
-def _constructor_keywords(cls: type) -> dict[str, inspect.Parameter]:
-    """Collect the named parameters of all ``__init__`` along the inheritance, the most derived first."""
-    found: dict[str, inspect.Parameter] = {}
-    for base in cls.__mro__:
+def _signature(cls: type[EvolvableAlgorithm]) -> inspect.Signature:
+    """Return the constructor's signature with every hyperparameter spelled out."""
+    parameters: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__:  # the most derived first
         init = base.__dict__.get("__init__")
         if init is None or not issubclass(base, EvolvableAlgorithm):
             continue
         for name, parameter in inspect.signature(init).parameters.items():
             if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-                found.setdefault(name, parameter)
-    return found
-
-
-def _signature(cls: type[EvolvableAlgorithm]) -> inspect.Signature:
-    """Return the constructor's signature with every hyperparameter spelled out."""
-    parameters = _constructor_keywords(cls)
+                parameters.setdefault(name, parameter)
     for name, field in cls.Config.model_fields.items():
         parameters[name] = inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=field.get_default(call_default_factory=True)
         )
-    ordered = sorted(parameters.values(), key=lambda p: p.kind)
-    return inspect.Signature(ordered)
+    return inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))
 
 
 def _short(value: Any) -> str:

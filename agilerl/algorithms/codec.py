@@ -48,40 +48,40 @@ def tensors(state: AgentState, layers: Iterable[str] | None = None) -> dict[str,
     """
     names = [str(number) for number in range(len(state.adapter))] if layers is None else list(layers)
     parts = {"adapter": state.adapter, "reference": state.reference or [], **state.moments}
-    found: dict[str, Tensor] = {}
+    named: dict[str, Tensor] = {}
     critic = state.critic
     if critic is not None:
         parts |= {"critic.adapter": critic.adapter, **{f"critic.{name}": part for name, part in critic.moments.items()}}
-        found |= {"critic.head": critic.head, "critic.steps": torch.tensor(critic.optimizer_steps, dtype=torch.float64)}
-        found |= {f"critic.{name}.head": tensor for name, tensor in critic.head_moments.items()}
+        named |= {"critic.head": critic.head, "critic.steps": torch.tensor(critic.optimizer_steps, dtype=torch.float64)}
+        named |= {f"critic.{name}.head": tensor for name, tensor in critic.head_moments.items()}
     for part, factors in parts.items():
-        found |= {f"{part}.{name}.{side}": t for name, pair in zip(names, factors) for side, t in zip("AB", pair)}
-    return found
+        named |= {f"{part}.{name}.{side}": t for name, pair in zip(names, factors) for side, t in zip("AB", pair)}
+    return named
 
 
 def assembled(
-    values: Mapping[str, Any], found: Mapping[str, Tensor], layers: Iterable[str] | None = None
+    values: Mapping[str, Any], named: Mapping[str, Tensor], layers: Iterable[str] | None = None
 ) -> AgentState:
     """Return the state of these :func:`plain` parts and :func:`tensors`."""
     if layers is None:
-        layers = map(str, range(sum(name.startswith("adapter.") and name.endswith(".A") for name in found)))
+        layers = map(str, range(sum(name.startswith("adapter.") and name.endswith(".A") for name in named)))
     names = list(layers)
 
     def factors(part: str) -> Factors:
-        return [(found[f"{part}.{name}.A"], found[f"{part}.{name}.B"]) for name in names]
+        return [(named[f"{part}.{name}.A"], named[f"{part}.{name}.B"]) for name in names]
 
     def present(part: str) -> bool:
-        return f"{part}.{names[0]}.A" in found
+        return f"{part}.{names[0]}.A" in named
 
     def moments(prefix: str = "") -> dict[str, Factors]:
         return {name: factors(prefix + name) for name in MOMENTS if present(prefix + name)}
 
     state = AgentState(**values, adapter=factors("adapter"), moments=moments())
     state.reference = factors("reference") if present("reference") else None
-    if "critic.head" in found:
-        heads = {name: found[f"critic.{name}.head"] for name in MOMENTS if f"critic.{name}.head" in found}
-        steps = float(found["critic.steps"])
-        state.critic = CriticState(factors("critic.adapter"), found["critic.head"], moments("critic."), heads, steps)
+    if "critic.head" in named:
+        heads = {name: named[f"critic.{name}.head"] for name in MOMENTS if f"critic.{name}.head" in named}
+        steps = float(named["critic.steps"])
+        state.critic = CriticState(factors("critic.adapter"), named["critic.head"], moments("critic."), heads, steps)
     return state
 
 
@@ -139,8 +139,8 @@ def warn_of_another_base(folder: Path, base: BaseModel, loaded: Mapping[str, Any
     for home in (folder, folder.parent):
         if (home / "agent.json").is_file():
             with suppress(CheckpointError):  # the adapter can be read, whatever is beside it
-                found = strict_json.read_json(home / "agent.json", PlainState)
-                name, saved = found["base"], found.get("loaded")
+                agent = strict_json.read_json(home / "agent.json", PlainState)
+                name, saved = agent["base"], agent.get("loaded")
             break
     for difference in differences(base.name if name == base.original else name, saved, base, loaded):
         warnings.warn(f"{folder}: {difference}", stacklevel=3)
@@ -203,14 +203,10 @@ def save_folder(path: str | os.PathLike[str], write: Callable[[Path], None], *, 
     target = Path(path).resolve()
     _check_name(target)
     if target.exists() and not target.is_dir():
-        raise CheckpointError(
-            f"expected a folder for the checkpoint at {str(path)!r}, found a file; choose another path"
-        )
+        raise CheckpointError(f"expected a folder for the checkpoint at {str(path)!r}, found a file; choose another")
     if target.is_dir() and any(target.iterdir()):
         if not (target / "agent.json").is_file():
-            raise CheckpointError(
-                f"the folder {str(path)!r} holds files but no checkpoint; choose a folder that is new or empty"
-            )
+            raise CheckpointError(f"the folder {str(path)!r} holds files but no checkpoint; choose a new or empty one")
         if not overwrite:
             raise CheckpointError(
                 f"{str(path)!r} holds a checkpoint already; pass overwrite=True to replace it, or choose another folder"
@@ -275,13 +271,10 @@ def read_state(folder: Path, layers: tuple[LinearShape, ...], *, finite: bool = 
 
 def _check_scale(folder: Path, config: Any, state: AgentState) -> None:
     """Raise CheckpointError unless an adapter has the scale that agent.json gives to all adapters of the agent."""
-    found, rank = adapters.lora_scaling(config), state.lora["r"]
+    scale, rank = adapters.lora_scaling(config), state.lora["r"]
     expected = state.lora["lora_alpha"] / (rank**0.5 if state.lora["use_rslora"] else rank)
-    if not math.isclose(found, expected, rel_tol=1e-5):
-        raise CheckpointError(
-            f"the adapter at {str(folder)!r} has the scale {found:g}, agent.json beside it {expected:g}; take both "
-            "from the same checkpoint"
-        )
+    if not math.isclose(scale, expected, rel_tol=1e-5):
+        raise CheckpointError(f"the adapter at {str(folder)!r} has the scale {scale:g}, its agent.json {expected:g}")
 
 
 def _read_head(path: Path, *, finite: bool) -> Tensor:
@@ -304,11 +297,11 @@ def _with_optimizer(path: Path, layers: tuple[LinearShape, ...], state: AgentSta
     expected = _of_optimizer(tensors(like_weights, names))
     saved = adapters.read_tensors(path)
     for name, like in expected.items():
-        found = saved.get(name)
-        if found is None or found.shape != like.shape:
-            wrong = "is missing" if found is None else f"has shape {tuple(found.shape)}, not {tuple(like.shape)}"
+        tensor = saved.get(name)
+        if tensor is None or tensor.shape != like.shape:
+            wrong = "is missing" if tensor is None else f"has shape {tuple(tensor.shape)}, not {tuple(like.shape)}"
             raise CheckpointError(f"{path} does not fit this agent: {name} {wrong}")
-        if finite and torch.isnan(found).any():
+        if finite and torch.isnan(tensor).any():
             raise CheckpointError(f"{path}: {name} holds NaN")
     moments = {name: saved[name] for name in expected}
     if critic is not None:  # its agent knows how wide the head has to be

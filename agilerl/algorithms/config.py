@@ -195,28 +195,19 @@ class SurrogateConfig(ReferenceConfig, LLMConfig):
                 "it bounds what clipping does not; raise it, or lower clip_coef"
             )
         if self.delta is not None and self.dual_clip is not None:
-            raise ValueError(
-                f"delta={self.delta} and dual_clip={self.dual_clip} both cap the loss of negative advantages; drop one"
-            )
+            raise ValueError(f"delta={self.delta} and dual_clip={self.dual_clip} both cap a loss; drop one")
         return self
 
     @model_validator(mode="after")
     def _kl_settings_agree(self) -> Self:
         if self.kl_target is not None and self.beta == 0:
-            raise ValueError(
-                f"kl_target={self.kl_target} adapts the weight of the KL, but beta=0 leaves none; set beta"
-            )
+            raise ValueError(f"kl_target={self.kl_target} adapts the KL's weight, but beta=0 leaves none; set beta")
         if self.ref_sync_steps is not None and self.beta == 0:
-            raise ValueError(
-                f"ref_sync_steps={self.ref_sync_steps} moves the reference, which beta=0 does not use; set beta"
-            )
+            raise ValueError(f"ref_sync_steps={self.ref_sync_steps} moves the reference, unused with beta=0; set beta")
         if self.use_kl_advantage_shaping and self.beta == 0:
             raise ValueError("use_kl_advantage_shaping weighs the KL by beta, but beta=0 leaves none; set beta")
         if self.use_kl_advantage_shaping and self.kl_placement != "loss":
-            raise ValueError(
-                "use_kl_advantage_shaping takes the place of the KL in the loss, found "
-                f"kl_placement={self.kl_placement!r}; drop one of them"
-            )
+            raise ValueError(f"use_kl_advantage_shaping contradicts kl_placement={self.kl_placement!r}; drop one")
         return self
 
     @property
@@ -278,12 +269,9 @@ class PolicyConfig(LLMConfig):
         for name in values if isinstance(values, dict) else ():
             if name in _FAMILY_FIELDS and name not in cls.model_fields:
                 pinned = getattr(cls, name, None)
-                found = f"{name}={values[name]!r}"
-                raise ValueError(
-                    f"{cls.algorithm} does not use {name}, found {found}; leave it out, or use GRPO({found})"
-                    if pinned is None
-                    else f"{cls.algorithm} fixes {name}={pinned!r}, found {found}; leave it out, or use GRPO({found})"
-                )
+                given = f"{name}={values[name]!r}"
+                does = f"does not use {name}" if pinned is None else f"fixes {name}={pinned!r}"
+                raise ValueError(f"{cls.algorithm} {does}, found {given}; leave it out, or use GRPO({given})")
         return values
 
     @model_validator(mode="after")
@@ -297,9 +285,7 @@ class PolicyConfig(LLMConfig):
         if self.loss_norm == "fixed-length" and limit is None:
             raise ValueError("loss_norm='fixed-length' divides by max_output_tokens, which is None; set it")
         if cache is not None and (limit is None or cache > limit):
-            raise ValueError(
-                f"overlong_cache_tokens={cache} needs max_output_tokens of at least {cache}, found {limit}; change one"
-            )
+            raise ValueError(f"overlong_cache_tokens={cache} needs max_output_tokens as large, found {limit}")
         return self
 
     @property
@@ -391,9 +377,7 @@ def check_weight_bounds(c: PolicyConfig, low: float | None, high: float) -> None
     given = c.model_fields_set
     if c.loss_type == "cispo" and "clip_coef" in given and c.clip_coef is not None and given & {"clip_min", "clip_max"}:
         names = " and ".join(sorted(given & {"clip_min", "clip_max"}))
-        raise ValueError(
-            f"clip_coef={c.clip_coef} gives both bounds of the weight, found {names} as well; name one or the other"
-        )
+        raise ValueError(f"clip_coef={c.clip_coef} gives both bounds of the weight, found {names} too; drop one")
     if low is not None and low >= high:
         raise ValueError(f"clip_min={low} is not below clip_max={high}; lower it, or leave it out")
 

@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.learner import Learner
 from agilerl.algorithms.objective import PolicyParts, Surrogate, aggregated, policy_terms, record_tokens
-from agilerl.arguments import nearest
+from agilerl.arguments import check_fields, described, nearest
 from agilerl.custom_code import left, torch_restored
 from agilerl.data import LossInputs
 from agilerl.errors import CheckpointError, ConfigError
@@ -68,14 +68,7 @@ class PolicyLoss:
     aggregation: LossNorm | Callable[[Tensor, Tensor, float], Tensor] | None = None
 
     def __post_init__(self) -> None:
-        known = {"ratio": PoolingLevel, "surrogate": Surrogate, "kl": KLEstimator, "aggregation": LossNorm}
-        for part, names in known.items():
-            value, optional = getattr(self, part), part in ("kl", "aggregation")
-            if not (callable(value) or value in get_args(names) or (optional and value is None)):
-                raise ConfigError(
-                    f"PolicyLoss({part}=...) takes a function or one of {', '.join(get_args(names))}"
-                    f"{', or None' if optional else ''}, found {value!r}"
-                )
+        check_fields(self)
 
     def __call__(
         self,
@@ -147,10 +140,7 @@ def loss_name(loss: LossFunction) -> str:
 def check_loss(loss: LossFunction, agent: Learner) -> None:
     """Raise ConfigError unless ``loss`` can be called with LossInputs and hyperparameters of ``agent``."""
     if not callable(loss):
-        raise ConfigError(
-            f"loss must be a function of LossInputs that returns a scalar tensor, found {loss!r} of type "
-            f"{type(loss).__name__}"
-        )
+        raise ConfigError(f"loss must be a function of LossInputs that returns a scalar, found {described(loss)}")
     _arguments(loss, agent)
     if isinstance(loss, PolicyLoss) and loss.kl is not None and not getattr(agent.config, "beta", 0.0):
         raise ConfigError(f"loss=PolicyLoss(kl={loss.kl!r}) contradicts beta=0, which weighs it; change one of them")
@@ -249,9 +239,7 @@ def _check_scalar(value: Any, name: str) -> None:
             "agilerl.functional.aggregate(loss, inputs.mask, 'token-mean', inputs.denominator)"
         )
     if not value.requires_grad:
-        raise ConfigError(
-            f"{expected}, found one without gradient; compute it from inputs.logp, without .detach() and no_grad()"
-        )
+        raise ConfigError(f"{expected}, found one without gradient; compute it from inputs.logp, without .detach()")
 
 
 @torch.no_grad()
@@ -263,9 +251,7 @@ def _record(inputs: LossInputs, loss: Tensor, named: Mapping[str, Any], metrics:
         usual.add("kl", kl_estimate(inputs.logp, inputs.ref_logp, "k3"), inputs.mask)
     for name in named:
         if name in _RESERVED or name.startswith("completions/"):
-            raise ConfigError(
-                f"the custom loss returned a metric named {name!r}, which the update itself reports; rename it"
-            )
+            raise ConfigError(f"the loss returned a metric named {name!r}, which the update reports; rename it")
         usual.statistics.pop(name, None)
         usual.reductions.pop(name, None)
     metrics.merge(usual)
@@ -280,9 +266,7 @@ def _record_own(inputs: LossInputs, name: str, values: Any, metrics: MetricReduc
     try:
         tensor = torch.as_tensor(values).detach()
     except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(
-            f"the metric {name!r} of the custom loss must be a number or a tensor, found {values!r}"
-        ) from None
+        raise ConfigError(f"the loss's metric {name!r} must be a number or a tensor, found {values!r}") from None
     if tensor.shape == inputs.mask.shape:
         metrics.add(name, tensor, inputs.mask, reduction=reduction)
     elif tensor.dim() == 0 and reduction == "mean":

@@ -31,14 +31,6 @@ _IMPLIED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def _with_options(signature: inspect.Signature) -> inspect.Signature:
-    """Return the signature of an agent with the options of the shared base, each once."""
-    parameters = dict(signature.parameters)
-    for name, field in SharedOptions.model_fields.items():
-        parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
-    return signature.replace(parameters=sorted(parameters.values(), key=lambda p: p.kind))
-
-
 class _Sampling:
     """A setting of sampling: that of the agent, read and written as its hyperparameter."""
 
@@ -76,7 +68,7 @@ class GenerationView:
 
     @property
     def pad_token_id(self) -> int:
-        """The token that fills rows up."""
+        """The token used for padding."""
         return self.agent.pad_token_id  # type: ignore[no-any-return]
 
     @property
@@ -108,48 +100,13 @@ class OptimizerView:
         return self
 
 
-class ScheduleView:
-    """``agent.lr_scheduler``: where the learning rates are in their course; the update itself moves them on."""
-
-    def __init__(self, agent: Any) -> None:
-        self._agent = agent
-
-    def get_last_lr(self) -> list[float]:
-        """Return the learning rate of the next step, for each trained slot."""
-        return [settings.lr for settings in self._agent.optimizer_settings().values()]
-
-
 class ActorView:
     """``agent.actor``: the base model with the agent's selected adapter on, for calls that are made of a PEFT model."""
 
     def __init__(self, agent: Any) -> None:
-        self._agent = agent
-
-    @property
-    def base_model(self) -> Any:
-        """The model without adapters."""
-        return self._agent.runtime.base.model
-
-    @property
-    def config(self) -> Any:
-        """The model's configuration."""
-        return self.base_model.config
-
-    @property
-    def name_or_path(self) -> str:
-        """Name or folder of the base model."""
-        return self._agent.pretrained_model_name_or_path  # type: ignore[no-any-return]
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model is."""
-        return self._agent.runtime.base.device  # type: ignore[no-any-return]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the model's weights."""
-        found: torch.dtype = self.base_model.dtype
-        return found
+        self._agent, self.base_model = agent, agent.runtime.base.model
+        self.config, self.dtype = self.base_model.config, self.base_model.dtype
+        self.device, self.name_or_path = agent.runtime.base.device, agent.pretrained_model_name_or_path
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model."""
@@ -176,9 +133,7 @@ class ActorView:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise CheckpointError(
-                f"the folder {shown(str(folder))} cannot be made: {error.strerror or error}"
-            ) from error
+            raise CheckpointError(f"folder {shown(str(folder))} cannot be made: {error.strerror or error}") from error
         factors = store.adapter(agent.slot)
         adapters.write_adapter(folder, store.layers, factors, agent.lora_config, agent.runtime.base.original)
 
@@ -232,9 +187,14 @@ class DocumentedSurface:
         return OptimizerView(self)
 
     @property
-    def lr_scheduler(self) -> ScheduleView | None:
-        """The course of the learning rate, to read; None without ``cosine_lr_schedule_config``."""
-        return None if self.cosine_lr_schedule_config is None else ScheduleView(self)  # type: ignore[attr-defined]
+    def lr_scheduler(self) -> SimpleNamespace | None:
+        """The course of the learning rate, to read: ``get_last_lr()`` returns the next step's of each trained slot.
+
+        None without ``cosine_lr_schedule_config``.
+        """
+        if self.cosine_lr_schedule_config is None:  # type: ignore[attr-defined]
+            return None
+        return SimpleNamespace(get_last_lr=lambda: [s.lr for s in self.optimizer_settings().values()])  # type: ignore[attr-defined]
 
     @property
     def accelerator(self) -> Any:
@@ -264,7 +224,10 @@ class DocumentedSurface:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        cls.__signature__ = _with_options(inspect.signature(cls))  # type: ignore[attr-defined]
+        parameters = dict(inspect.signature(cls).parameters)
+        for name, field in SharedOptions.model_fields.items():
+            parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
+        cls.__signature__ = inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))  # type: ignore[attr-defined]
 
     @staticmethod
     def _split_documented(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], SharedOptions]:
@@ -277,10 +240,7 @@ class DocumentedSurface:
             if name in rest:
                 value = rest.pop(name)
                 if not any(value is a or value == a for a in accepted):
-                    raise ConfigError(
-                        f"{name}={value!r} is not available with the shared base; expected "
-                        f"{' or '.join(map(repr, accepted))}"
-                    )
+                    raise ConfigError(f"{name}={value!r} is not available; expected {' or '.join(map(repr, accepted))}")
         return rest, validated(SharedOptions, options)
 
     def load_weights(self, path: Location) -> None:
@@ -326,8 +286,8 @@ class DocumentedSurface:
     @property
     def _adapters(self) -> dict[str, int | None]:
         """The slots that can be selected, by name."""
-        found = {"actor": self.slot, "reference": self.reference_slot}
-        return found if self.critic_slot is None else {**found, "critic": self.critic_slot}
+        slots = {"actor": self.slot, "reference": self.reference_slot}
+        return slots if self.critic_slot is None else {**slots, "critic": self.critic_slot}
 
     @contextmanager
     def _reading(self, name: str) -> Iterator[None]:
@@ -342,15 +302,14 @@ class DocumentedSurface:
 
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
         """Return what evolution acts on: the adapter's slot and, unless ``networks_only``, the genes' values."""
-        found: dict[str, Any] = {"actor": self.slot}
-        return found if networks_only else {**found, **self.hyperparameters}  # type: ignore[attr-defined]
+        genes: dict[str, Any] = {} if networks_only else self.hyperparameters  # type: ignore[attr-defined]
+        return {"actor": self.slot, **genes}
 
     @staticmethod
     def inspect_attributes(agent: Any, input_args_only: bool = False) -> dict[str, Any]:
         """Return the hyperparameters and, unless ``input_args_only``, the counters."""
-        found: dict[str, Any] = agent.config.model_dump()
-        names = ("index", "mut", "steps", "scores", "fitness", "position", "updates")
-        return found if input_args_only else {**found, **{name: getattr(agent, name) for name in names}}
+        names = () if input_args_only else ("index", "mut", "steps", "scores", "fitness", "position", "updates")
+        return {**agent.config.model_dump(), **{name: getattr(agent, name) for name in names}}
 
     @staticmethod
     def copy_attributes(agent: Any, clone: Any) -> Any:
@@ -400,8 +359,8 @@ class DocumentedSurface:
     def to_device(self, *experiences: Tensor) -> tuple[Tensor, ...]:
         """Return tensors on the device of the base."""
         return tuple(
-            taken(Tensor, e, "to_device", f"argument {place}").to(self.runtime.base.device)
-            for place, e in enumerate(experiences)
+            taken(Tensor, tensor, "to_device", f"argument {number}").to(self.runtime.base.device)
+            for number, tensor in enumerate(experiences)
         )
 
     def wrap_models(self) -> None:

@@ -105,19 +105,13 @@ class DPOConfig(ReferenceConfig, DataConfig):
     def _losses_agree(self) -> Self:
         names = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
         if self.loss_weights is not None and len(self.loss_weights) != len(names):
-            raise ValueError(
-                f"loss_weights={self.loss_weights} does not match loss_type={names}: expected {len(names)} numbers, "
-                f"found {len(self.loss_weights)}"
-            )
+            raise ValueError(f"loss_weights: expected {len(names)} numbers, found {len(self.loss_weights)} for {names}")
         if len(set(names)) != len(names):
             raise ValueError(f"loss_type={names} names a loss twice; name it once and raise its weight")
         if set(names) == {"sft"}:
             raise ValueError("loss_type='sft' alone has no preference in it; add a preference loss, or use SFT")
         if "sft" in names and self.nll_alpha > 0:
-            raise ValueError(
-                f"loss_type={names} and nll_alpha={self.nll_alpha} both add the chosen completions' cross-entropy; "
-                "drop one of them"
-            )
+            raise ValueError(f"loss_type={names} and nll_alpha={self.nll_alpha} both add a cross-entropy; drop one")
         if self.label_smoothing > 0 and not _SMOOTHED & set(names):
             raise ValueError(
                 f"label_smoothing={self.label_smoothing} has no effect with loss_type={self.loss_type!r}; set it to 0, "
@@ -136,13 +130,9 @@ class DPOConfig(ReferenceConfig, DataConfig):
                 f"reference_free={self.reference_free} does not use; drop it"
             )
         if self.use_weighting and {"aot", "aot_pair"} & set(names):
-            raise ValueError(
-                f"use_weighting weighs pairs, but loss_type={self.loss_type!r} sorts completions; drop one of them"
-            )
+            raise ValueError(f"use_weighting weighs pairs, loss_type={self.loss_type!r} sorts completions; drop one")
         if self.ld_alpha is not None and _PER_TOKEN & set(names):
-            raise ValueError(
-                f"ld_alpha={self.ld_alpha} weighs sums of log-probs, loss_type={self.loss_type!r} has means; drop it"
-            )
+            raise ValueError(f"ld_alpha={self.ld_alpha} weighs sums, loss_type={self.loss_type!r} has means; drop it")
         return self
 
     @property
@@ -259,10 +249,7 @@ class DPO(DataAlgorithm):
             )
         if not bool(batch.action_mask.any(dim=1).all()):
             alpha = f"; nll_alpha={self.config.nll_alpha} learns the chosen one" if self.config.nll_alpha > 0 else ""
-            raise ConfigError(
-                "every pair needs a chosen and a rejected completion, found one without a token"
-                f"{alpha}; leave such pairs out"
-            )
+            raise ConfigError(f"every pair needs two completions, found one without a token{alpha}; leave them out")
 
 
 def _pair_scores(inputs: LossInputs, c: DPOConfig) -> PreferenceScores:

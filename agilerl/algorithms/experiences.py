@@ -1,7 +1,7 @@
 """Between the documented tuples of tensors and the typed batch, and the exam of an environment stepped by hand."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,11 +37,8 @@ def prompt_ids(obs: Any, vocabulary: int) -> list[list[int]]:
     prompts = [obs] if isinstance(obs, Mapping) else obs
     if not isinstance(prompts, list | tuple) or not prompts:
         found = "none" if isinstance(prompts, list | tuple) else described(obs)
-        raise ConfigError(
-            "get_action(obs=...): expected prompts, each a mapping with input_ids [1, P], as env.reset() returns them, "
-            f"found {found}"
-        )
-    return [_prompt(prompt, f"get_action, prompt {place}", vocabulary) for place, prompt in enumerate(prompts)]
+        raise ConfigError(f"get_action(obs=...): expected prompts with input_ids [1, P] each, found {found}")
+    return [_prompt(prompt, f"get_action, prompt {number}", vocabulary) for number, prompt in enumerate(prompts)]
 
 
 def _prompt(prompt: Any, where: str, vocabulary: int) -> list[int]:
@@ -55,9 +52,7 @@ def _prompt(prompt: Any, where: str, vocabulary: int) -> list[int]:
     if prompt.get("attention_mask") is not None:
         mask = mask_rows(prompt["attention_mask"], f"{where}: attention_mask").reshape(-1).tolist()
         if len(mask) != len(ids):
-            raise ConfigError(
-                f"{where}: expected an attention_mask of as many entries as input_ids, {len(ids)}, found {len(mask)}"
-            )
+            raise ConfigError(f"{where}: expected attention_mask as long as input_ids, {len(ids)}, found {len(mask)}")
         ids = [token for token, is_real in zip(ids, mask) if is_real]
     if not ids:
         raise ConfigError(f"{where}: expected a prompt of one token or more, found an attention_mask that is all 0")
@@ -127,8 +122,8 @@ def to_batch(
         start = piece.stop
     turns = torch.where(mask, 0, -1)
     if turn_ids is not None:
-        for row, own in enumerate(_by_row(turn_ids, rows, max(m.shape[1] for m in masks))):
-            turns[row, : len(own)] = torch.where(mask[row, : len(own)], own.cpu(), -1)
+        for row, ids_of_turns in enumerate(_by_row(turn_ids, rows, max(m.shape[1] for m in masks))):
+            turns[row, : len(ids_of_turns)] = torch.where(mask[row, : len(ids_of_turns)], ids_of_turns.cpu(), -1)
     if not mask.any():
         raise ConfigError(
             "learn(experiences=...): expected action_masks that mark the tokens to learn from, found none marked in "
@@ -156,7 +151,7 @@ def _groups(parts: Any, read: Callable[[Any, str], Tensor], name: str, group_siz
     if not isinstance(parts, Sequence) or isinstance(parts, str | bytes) or not parts:
         found = "none" if isinstance(parts, list | tuple) else described(parts)
         raise ConfigError(f"{where}: expected a list with one tensor a prompt, or one stacked tensor, found {found}")
-    return [read(part, f"{where}, entry {place}") for place, part in enumerate(parts)]
+    return [read(part, f"{where}, entry {number}") for number, part in enumerate(parts)]
 
 
 def _check_rows(ids: Sequence[Tensor], masks: Sequence[Tensor], group_size: int) -> None:
@@ -179,16 +174,13 @@ def _by_row(turn_ids: Tensor | Sequence[Tensor], rows: int, positions: int) -> l
     if not isinstance(turn_ids, Tensor | list | tuple):
         raise ConfigError(f"learn(turn_ids=...): expected turn_ids [rows, T-1], found {described(turn_ids)}")
     parts = list(turn_ids) if isinstance(turn_ids, list | tuple) else [turn_ids]
-    found = [own for part in parts for own in token_rows(part, "learn(turn_ids=...)")]
-    if len(found) != rows:
-        raise ConfigError(f"expected turn_ids for {rows} rows, found them for {len(found)}")
-    longest = max((len(own) for own in found), default=0)
+    turns = [row for part in parts for row in token_rows(part, "learn(turn_ids=...)")]
+    if len(turns) != rows:
+        raise ConfigError(f"expected turn_ids for {rows} rows, found them for {len(turns)}")
+    longest = max((len(row) for row in turns), default=0)
     if longest > positions:
-        raise ConfigError(
-            f"expected turn_ids [rows, T-1], at most as wide as the action masks, found {longest} positions and masks "
-            f"of {positions}"
-        )
-    return found
+        raise ConfigError(f"expected turn_ids [rows, T-1], at most as wide as masks, {positions}, found {longest}")
+    return turns
 
 
 def _rewards(rewards: Any, rows: int, shapes: Collection[tuple[int, ...]], *, per_turn: bool) -> Tensor:
@@ -206,10 +198,7 @@ def _rewards(rewards: Any, rows: int, shapes: Collection[tuple[int, ...]], *, pe
     orders = {(rows,), (rows, 1), (1, rows), *shapes}
     if tensor.shape not in orders:
         known = " or ".join(str(list(shape)) for shape in sorted(orders, key=len))
-        raise ConfigError(
-            f"expected {rows} rewards, one a completion, of shape {known}, found {list(tensor.shape)}; pass them "
-            "in the order of the completions"
-        )
+        raise ConfigError(f"expected {rows} rewards in row order, of shape {known}, found {list(tensor.shape)}")
     return tensor.reshape(rows, 1)
 
 
@@ -224,9 +213,7 @@ def _sampled(logps: Sequence[Tensor | None] | None, mask: Tensor) -> Tensor | No
         return None
     flat = torch.cat(known)
     if flat.numel() != int(mask.sum()):
-        raise ConfigError(
-            f"sampling_logps hold {flat.numel()} numbers, the action masks mark {int(mask.sum())} sampled tokens"
-        )
+        raise ConfigError(f"sampling_logps hold {flat.numel()} numbers, the action masks mark {int(mask.sum())}")
     return torch.zeros(mask.shape).masked_scatter(mask, flat)
 
 
@@ -242,16 +229,7 @@ _EXAM_SEED = 2**31
 """Seed of the first exam episode; training counts from 0 and never reaches it."""
 
 
-class _Player(Protocol):
-    """An agent as an exam sees it."""
-
-    tokens: dict[str, int]
-
-    def get_action(self, obs: Any, training: bool = True) -> ActionResult:
-        """Return completions of prompts."""
-
-
-def examine(agent: _Player, env: Any, loop: int) -> np.ndarray:
+def examine(agent: Any, env: Any, loop: int) -> np.ndarray:
     """Return rewards (returns of episodes) of greedy play, ``loop`` batches or episodes of it, as one flat array."""
     if isinstance(env, TokenObservationWrapper):
         return np.array([_play(agent, env, number) for number in range(loop)])
@@ -280,7 +258,7 @@ def of_all(processes: Processes, scores: np.ndarray) -> np.ndarray:
     return np.concatenate([np.frombuffer(part) for part in processes.gather(scores.astype(np.float64).tobytes())])
 
 
-def _play(agent: _Player, env: TokenObservationWrapper, number: int) -> float:
+def _play(agent: Any, env: TokenObservationWrapper, number: int) -> float:
     prompt, _ = env.reset(_EXAM_SEED + number)
     total, done = 0.0, False
     while not done:
@@ -291,7 +269,7 @@ def _play(agent: _Player, env: TokenObservationWrapper, number: int) -> float:
     return total
 
 
-def _play_all(agent: _Player, env: SyncMultiTurnVecEnv, number: int) -> np.ndarray:
+def _play_all(agent: Any, env: SyncMultiTurnVecEnv, number: int) -> np.ndarray:
     prompts: list[Any] | None = env.reset(_EXAM_SEED + number * env.batch_size)
     while prompts is not None:
         action = agent.get_action(prompts, training=False)

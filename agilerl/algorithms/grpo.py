@@ -14,7 +14,7 @@ from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfi
 from agilerl.algorithms.credit import group_credit, shaped_advantages, shaped_rewards
 from agilerl.algorithms.custom_loss import LossFunction, check_loss
 from agilerl.algorithms.keywords import GRPOKeywords
-from agilerl.algorithms.learner import Experience, behaviour_entropy, is_off_policy, sampled_logprobs
+from agilerl.algorithms.learner import Experience, PolicyLearner, behaviour_entropy, is_off_policy, sampled_logprobs
 from agilerl.algorithms.objective import PolicyParts, Surrogate, policy_objective
 from agilerl.algorithms.state import AgentState
 from agilerl.arguments import checked, nearest
@@ -87,7 +87,7 @@ class PolicyAlgorithm(Algorithm):
     """``(config, kl_coef)`` -> what the objective is made of."""
 
 
-class GRPO(LLMAlgorithm):
+class GRPO(PolicyLearner, LLMAlgorithm):
     """Policy gradient whose baseline is the mean reward of the other completions of the same prompt.
 
     Its relatives (GSPO, CISPO, RLOO, MaxRL, DPPO, REINFORCE) are agents of the same kind that start with another
@@ -100,8 +100,6 @@ class GRPO(LLMAlgorithm):
     _relatives: ClassVar[dict[str, "type[GRPO]"]] = {}
     """The family by name; each member adds itself when its class is defined."""
     config: GRPOConfig
-    kl_scale: float = 1.0
-    """Factor on ``beta`` that ``kl_target`` has found so far."""
 
     if TYPE_CHECKING:  # at run time the keywords are what ``GRPOConfig`` declares
 
@@ -123,10 +121,7 @@ class GRPO(LLMAlgorithm):
         """
         limit = arguments.get("max_output_tokens", getattr(arguments.get("config"), "max_output_tokens", None))
         if limit is None and "overlong_cache_tokens" not in arguments:
-            raise ConfigError(
-                "GRPO.dapo punishes completions close to max_output_tokens, found None; set it, or give "
-                "overlong_cache_tokens=None to switch that off"
-            )
+            raise ConfigError("GRPO.dapo needs max_output_tokens, found None; set it, or overlong_cache_tokens=None")
         values = {"clip_coef": (0.8, 1.28), "loss_norm": "token-mean", "dynamic_sampling": True}
         if "overlong_cache_tokens" not in arguments:
             values["overlong_cache_tokens"] = max(1, int(limit or 1) // 5)
@@ -163,11 +158,6 @@ class GRPO(LLMAlgorithm):
     def credit(self, batch: RolloutBatch, kl: Tensor | None = None) -> Tensor:
         """Return advantages ``[B, L]``, 0 off the action mask; ``kl`` ``[B, L]`` is the detached KL of each token."""
         return self.algorithm.credit(self.config, batch, kl, self.kl_coef)
-
-    @property
-    def kl_coef(self) -> float:
-        """Weight of the KL: ``beta``, adapted to ``kl_target`` if there is one."""
-        return self.config.beta * self.kl_scale
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
         """Clipped (or CISPO's) surrogate per token, plus KL, minus entropy, aggregated by ``loss_norm``."""

@@ -1,7 +1,9 @@
 """Keywords of ``GRPO(...)`` and the others, for editors and type checkers; written by docs/generate_keywords.py.
 
-`make generated` writes it again after a hyperparameter has changed.
+`make generated` writes it again after a hyperparameter has changed. ``GRPOKeywords`` has what GRPO takes.
 """
+
+# ruff: noqa: D101
 
 from collections.abc import Mapping
 from typing import Any, Literal, TypedDict
@@ -55,8 +57,6 @@ class AgentKeywords(TypedDict, total=False):
 
 
 class LLMKeywords(AgentKeywords, total=False):
-    """What all algorithms on LLMConfig take."""
-
     batch_size: int
     mini_batch_size: int | None
     update_epochs: int
@@ -72,8 +72,6 @@ class LLMKeywords(AgentKeywords, total=False):
 
 
 class RolloutLLMKeywords(LLMKeywords, total=False):
-    """What all algorithms on RolloutLLMConfig take."""
-
     group_size: int
     temperature: float
     top_p: float
@@ -86,16 +84,12 @@ class RolloutLLMKeywords(LLMKeywords, total=False):
 
 
 class ReferenceKeywords(AgentKeywords, total=False):
-    """What all algorithms on ReferenceConfig take."""
-
     use_separate_reference_adapter: bool
     ref_sync_steps: int | None
     ref_sync_alpha: float
 
 
 class SurrogateKeywords(ReferenceKeywords, LLMKeywords, total=False):
-    """What all algorithms on SurrogateConfig take."""
-
     beta: float
     adv_clip_range: float | None
     entropy_coef: float
@@ -111,8 +105,6 @@ class SurrogateKeywords(ReferenceKeywords, LLMKeywords, total=False):
 
 
 class PolicyKeywords(LLMKeywords, total=False):
-    """What all algorithms on PolicyConfig take."""
-
     loss_norm: str
     filter_zero_adv: bool
     adv_filter_eps: float
@@ -122,8 +114,6 @@ class PolicyKeywords(LLMKeywords, total=False):
 
 
 class GroupKeywords(LLMKeywords, total=False):
-    """What all algorithms on GroupConfig take."""
-
     whiten_advantages: bool
     advantage_granularity: Literal["auto", "trajectory", "turn"]
     turn_advantage_trajectory_fallback: bool
@@ -132,14 +122,10 @@ class GroupKeywords(LLMKeywords, total=False):
 
 
 class DataKeywords(LLMKeywords, total=False):
-    """What all algorithms on DataConfig take."""
-
     max_output_tokens: int | None
 
 
 class GRPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
-    """What GRPO takes."""
-
     lr: float
     clip_coef: float | tuple[float, float]
     dual_clip: float | None
@@ -153,8 +139,6 @@ class GRPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMK
 
 
 class GSPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
-    """What GSPO takes."""
-
     lr: float
     clip_coef: float | tuple[float, float]
     dual_clip: float | None
@@ -165,8 +149,6 @@ class GSPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMK
 
 
 class CISPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
-    """What CISPO takes."""
-
     lr: float
     clip_coef: float | tuple[float, float] | None
     importance_sampling_level: Literal["token", "turn", "trajectory"] | None
@@ -177,8 +159,6 @@ class CISPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLM
 
 
 class RLOOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
-    """What RLOO takes."""
-
     lr: float
     clip_coef: float | tuple[float, float]
     dual_clip: float | None
@@ -187,8 +167,6 @@ class RLOOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMK
 
 
 class MaxRLKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
-    """What MaxRL takes."""
-
     lr: float
     clip_coef: float | tuple[float, float]
     dual_clip: float | None
@@ -197,8 +175,6 @@ class MaxRLKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLM
 
 
 class DPPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
-    """What DPPO takes."""
-
     lr: float
     adv_norm: Literal["mean_std", "mean_only", "batch_std", "rloo", "mean"]
     adv_eps: float
@@ -208,8 +184,6 @@ class DPPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMK
 
 
 class REINFORCEKeywords(PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
-    """What REINFORCE takes."""
-
     lr: float
     clip_coef: float | tuple[float, float]
     dual_clip: float | None
@@ -222,8 +196,6 @@ class REINFORCEKeywords(PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, t
 
 
 class PPOKeywords(SurrogateKeywords, RolloutLLMKeywords, total=False):
-    """What PPO takes."""
-
     clip_coef: float | tuple[float, float]
     dual_clip: float | None
     delta: float | None
@@ -242,8 +214,6 @@ class PPOKeywords(SurrogateKeywords, RolloutLLMKeywords, total=False):
 
 
 class DPOKeywords(ReferenceKeywords, DataKeywords, total=False):
-    """What DPO takes."""
-
     lr: float
     beta: float
     loss_type: str | tuple[str, ...]
@@ -258,8 +228,6 @@ class DPOKeywords(ReferenceKeywords, DataKeywords, total=False):
 
 
 class KTOKeywords(ReferenceKeywords, DataKeywords, total=False):
-    """What KTO takes."""
-
     lr: float
     beta: float
     loss_type: Literal["kto", "apo_zero_unpaired"]
@@ -268,8 +236,6 @@ class KTOKeywords(ReferenceKeywords, DataKeywords, total=False):
 
 
 class SFTKeywords(DataKeywords, total=False):
-    """What SFT takes."""
-
     lr: float
     loss_type: Literal["nll", "dft"]
     packing: bool

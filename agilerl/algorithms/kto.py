@@ -120,10 +120,7 @@ class KTO(DataAlgorithm):
 
     def _check_labelled(self, batch: RolloutBatch) -> None:
         if batch.desirable is None:
-            raise ConfigError(
-                "KTO learns from completions that are labelled good or bad, found a batch without labels; use the "
-                "batches of an UnpairedGym"
-            )
+            raise ConfigError("KTO learns from labelled completions, found none with a label; use an UnpairedGym")
         if not bool(batch.action_mask.any(dim=1).all()):
             raise ConfigError("every row needs a completion, found one without a token; leave such rows out")
 
@@ -140,12 +137,12 @@ def mismatched(batch: RolloutBatch, pad_token_id: int, context_length: int) -> R
     following: list[int | None] = [None] * (2 * rows)
     for i in reversed(range(2 * rows - 1)):
         following[i] = i + 1 if prompts[i % rows] != prompts[(i + 1) % rows] else following[i + 1]
-    made = []
+    trajectories = []
     for prompt, after in zip(prompts, following):
         if after is None:
             continue
         j = after % rows
         tokens = ids[j][starts[j] : lengths[j]][: context_length - len(prompt)]
         mask = masks[j][starts[j] - 1 :][: len(tokens)]
-        made.append(Trajectory(prompt, tokens, mask, None, [float("nan")]))
-    return collate(made, pad_token_id)
+        trajectories.append(Trajectory(prompt, tokens, mask, None, [float("nan")]))
+    return collate(trajectories, pad_token_id)

@@ -1,18 +1,26 @@
 """What an update needs of an agent (:class:`Learner`), what it learns from, and the log-probs that it compares."""
 
 import hashlib
+import math
+import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from agilerl.algorithms.config import LLMConfig, SurrogateConfig
+from agilerl import streams
+from agilerl.algorithms.base import Algorithm, while_open
+from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig, SurrogateConfig, lr_factor
+from agilerl.arguments import Within, checked
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch
 from agilerl.functional import MetricReducer, adaptive_kl_coefficient, kl_estimate, masked_sum
+from agilerl.hpo.guard import Vitals
+from agilerl.hpo.parameters import Gene
+from agilerl.models.operators import Part, merged
 from agilerl.models.slots import AdamWSettings
 from agilerl.rollouts.engine import Outcome
 from agilerl.runtime import Runtime
@@ -56,102 +64,250 @@ class Experience:
         return Experience(**picked)
 
 
-class Learner(Protocol):
-    """An agent as its update sees it: slots of a shared runtime, counters, and the algorithm's part of learning."""
+BAD_STEPS = 2
+"""Optimizer steps skipped in a row, because a loss or a gradient was not finite, that make an agent sick."""
 
+MEASURES = {"entropy": "entropy", "completions/mean_length": "length", "reward": "reward"}
+"""Metrics of an update that the collapse guard reads, with its names for them."""
+
+
+class Learner:
+    """An agent as its update and its state see it: slots of a shared runtime, counters, and how it learns."""
+
+    config: LLMConfig
+    algorithm: Algorithm
+    runtime: Runtime
+    loss: Callable[..., Any] | None
+    """The user's loss function, instead of the algorithm's objective."""
+    lora_config: Any
+    cosine_lr_schedule_config: CosineLRScheduleConfig | None
+    pad_token: str | None
+    pad_token_id: int
     index: int
-    gradient_is_finite: bool
-    """False once a loss since the last optimizer step was not finite: the next step will be skipped."""
-    updates: int
     steps: int
+    updates: int
     skipped_steps: int
+    schedule_factor: float
+    tokens: dict[str, int]
+    metrics: dict[str, float]
+    outcomes: dict[str, int]
+    vitals: dict[str, list[float]]
+    _lease: Callable[[], object]
+    rows_per_unit: ClassVar[int] = 1
+    """Rows that belong together and stay in one optimizer step; 2 if rows come in pairs."""
+    trained_slots: ClassVar[int] = 1
+    """Slots that an agent trains: the policy's, and a critic's if there is one."""
+    slot: int = while_open()
+    """Slot of the policy."""
+    reference_slot: int | None = while_open()
+    """Slot of the frozen reference policy; None: the base model with adapters off."""
+    critic_slot: int | None = while_open()
+    """Slot of the critic, for algorithms that have one."""
+    learns_again: bool = False
+    """True while ``learn`` trains on tensors that its last call trained on."""
+    gradient_is_finite: bool = True
+    """False once a loss since the last optimizer step was not finite: the next step will be skipped."""
+    reference_key: bytes = b"base"
+    """Fingerprint of the reference; agents with equal ones share its log-probs."""
+    knows_base: bool = True
+    """False if the agent comes from a checkpoint that does not say which weights its base had."""
+    reference_tracker: int = 0
+    """How often the reference has been told to move."""
+    _reference_lease: Callable[[], object]
+    _told_fixed: bool = False
+    outcome: Outcome = "ok"
+    """The result of the last iteration."""
+    bad_steps: int = 0
+    """Optimizer steps in a row, up to the last one, that were skipped because something was not finite."""
+    sick: str = ""
+    """Why the agent cannot be elite or parent and is replaced at the next selection; empty if it is healthy."""
 
-    @property
-    def slot(self) -> int:
-        """Slot of the policy."""
+    if TYPE_CHECKING:  # EvolvableAlgorithm has them
 
-    @property
-    def critic_slot(self) -> int | None:
-        """Slot of the critic; None without one."""
+        @property
+        def genes(self) -> dict[str, Gene]: ...  # noqa: D102
 
-    @property
-    def config(self) -> LLMConfig:
-        """Hyperparameters."""
+        def check_open(self) -> None: ...  # noqa: D102
 
-    @property
-    def runtime(self) -> Runtime:
-        """The base, the slots and the engine that the agent shares with others."""
+    # -- learning: what the algorithm says ------------------------------------------------------------------------
 
-    @property
-    def loss(self) -> Callable[..., Any] | None:
-        """The user's loss function, instead of the algorithm's objective."""
+    def prepare(self, batch: RolloutBatch) -> Experience:
+        """Return what the losses need of a whole batch: rows kept, advantages, old and reference log-probs."""
+        raise NotImplementedError(f"{type(self).__name__} does not define prepare, which every algorithm needs")
 
-    @property
-    def lora_config(self) -> Any:
-        """The adapter's ``peft.LoraConfig``."""
+    def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
+        """Return the scalar loss of one micro-batch, already divided by ``inputs.denominator``."""
+        raise NotImplementedError(f"{type(self).__name__} does not define objective, which every algorithm needs")
 
-    @property
-    def tokens(self) -> dict[str, int]:
-        """Tokens spent by kind."""
-
-    @property
-    def learns_again(self) -> bool:
-        """Whether the present batch is the one that was learned from last."""
-
-    @property
-    def reference_slot(self) -> int | None:
-        """Slot of the reference policy; None: the base model."""
-
-    @property
-    def reference_key(self) -> bytes:
-        """Fingerprint of the reference policy."""
-
-    @property
-    def rows_per_unit(self) -> int:
-        """Rows that stay in one optimizer step."""
+    def window_denominator(self, mask: Tensor) -> float:
+        """Return the denominator of an optimizer window from its whole action mask ``[rows, L]``."""
+        raise NotImplementedError(f"{type(self).__name__} lacks window_denominator, which every algorithm needs")
 
     @property
     def window_rows(self) -> int:
-        """Rows of one optimizer step."""
+        """Trajectories of one optimizer step."""
+        return self.config.mini_batch_size or self.config.batch_size
 
     @property
     def micro_batch(self) -> MicroBatch:
-        """The most that one forward pass takes of the agent's rows."""
+        """The most that one forward pass takes of the agent's rows: the user's number, or what suits the base."""
+        given, unit = self.config.micro_batch_size_per_gpu, self.rows_per_unit
+        if given is not None:
+            return MicroBatch(given * unit, None, unit)
+        return MicroBatch(None, self.runtime.pass_tokens, unit)
 
-    def shuffle(self, rows: int, epoch: int) -> Tensor:
-        """Return the order of the rows in one epoch."""
+    @property
+    def current_lr(self) -> float:
+        """Learning rate of the next step, the schedule applied."""
+        return self.config.lr * self.lr_factor
 
-    def prepare(self, batch: RolloutBatch) -> Experience:
-        """Return what the losses need of a whole batch."""
-
-    def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
-        """Return the scalar loss of one micro-batch."""
-
-    def window_denominator(self, mask: Tensor) -> float:
-        """Return the denominator of an optimizer window."""
+    @property
+    def lr_factor(self) -> float:
+        """Return a learning rate after the schedules of the agent and of the run."""
+        return lr_factor(self.cosine_lr_schedule_config, self.updates) * self.schedule_factor
 
     def optimizer_settings(self) -> dict[int, AdamWSettings]:
-        """Return the settings of the next optimizer step for each trained slot, the actor's first."""
+        """Return the settings of the next optimizer step for each slot that this agent trains, the actor's first."""
+        return {self.slot: self.adamw(self.current_lr)}
 
-    def note_step(self, *, taken: bool) -> None:
-        """Count an optimizer step that was taken, or skipped."""
+    def adamw(self, lr: float) -> AdamWSettings:
+        """Return the agent's AdamW settings with a learning rate."""
+        c = self.config
+        return AdamWSettings(
+            lr=lr,
+            beta1=c.adam_beta1,
+            beta2=c.adam_beta2,
+            eps=c.adam_eps,
+            weight_decay=c.weight_decay,
+            max_grad_norm=c.max_grad_norm,
+        )
+
+    def shuffle(self, rows: int, epoch: int) -> Tensor:
+        """Return the order of the rows in one epoch: a function of seed, index, update and epoch alone."""
+        rng = streams.stream(self.config.seed, "minibatch", self.index, self.updates, epoch)
+        return torch.from_numpy(rng.permutation(rows))
+
+    # -- slots ----------------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapter."""
+        return self.runtime.store.ranks[self.slot]
+
+    def _lease_of(self, slot: int) -> Callable[[], object]:
+        """Return a callback that frees a slot exactly once: when called, or when the agent is garbage-collected."""
+        return weakref.finalize(self, self.runtime.store.release, slot)
+
+    # -- reference policy -----------------------------------------------------------------------------------------
+
+    @checked
+    def set_reference_policy(self, reference_update_tracker: int) -> None:
+        """Make the present policy the reference when the tracker advances past its stored value.
+
+        With ``use_separate_reference_adapter=False`` the reference cannot move: it stays the base model, with a warning
+        once per agent.
+        """
+        if reference_update_tracker <= self.reference_tracker:
+            return
+        self.reference_tracker = reference_update_tracker
+        if getattr(self.config, "use_separate_reference_adapter", True):
+            self.set_reference(self.runtime.store.adapter(self.slot))
+        elif not self._told_fixed:
+            self._told_fixed = True
+            warnings.warn(
+                "set_reference_policy leaves the reference as it is, the base model: use_separate_reference_adapter is "
+                "False; set it to True to let the reference move",
+                stacklevel=2,
+            )
+
+    def forget_reference(self) -> None:
+        """Make the base model the reference, and free the slot of another one."""
+        if self.reference_slot is not None:
+            self._reference_lease()
+        self.reference_slot, self.reference_key = None, b"base"
+
+    def set_reference(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Make these factors the frozen reference policy, in a separate slot; their rank may differ from ours."""
+        store = self.runtime.store
+        rank, scaling = len(factors[0][0]), float(store.scaling[self.slot])
+        if self.reference_slot is None:
+            self.reference_slot = store.allocate(rank, scaling)
+            self._reference_lease = self._lease_of(self.reference_slot)
+        store.set_rank(self.reference_slot, rank, scaling)
+        store.load_adapter(self.reference_slot, factors)
+        self.reference_key = fingerprint(factors, scaling)
 
     def note_update(self) -> dict[str, float]:
-        """Count an update, and move the reference if it is time; returns metrics of that."""
+        """Count an update, and move the reference towards the policy after each ``ref_sync_steps`` of them.
+
+        Returns ``reference/energy`` then: the share of the new reference's delta that its rank holds.
+        """
+        self.updates += 1
+        every = getattr(self.config, "ref_sync_steps", None)
+        if every is None or self.updates % every:
+            return {}
+        return {"reference/energy": self.mix_reference(self.config.ref_sync_alpha)}  # type: ignore[attr-defined]
+
+    @checked
+    def mix_reference(self, alpha: Annotated[float, Within(above=0, most=1)]) -> float:
+        """Make ``alpha policy + (1 - alpha) reference``, a mean of weights, the reference (arXiv 2404.09656).
+
+        A delta of the mean may need the ranks of both; the new reference has the agent's rank and is the best
+        approximation (Eckart-Young). Returns the share of the squared singular values that it keeps: 1 if the reference
+        was the base model, or with ``alpha`` 1.
+        """
+        self.check_open()
+        store, energy = self.runtime.store, 1.0
+        factors, scaling = store.adapter(self.slot), float(store.scaling[self.slot])
+        if alpha < 1:
+            parts = [Part(factors, scaling, alpha)]
+            if self.reference_slot is not None:
+                old, its_scaling = store.adapter(self.reference_slot), float(store.scaling[self.reference_slot])
+                parts.append(Part(old, its_scaling, 1 - alpha))
+            factors, energy = merged(parts, self.rank, scaling)
+        self.set_reference(factors)
+        return energy
+
+    # -- health: results of iterations, and whether the agent may still be a parent -------------------------------
+
+    def note_step(self, *, taken: bool) -> None:
+        """Count an optimizer step that was taken, or skipped because something was not finite."""
+        self.bad_steps = 0 if taken else self.bad_steps + 1
+        if self.bad_steps >= BAD_STEPS:
+            self.sick = f"loss, gradient or samples were not finite in {self.bad_steps} optimizer steps in a row"
 
     def note_outcome(self, outcome: Outcome, metrics: Mapping[str, float]) -> None:
-        """Count an iteration."""
+        """Count an iteration, and keep what the collapse guard reads."""
+        self.outcome, self.metrics = outcome, dict(metrics)
+        self.outcomes[outcome] += 1
+        for metric, name in MEASURES.items():
+            self.vitals[name].append(metrics.get(metric, math.nan))
+
+    def after_selection(self) -> None:
+        """Begin a generation: selection has acted on the findings so far, as far as it could."""
+        self.sick = ""
+        self.vitals = {
+            **{name: [] for name in self.vitals},
+            "reward_before": self.vitals["reward"] or self.vitals["reward_before"],
+        }
+
+    def present_vitals(self, *, with_rewards: bool = True) -> Vitals:
+        """Return the numbers of this generation; rewards are left out if other agents' are not comparable with them."""
+        vitals = self.vitals if with_rewards else {**self.vitals, "reward": [], "reward_before": []}
+        return Vitals(**{name: tuple(values) for name, values in vitals.items()})
 
 
-class PolicyLearner(Learner, Protocol):
+class PolicyLearner(Learner):
     """A learner whose policy is held near a reference by a KL."""
 
-    kl_scale: float
+    config: SurrogateConfig
+    kl_scale: float = 1.0
     """Factor on ``beta`` that ``kl_target`` has found so far."""
 
     @property
-    def config(self) -> SurrogateConfig:
-        """Hyperparameters."""
+    def kl_coef(self) -> float:
+        """Weight of the KL: ``beta``, adapted to ``kl_target`` if there is one."""
+        return self.config.beta * self.kl_scale
 
 
 # -- log-probs that a batch is compared with: of the policy at rollout, of a foreign engine, of the reference ---------
@@ -186,11 +342,6 @@ def behaviour_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
     return agent.runtime.fixed_logprobs(agent.slot, batch, temperature_of(agent), agent.micro_batch)
 
 
-def reported_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor | None:
-    """Return the log-probs ``[B, L]`` that another engine (vLLM) reported for its samples; None for our own engine."""
-    return None if agent.runtime.engine.exact else batch.sampling_logps
-
-
 def reference_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
     """Return the reference's log-probs ``[B, L]`` on the CPU: its slot's, or those of the base with adapters off.
 
@@ -217,7 +368,7 @@ def sampled_logprobs(agent: PolicyLearner, batch: RolloutBatch) -> Sampled:
     """Adapt the weight of the KL to a batch, and compute the log-probs that the batch is compared with."""
     c = agent.config
     old = behaviour_logprobs(agent, batch) if is_off_policy(agent, batch) or c.kl_when_sampled else None
-    reported = reported_logprobs(agent, batch)
+    reported = None if agent.runtime.engine.exact else batch.sampling_logps
     ref = reference_logprobs(agent, batch) if c.beta > 0 else None
     kl = None
     if c.kl_when_sampled and old is not None and ref is not None:
@@ -282,17 +433,17 @@ class ReferenceLogprobs:
         of = policy + repr(float(temperature)).encode()
         keys = [_key(of, batch, row) for row in range(len(batch))]
         missing = list({key: row for row, key in enumerate(keys) if key not in self._known}.values())
-        found = {key: self._known[key] for key in keys if key in self._known}
+        logprobs = {key: self._known[key] for key in keys if key in self._known}
         if missing:
             part, runtime = batch.select(torch.tensor(missing)).with_prompts_once(), self._runtime()
             assert runtime is not None
             values = runtime.fixed_logprobs(slot, part, temperature, most).cpu()
-            for place, row in enumerate(missing):
-                found[keys[row]] = values[place][part.action_mask[place].cpu()].clone()
-                self._keep(keys[row], found[keys[row]])
+            for index, row in enumerate(missing):
+                logprobs[keys[row]] = values[index][part.action_mask[index].cpu()].clone()
+                self._keep(keys[row], logprobs[keys[row]])
             self.rows_computed += len(missing)
         mask = batch.action_mask.cpu()
-        flat = torch.cat([found[key] for key in keys]) if keys else torch.zeros(0)
+        flat = torch.cat([logprobs[key] for key in keys]) if keys else torch.zeros(0)
         return torch.zeros(mask.shape).masked_scatter(mask, flat)
 
     def _keep(self, key: bytes, values: Tensor) -> None:

@@ -13,7 +13,7 @@ from agilerl.algorithms.base import Algorithm, AlgorithmConfig
 from agilerl.algorithms.config import RolloutLLMConfig, SurrogateConfig
 from agilerl.algorithms.credit import check_whole_episodes, per_turn_sums, shaped_advantages
 from agilerl.algorithms.keywords import PPOKeywords
-from agilerl.algorithms.learner import Experience, is_off_policy, sampled_logprobs
+from agilerl.algorithms.learner import Experience, PolicyLearner, is_off_policy, sampled_logprobs
 from agilerl.algorithms.objective import PolicyParts, policy_objective
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
@@ -74,9 +74,7 @@ class PPOConfig(SurrogateConfig, RolloutLLMConfig):
     @model_validator(mode="after")
     def _agrees(self) -> Self:
         if self.turn_ratio_pooling == "mean" and not self.turn_level_clip:
-            raise ValueError(
-                "turn_ratio_pooling='mean' pools the ratio of a turn, which turn_level_clip=False never does; drop one"
-            )
+            raise ValueError("turn_ratio_pooling='mean' contradicts turn_level_clip=False, without pooling; drop one")
         if self.turn_value_reduction == "mean" and self.advantage_level == "token":
             raise ValueError(
                 "turn_value_reduction='mean' reduces the values of a turn, but advantages are those of tokens "
@@ -110,21 +108,19 @@ class PPOConfig(SurrogateConfig, RolloutLLMConfig):
 
 def both_rates(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return keywords, or genes, with ``lr`` as ``lr_actor`` and ``lr_critic`` where these are not given."""
-    found = dict(values)
-    if "lr" in found:
-        rate = found.pop("lr")
-        found = {"lr_actor": rate, "lr_critic": rate, **found}
-    return found
+    rates = dict(values)
+    if "lr" in rates:
+        rate = rates.pop("lr")
+        rates = {"lr_actor": rate, "lr_critic": rate, **rates}
+    return rates
 
 
-class PPO(LLMAlgorithm):
+class PPO(PolicyLearner, LLMAlgorithm):
     """Clipped policy gradient whose baseline is a learned value of every token (or turn)."""
 
     algorithm = Algorithm("PPO", PPOConfig)
     config: PPOConfig
     trained_slots: ClassVar[int] = 2
-    kl_scale: float = 1.0
-    """Factor on ``beta`` that ``kl_target`` has found so far."""
     critic_slot: int
     _critic_lease: Callable[[], object]
 
@@ -191,11 +187,6 @@ class PPO(LLMAlgorithm):
         """Return whether credit goes by turn in this batch: an episode has two or more, or the user asks for turns."""
         several = batch.turn_ids.numel() > 0 and int(batch.turn_ids.max()) > 0
         return several or self.config.advantage_granularity == "turn"
-
-    @property
-    def kl_coef(self) -> float:
-        """Weight of the KL: ``beta``, adapted to ``kl_target`` if there is one."""
-        return self.config.beta * self.kl_scale
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
         """Clipped surrogate, plus beta times the KL, plus ``vf_coef`` times the value loss: the mean over tokens."""
@@ -298,9 +289,6 @@ def _turn_rewards(batch: RolloutBatch) -> Tensor:
     if turns <= rewards.shape[1]:
         return rewards
     if rewards.shape[1] > 1:
-        raise ConfigError(
-            f"turn_ids name {turns} turns, the rewards have {rewards.shape[1]} columns; give one reward for each turn, "
-            "or one for each episode"
-        )
+        raise ConfigError(f"turn_ids name {turns} turns, the rewards have {rewards.shape[1]} columns; give one a turn")
     last = batch.turn_ids.amax(dim=1, keepdim=True).clamp(min=0)
     return torch.zeros((len(batch), turns), dtype=rewards.dtype, device=rewards.device).scatter(1, last, rewards)

@@ -78,14 +78,14 @@ class DataAlgorithm(LLMAlgorithm):
         """
         if not isinstance(env, DataGym):
             return super().test(env, loop, *args, **kwargs)
-        found: list[np.ndarray] = []
+        parts: list[np.ndarray] = []
         with env.eval_mode():
             batch = env.reset()
             for number in range(loop):
-                found.append(self.score(batch).double().cpu().numpy())
+                parts.append(self.score(batch).double().cpu().numpy())
                 self.tokens["evaluated"] += int(batch.lengths.sum())
                 batch = env.step() if number + 1 < loop else batch
-        scores = of_all(self.runtime.processes, np.concatenate(found))
+        scores = of_all(self.runtime.processes, np.concatenate(parts))
         self.note_fitness(scores)
         return scores
 
@@ -140,9 +140,7 @@ class SFT(DataAlgorithm):
     def prepare(self, batch: RolloutBatch) -> Experience:
         """Return the batch with the share of its tokens that the present policy would choose."""
         if not bool(batch.action_mask.any(dim=1).all()):
-            raise ConfigError(
-                "every example needs a token to learn, found a row without one; leave rows without a response out"
-            )
+            raise ConfigError("every example needs a token to learn, found a row without one; leave such rows out")
         self._lengths = batch.lengths
         metrics = {"mean_token_accuracy": self._token_accuracy(batch)} if len(batch) else {}
         return Experience(batch, torch.zeros(batch.action_mask.shape), metrics=metrics)
@@ -163,10 +161,10 @@ class SFT(DataAlgorithm):
 
     def report(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of an update with the perplexity, exp of the mean cross-entropy of all its tokens."""
-        found = super().report(metrics)
-        if "nll" in found:
-            found["perplexity"] = math.exp(min(found["nll"], 700.0))  # beyond it a float overflows
-        return found
+        values = super().report(metrics)
+        if "nll" in values:
+            values["perplexity"] = math.exp(min(values["nll"], 700.0))  # beyond it a float overflows
+        return values
 
     def score(self, batch: RolloutBatch) -> Tensor:
         """Return each row's mean log-prob ``[B]`` of its learned tokens, in nats."""

@@ -8,16 +8,18 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from agilerl.algorithms.codec import warn_of_another_base
 from agilerl.algorithms.config import GroupConfig
 from agilerl.algorithms.credit import shaped_rewards
 from agilerl.algorithms.learner import Experience, Learner, behaviour_logprobs, temperature_of
-from agilerl.arguments import Location, Positive, Whole, Within, check_fields, shown
+from agilerl.arguments import shown
+from agilerl.config.run import SharingConfig
 from agilerl.data import RolloutBatch, Trajectory
 from agilerl.data.batch import concatenated, stacked
 from agilerl.errors import ConfigError
@@ -31,53 +33,21 @@ from agilerl.functional import (
 )
 from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.rollouts.engine import teaches_nothing
-from agilerl.rollouts.teacher import TeacherAPI, TeacherEndpoint
+from agilerl.rollouts.teacher import TeacherEndpoint
 from agilerl.runtime import Runtime
+from agilerl.validation import sentence
 
 Prompts = Literal["flat", "all"]
 
 
-@dataclass(frozen=True)
-class Sharing:
-    """What agents learn from each other."""
+class Sharing(SharingConfig):
+    """What agents learn from each other; raises ConfigError for settings that do not fit."""
 
-    distillation: Annotated[float, Within(0, None)] = 0.0
-    """Weight of KL(agent || teacher) on the agent's own completions."""
-    teacher: Location | None = None
-    """Folder of the adapter that teaches: a PEFT folder, or a checkpoint of an agent, for the same base.
-    None: the elite of the last selection, which teaches all agents but itself."""
-    teacher_url: str | None = None
-    """Address of an OpenAI-compatible endpoint whose model teaches, instead of a folder. Its key is read from the
-    environment variable ``TEACHER_API_KEY``."""
-    teacher_model: str | None = None
-    """The model's name there."""
-    teacher_api: TeacherAPI = "prompt_logprobs"
-    """How it is asked for log-probs of given tokens."""
-    teacher_timeout: Positive = 120.0
-    """Seconds for one of its answers."""
-    experience: Whole = 0
-    """Completions of other agents for each prompt."""
-    experience_for: Prompts = "flat"
-    """Prompts that get them: those whose own completions all earned the same, or all."""
-    experience_cap: Positive = 2.0
-    """The most that a borrowed completion's importance weight may be."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.teacher is not None and self.distillation == 0:
-            raise ConfigError(f"sharing.teacher={shown(str(self.teacher))} has no effect: distillation is 0; set it")
-        wrong = None
-        if self.teacher_url is not None and self.distillation == 0:
-            wrong = "teacher_url has no effect: distillation is 0; set it"
-        elif self.teacher_url is not None and self.teacher is not None:
-            wrong = "teacher and teacher_url are two teachers; remove one of them"
-        elif (self.teacher_url is None) != (self.teacher_model is None):
-            wrong = "teacher_url and teacher_model go together; set both or neither"
-        if wrong:
-            raise ConfigError(f"sharing.{wrong}")
-
-    def __bool__(self) -> bool:
-        return self.distillation > 0 or self.experience > 0
+    def __init__(self, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except ValidationError as error:
+            raise ConfigError(sentence(error, type(self), "sharing")) from None
 
 
 @dataclass(frozen=True)
@@ -115,10 +85,7 @@ def load_teacher(runtime: Runtime, folder: Path) -> int:
     factors, lora = read_adapter(folder, store.layers)
     warn_of_another_base(folder, runtime.base, runtime.loaded)
     if lora.r > store.max_rank:
-        raise ConfigError(
-            f"sharing.teacher={shown(str(folder))} has rank {lora.r}, the agents at most {store.max_rank}; give them "
-            f"lora_config r={lora.r}"
-        )
+        raise ConfigError(f"sharing.teacher={shown(str(folder))} has rank {lora.r}, agents at most {store.max_rank}")
     slot = store.allocate(lora.r, lora_scaling(lora))
     store.load_adapter(slot, factors)
     return slot
@@ -141,18 +108,18 @@ def with_teacher(agent: Learner, experience: Experience, teacher: int | TeacherE
     """
     batch = experience.batch
     mask = batch.action_mask.cpu()
-    own = experience.old_logp
-    if own is None:
-        own = behaviour_logprobs(agent, batch)
+    ours = experience.old_logp
+    if ours is None:
+        ours = behaviour_logprobs(agent, batch)
     if isinstance(teacher, TeacherEndpoint):
         check_temperature(agent)
         theirs = teacher.logprobs(batch, agent.runtime.processes, agent.runtime.lockstep)
     else:
         theirs = agent.runtime.fixed_logprobs(teacher, batch, temperature_of(agent), agent.micro_batch).cpu()
         agent.tokens["trained"] += int(batch.lengths.sum())
-    advantages = experience.advantages.cpu() + distillation_advantages(own.cpu(), theirs, mask, weight)
+    advantages = experience.advantages.cpu() + distillation_advantages(ours.cpu(), theirs, mask, weight)
     idle = None if experience.idle is None else ~nonzero_advantage_rows(advantages, mask)
-    gap = float(masked_mean(own.cpu() - theirs, mask))
+    gap = float(masked_mean(ours.cpu() - theirs, mask))
     metrics = {**experience.metrics, "sharing/teacher_kl": gap}
     return replace(experience, advantages=advantages, idle=idle, metrics=metrics)
 
@@ -231,7 +198,7 @@ def _joined(
         old = behaviour_logprobs(agent, own)
     reported, idle = experience.sampling_logp, experience.idle
     rows = borrowed if known else replace(borrowed, sampling_logps=None)
-    batch = concatenated([replace(own, episodes=None), rows], pad_token_id=0)  # nobody reads what fills rows up
+    batch = concatenated([replace(own, episodes=None), rows], pad_token_id=0)  # padding is never read
     return replace(
         experience,
         batch=batch,
@@ -266,17 +233,19 @@ def borrowable(
     groups: dict[int, list[Trajectory]] = {}
     for row in own:
         groups.setdefault(row.group, []).append(row)
-    found = []
+    borrowed = []
     for number, group in groups.items():
         if prompts == "flat" and not teaches_nothing(group):
             continue
         first = group[0]
         lenders = [rows for rows in lent.get(tuple(first.prompt_ids), []) if rows[0].row == first.row]
         ordered = [rows[k] for k in range(max(map(len, lenders), default=0)) for rows in lenders if k < len(rows)]
-        found += [replace(row, group=number) for row in [row for row in ordered if _can_be_lent(row)][:count]]
-    return found
-
-
-def _can_be_lent(row: Trajectory) -> bool:
-    broken = row.logprobs is None or row.finish_reason in ("error", "oom")
-    return not broken and math.isfinite(row.episode_return)
+        sound = [
+            row
+            for row in ordered
+            if row.logprobs is not None
+            and row.finish_reason not in ("error", "oom")
+            and math.isfinite(row.episode_return)
+        ]
+        borrowed += [replace(row, group=number) for row in sound[:count]]
+    return borrowed

@@ -7,18 +7,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, Literal, Protocol, Self, get_type_hints
+from typing import Annotated, Any, Literal, get_type_hints
 
 import torch
-from pydantic import Field, create_model, model_validator
+from pydantic import AfterValidator, Field, create_model
 from torch import Tensor
 
-from agilerl.algorithms.base import Algorithm, AlgorithmConfig
 from agilerl.algorithms.config import CosineLRScheduleConfig
-from agilerl.algorithms.custom_loss import LossFunction, loss_name
+from agilerl.algorithms.custom_loss import loss_name
+from agilerl.algorithms.learner import Learner
 from agilerl.arguments import shown
-from agilerl.errors import CheckpointError
-from agilerl.hpo.parameters import Gene, Way
+from agilerl.errors import CheckpointError, ConfigError
+from agilerl.hpo.parameters import Gene
 from agilerl.models import adapters
 from agilerl.models.base import EMBEDDED, BaseModel, resolve_model
 from agilerl.models.operators import Part, merged, merged_moments, rescale
@@ -27,51 +27,21 @@ from agilerl.runs.strict_json import LARGEST, Count, SavedValues
 from agilerl.runtime import Runtime
 
 _COUNTERS = (
-    "index",
-    "parent",
-    "mut",
-    "steps",
-    "position",
-    "updates",
-    "rollouts",
-    "skipped_steps",
-    "bad_steps",
-    "sick",
-    "outcomes",
-    "vitals",
-    "reference_tracker",
-    "tokens",
-    "fitness",
-    "scores",
-    "kl_scale",
+    *("index", "parent", "mut", "steps", "position", "updates", "rollouts", "skipped_steps", "bad_steps", "sick"),
+    *("outcomes", "vitals", "reference_tracker", "tokens", "fitness", "scores", "kl_scale"),
 )
 """Attributes that are counters of an agent; each algorithm has those that apply to it."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 Factors = list[tuple[Tensor, Tensor]]
-_Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
-class _Gene(SavedValues):
-    name: str
-    dtype: Literal["float", "int", "choice"]
-    min: Annotated[float, Field(allow_inf_nan=False)]
-    max: Annotated[float, Field(allow_inf_nan=False)]
-    scale: Literal["log", "linear", "choice"]
-    choices: list[float | int | str | bool]
-    step: Annotated[float, Field(gt=0, le=1)]
-    resample: Annotated[float, Field(ge=0, le=1)]
-    factors: Annotated[list[_Factor], Field(min_length=2, max_length=2)] | None
-    monotone: Way | None = None
-
-    @model_validator(mode="after")
-    def _has_a_range(self) -> Self:
-        if self.dtype == "choice":
-            if not self.choices:
-                raise ValueError("expected choices, found none")
-        elif not self.min < self.max or (self.scale == "log" and self.min <= 0) or self.scale == "choice":
-            raise ValueError(f"expected a range for the scale {self.scale}, found [{self.min:g}, {self.max:g}]")
-        return self
+def _of_gene(values: dict[str, Any]) -> dict[str, Any]:
+    try:
+        Gene(**values)
+    except (TypeError, ConfigError) as error:
+        raise ValueError(f"expected a gene: {error}") from None
+    return values
 
 
 class _Lora(SavedValues):
@@ -134,7 +104,7 @@ class AgentState:
     """Name of the base model."""
     config: dict[str, Any]
     """Hyperparameters that were set."""
-    genes: Annotated[dict[str, Any], SavedAs(dict[str, _Gene])]
+    genes: Annotated[dict[str, Any], SavedAs(dict[str, Annotated[dict[str, Any], AfterValidator(_of_gene)]])]
     """Fields of each gene in force."""
     lora: Annotated[dict[str, Any], SavedAs(_Lora)]
     """Rank, alpha and use_rslora of the adapter, and its dropout if there is one."""
@@ -175,60 +145,7 @@ PlainState = create_model(  # type: ignore[call-overload]
 """What ``agent.json`` may hold: a file that may come from a stranger is checked by it before any of it is used."""
 
 
-class Stateful(Protocol):
-    """An agent as its state sees it, apart from the counters of ``_COUNTERS``."""
-
-    pad_token: str | None
-    pad_token_id: int
-    lora_config: Any
-    cosine_lr_schedule_config: CosineLRScheduleConfig | None
-    knows_base: bool
-    """Whether the base is the one that the agent was trained on, as far as its state says."""
-
-    @property
-    def slot(self) -> int:
-        """Slot of the policy."""
-
-    @property
-    def reference_slot(self) -> int | None:
-        """Slot of the reference policy; None: the base model."""
-
-    @property
-    def critic_slot(self) -> int | None:
-        """Slot of the critic; None without one."""
-
-    @property
-    def runtime(self) -> Runtime:
-        """The base and the slots."""
-
-    @property
-    def algorithm(self) -> Algorithm:
-        """How the agent learns."""
-
-    @property
-    def config(self) -> AlgorithmConfig:
-        """Hyperparameters."""
-
-    @property
-    def genes(self) -> dict[str, Gene]:
-        """The hyperparameters that may mutate."""
-
-    @property
-    def loss(self) -> LossFunction | None:
-        """The user's loss function."""
-
-    @property
-    def rank(self) -> int:
-        """Rank of the adapter."""
-
-    def forget_reference(self) -> None:
-        """Make the base model the reference."""
-
-    def set_reference(self, factors: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Make these factors the reference."""
-
-
-def capture(agent: Stateful) -> AgentState:
+def capture(agent: Learner) -> AgentState:
     """Copy an agent into a state."""
     store, lora, schedule = agent.runtime.store, agent.lora_config, agent.cosine_lr_schedule_config
     read = store.read(agent.slot)
@@ -272,7 +189,7 @@ def constructor_arguments(state: AgentState, runtime: Runtime) -> dict[str, Any]
         **state.config,
         "lora_config": lora_of(state, runtime),
         "cosine_lr_schedule_config": None if state.schedule is None else CosineLRScheduleConfig(**state.schedule),
-        "hp_config": {name: Gene.from_state(gene) for name, gene in state.genes.items()} or None,
+        "hp_config": {name: Gene(**gene) for name, gene in state.genes.items()} or None,
     }
 
 
@@ -293,43 +210,37 @@ def check_algorithm(state: AgentState, name: str, hyperparameters: Collection[st
         )
     unknown = sorted(set(state.config) - set(hyperparameters))
     if unknown:
-        raise CheckpointError(
-            f"the checkpoint of a {name} agent sets {shown(unknown[0])}, which is not a hyperparameter of {name}"
-        )
+        raise CheckpointError(f"the checkpoint sets {shown(unknown[0])}, which is not a hyperparameter of {name}")
 
 
-def restore(agent: Stateful, state: AgentState, *, with_optimizer: bool) -> None:
+def restore(agent: Learner, state: AgentState, *, with_optimizer: bool) -> None:
     """Give an agent the counters and the weights of a state."""
     agent.knows_base = state.loaded is not None
     for name in _COUNTERS:
         if name in state.counters:
-            value = _like(state.counters[name], getattr(agent, name, None), name)
-            setattr(agent, name, copy.deepcopy(value))
+            saved, example = state.counters[name], getattr(agent, name, None)
+            if not _is_like(saved, example):
+                raise CheckpointError(f"expected a counter {name} of an agent like {example!r}, found {shown(saved)}")
+            setattr(agent, name, copy.deepcopy(saved))
     load_weights(agent, state, with_optimizer=with_optimizer)
 
 
-def _like(found: Any, example: Any, name: str) -> Any:
-    """Return a saved counter; raises CheckpointError unless it has the type of a new agent's counter."""
-    if not _is_like(found, example):
-        raise CheckpointError(f"the saved counter {name} of an agent should be like {example!r}, found {shown(found)}")
-    return found
-
-
-def _is_like(found: Any, example: Any) -> bool:
+def _is_like(saved: Any, example: Any) -> bool:
+    """Return whether a saved counter has the type of a new agent's."""
     if isinstance(example, dict):
-        same = isinstance(found, dict) and set(found) == set(example)
-        return same and all(_is_like(found[key], example[key]) for key in example)
+        same = isinstance(saved, dict) and set(saved) == set(example)
+        return same and all(_is_like(saved[key], example[key]) for key in example)
     if isinstance(example, list):
-        return isinstance(found, list) and all(isinstance(item, str) or _is_like(item, 0.0) for item in found)
+        return isinstance(saved, list) and all(isinstance(item, str) or _is_like(item, 0.0) for item in saved)
     if isinstance(example, bool | str):
-        return type(found) is type(example)
-    if isinstance(example, float) and isinstance(found, float):
+        return type(saved) is type(example)
+    if isinstance(example, float) and isinstance(saved, float):
         return True
-    return (found is None and example is None) or (type(found) is int and 0 <= found <= LARGEST)
+    return (saved is None and example is None) or (type(saved) is int and 0 <= saved <= LARGEST)
 
 
 def adopt(
-    agent: Stateful, state: AgentState, *, with_optimizer: bool, with_critic: bool, actor_as_reference: bool
+    agent: Learner, state: AgentState, *, with_optimizer: bool, with_critic: bool, actor_as_reference: bool
 ) -> None:
     """Give an agent the policy of a state of equal rank, its scale and its reference included.
 
@@ -358,7 +269,7 @@ def adopt(
         )
 
 
-def load_weights(agent: Stateful, state: AgentState, *, with_optimizer: bool, with_critic: bool = True) -> None:
+def load_weights(agent: Learner, state: AgentState, *, with_optimizer: bool, with_critic: bool = True) -> None:
     """Give an agent the adapter (and the reference, if there is one) of a state of equal rank and scale.
 
     With ``with_critic`` an agent that has a critic takes the state's; if the state has none, its critic starts from the
@@ -380,9 +291,9 @@ def load_weights(agent: Stateful, state: AgentState, *, with_optimizer: bool, wi
 
 def _check_head(store: AdapterStore, critic: CriticState) -> None:
     numbers = store.head_features + 1
-    for found in (critic.head, *critic.head_moments.values()):
-        if found.shape != (numbers,):
-            raise CheckpointError(f"expected a value head of {numbers} numbers, found {found.numel()}")
+    for part in (critic.head, *critic.head_moments.values()):
+        if part.shape != (numbers,):
+            raise CheckpointError(f"expected a value head of {numbers} numbers, found {part.numel()}")
 
 
 def _load_critic(store: AdapterStore, slot: int, critic: CriticState, *, with_optimizer: bool) -> None:
@@ -409,23 +320,23 @@ def soup(states: Sequence[AgentState], weights: Sequence[float]) -> AgentState:
     return replace(first, adapter=adapter, moments={})
 
 
-def join(agent: Stateful, mate: AgentState) -> None:
+def join(agent: Learner, mate: AgentState) -> None:
     """Give an agent the mean of its own and a mate's delta, critics included, with Adam's moments to match."""
-    store, own = agent.runtime.store, capture(agent)
-    _join(store, agent.slot, own, mate, _scaling(mate))
-    if agent.critic_slot is not None and own.critic is not None and mate.critic is not None:
-        _join(store, agent.critic_slot, own.critic, mate.critic, _scaling(mate))
-        head = torch.stack([own.critic.head, mate.critic.head]).mean(dim=0)
-        second = torch.stack([critic.head_moments["exp_avg_sq"] for critic in (own.critic, mate.critic)]).mean(dim=0)
+    store, mine = agent.runtime.store, capture(agent)
+    _join(store, agent.slot, mine, mate, _scaling(mate))
+    if agent.critic_slot is not None and mine.critic is not None and mate.critic is not None:
+        _join(store, agent.critic_slot, mine.critic, mate.critic, _scaling(mate))
+        head = torch.stack([mine.critic.head, mate.critic.head]).mean(dim=0)
+        second = torch.stack([critic.head_moments["exp_avg_sq"] for critic in (mine.critic, mate.critic)]).mean(dim=0)
         store.write_head(agent.critic_slot, torch.stack([head, torch.zeros_like(head), second]))
 
 
 def _join(
-    store: AdapterStore, slot: int, own: "AgentState | CriticState", mate: "AgentState | CriticState", scaling: float
+    store: AdapterStore, slot: int, mine: "AgentState | CriticState", mate: "AgentState | CriticState", scaling: float
 ) -> None:
     ours = float(store.scaling[slot])
-    layers, _ = merged([Part(own.adapter, ours, 0.5), Part(mate.adapter, scaling, 0.5)], store.ranks[slot], ours)
-    second = [state.moments["exp_avg_sq"] for state in (own, mate)]
+    layers, _ = merged([Part(mine.adapter, ours, 0.5), Part(mate.adapter, scaling, 0.5)], store.ranks[slot], ours)
+    second = [state.moments["exp_avg_sq"] for state in (mine, mate)]
     store.write(slot, {"theta": layers, **merged_moments(second, layers)})
 
 
@@ -453,31 +364,31 @@ def differences(name: str, saved: Mapping[str, Any] | None, base: BaseModel, loa
 
     ``name`` and ``saved`` are a state's ``base`` and ``loaded``; ``loaded`` is that of the present runtime.
     """
-    found, known = [], saved or {}
+    sentences, known = [], saved or {}
     weights, here = known.get("weights"), loaded["weights"]
     if weights is not None and here is not None and weights.partition(":")[0] == here.partition(":")[0]:
         if weights != here:
-            found.append(
+            sentences.append(
                 f"the checkpoint was trained on the base model {name!r}, and the weights of this one, {base.name!r}, "
                 "are others: its adapter does not fit; load the base that it was trained on"
             )
     elif name and base.name and _place(name) != _place(base.name):
-        found.append(
+        sentences.append(
             f"the checkpoint was trained on the base model {name!r}, this agent is on {base.name!r}; unless they are "
             "the same model, its adapter does not fit"
         )
     if saved is not None and _decisive(saved["config_overrides"]) != _decisive(loaded["config_overrides"]):
-        found.append(
+        sentences.append(
             f"the checkpoint was trained with config_overrides={saved['config_overrides']!r}, this base has "
             f"{loaded['config_overrides']!r}: it computes something else; load it with those of the checkpoint"
         )
     tokens = known.get("tokenizer"), loaded["tokenizer"]
     if None not in tokens and tokens[0] != tokens[1]:
-        found.append(
+        sentences.append(
             "the checkpoint was trained with another tokenizer or chat template than this base has: its prompts were "
             "other tokens; load it with those of the checkpoint"
         )
-    return found
+    return sentences
 
 
 def _decisive(overrides: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from agilerl.arguments import nearest, shown
 from agilerl.cli.running import configuration, manifests_in
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.environment import EnvironmentConfig
-from agilerl.config.manifest import check_names, config_of_run
+from agilerl.config.manifest import config_of_run
 from agilerl.config.named_files import check_unchanged
 from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError
@@ -107,7 +107,6 @@ def subject(
         config = configuration([*manifests, *overrides])
     given_base = run is not None or "network.pretrained_model_name_or_path" in keys
     config = _about(folder, config, given_base=given_base, examined=examined)
-    check_names(config)
     if examined:
         from agilerl.envs.upstream import check_task
 

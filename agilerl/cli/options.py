@@ -18,7 +18,7 @@ def as_path(text: str) -> Path:
 
 def _settings(incomplete: str) -> list[str]:
     """Return what completes the start of ``section.key=value``, or of a manifest's name."""
-    from agilerl.config.declared import ALGORITHMS
+    from agilerl.config.declared import HYPERPARAMETERS
     from agilerl.config.run import RunConfig
 
     section, dot, _ = incomplete.partition(".")
@@ -26,7 +26,7 @@ def _settings(incomplete: str) -> list[str]:
         names = [str(path) for path in sorted(Path().iterdir()) if path.suffix in (".yaml", ".yml")]
         return [name for name in [*names, *(f"{one}." for one in RunConfig.model_fields)] if name.startswith(section)]
     if section == "algorithm":
-        keys = {"name", *(name for one in ALGORITHMS.values() for name in one.hyperparameters)}
+        keys = {"name", *HYPERPARAMETERS}
     else:
         field = RunConfig.model_fields.get(section)
         keys = set(getattr(None if field is None else field.annotation, "model_fields", ()))

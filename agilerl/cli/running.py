@@ -13,7 +13,7 @@ from rich.console import Console
 from agilerl.arguments import shown
 from agilerl.cli.output import say, write_error
 from agilerl.cli.process_settings import is_debugging
-from agilerl.config.manifest import check_names, is_set, load_manifest
+from agilerl.config.manifest import is_set, load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError, WriteError
 
@@ -49,9 +49,7 @@ def configuration(arguments: Sequence[str], seed: int | None = None, replay: Pat
                 f"expected one seed, found --seed {seed} and training.seed as well; leave one of them out"
             )
         overrides.append(f"training.seed={seed}")
-    config = load_manifest(Path(manifests[0]) if manifests else None, overrides, replay)
-    check_names(config)  # torch has not been imported yet
-    return config
+    return load_manifest(Path(manifests[0]) if manifests else None, overrides, replay)
 
 
 def manifests_in(arguments: Sequence[str]) -> list[str]:

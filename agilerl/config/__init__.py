@@ -2,16 +2,19 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from agilerl.arguments import shown
 from agilerl.redaction import keys_in_addresses, texts_in
+from agilerl.validation import checked_numbers
 
 
 class Section(BaseModel):
     """A part of the manifest: unknown keys, infinity and NaN are errors."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    _numbers = field_validator("*", mode="wrap")(checked_numbers)
 
     @model_validator(mode="before")
     @classmethod

@@ -11,7 +11,8 @@ from agilerl.errors import ConfigError
 Section = dict[str, Any]
 
 _ALGORITHMS = {"LLMPPO": "PPO", "LLMREINFORCE": "REINFORCE"}
-_DATA = {"SFT": "sft", "DPO": "preference", "KTO": "unpaired"}
+LEARNS_FROM = {"SFT": "sft", "DPO": "preference", "KTO": "unpaired"}
+"""``environment.env_type`` of the algorithms that learn from data."""
 _SECTIONS = {"tournament_selection": "selection_strategy"}
 _NAMES = {
     "algorithm": {"chunk_rows": "fused_logprobs_chunk_rows", "action_granularity": "advantage_granularity"},
@@ -51,19 +52,21 @@ def translated(manifest: Mapping[str, Any]) -> dict[str, Any]:
             "INIT_HP and MUTATION_PARAMS are settings of a Python program, found them as sections of a manifest; pass "
             "them to create_population, or write the sections algorithm, training and mutation"
         )
-    values: dict[str, Any] = {}
+    values: Section = {}
     for name, section in manifest.items():
-        known = _SECTIONS.get(name, name)
-        _put(values, known, dict(section) if isinstance(section, Mapping) else section, name)
-    for path in ("algorithm", "training", "environment", "network.lora_config"):
-        _rename(values, path)
+        _put(values, _SECTIONS.get(name, name), _copied(section), name)
+    for path, names in _NAMES.items():
+        section = _section(values, path)
+        for old, new in names.items():
+            if old in section:
+                _put(section, new, section.pop(old), f"{path}.{old}")
     for path, reason in _IDLE.items():
         if _take(values, path) is not _NOTHING:
             warnings.warn(f"{path} has no meaning here: {reason}", stacklevel=4)
     for path, accepted in _IMPLIED.items():
-        found = _take(values, path)
-        if found is not _NOTHING and found not in accepted:
-            raise ConfigError(f"{path}={shown(found)} is not available; expected {shown(accepted[0])}, or leave it out")
+        given = _take(values, path)
+        if given is not _NOTHING and given not in accepted:
+            raise ConfigError(f"{path}={shown(given)} is not available; expected {shown(accepted[0])}, or leave it out")
     for step in (_algorithm, _environment, _training, _selection, _mutation):
         step(values)
     return values
@@ -72,10 +75,10 @@ def translated(manifest: Mapping[str, Any]) -> dict[str, Any]:
 def with_two_rates(values: Section) -> None:
     """Let ``lr`` stand for both learning rates of PPO, as a hyperparameter and as a gene."""
     algorithm = _section(values, "algorithm")
-    if algorithm is None or algorithm.get("name") not in ("PPO", "LLMPPO"):
+    if algorithm.get("name") not in ("PPO", "LLMPPO"):
         return
     for section in (algorithm, _section(values, "mutation.rl_hp_selection")):
-        if section is not None and "lr" in section:
+        if "lr" in section:
             rate = section.pop("lr")
             for name in ("lr_actor", "lr_critic"):
                 section.setdefault(name, rate)
@@ -84,55 +87,43 @@ def with_two_rates(values: Section) -> None:
 _NOTHING = object()
 
 
-def _section(values: Section, path: str) -> Section | None:
-    """Return a section as a dict that may be changed; None if there is none, or something else in its place."""
-    place: Any = values
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(inner) for key, inner in value.items()}
+    return [_copied(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _section(values: Section, path: str) -> Section:
+    """Return a section; an empty one, which is no part of the manifest, if there is none or something else."""
     for name in path.split("."):
-        if not isinstance(place.get(name), Mapping):
-            return None
-        place[name] = dict(place[name])
-        place = place[name]
-    return place  # type: ignore[no-any-return]
+        inner = values.get(name)
+        values = inner if isinstance(inner, dict) else {}
+    return values
 
 
 def _take(values: Section, path: str) -> Any:
     parent, _, key = path.rpartition(".")
-    section = _section(values, parent)
-    return _NOTHING if section is None else section.pop(key, _NOTHING)
+    return _section(values, parent).pop(key, _NOTHING)
 
 
-def _put(section: Section, key: str, value: Any, said: str) -> None:
+def _put(section: Section, key: str, value: Any, alias: str) -> None:
     if key in section and section[key] != value:
-        raise ConfigError(f"{said} and {key} mean the same but differ; give one of them")
+        raise ConfigError(f"{alias} and {key} mean the same but differ; give one of them")
     section[key] = value
-
-
-def _rename(values: Section, path: str) -> None:
-    section = _section(values, path)
-    for old, new in _NAMES[path].items() if section is not None else ():
-        assert section is not None
-        if old in section:
-            _put(section, new, section.pop(old), f"{path}.{old}")
 
 
 def _algorithm(values: Section) -> None:
     section = _section(values, "algorithm")
-    if section is None:
-        return
     name = section.get("name")
     if isinstance(name, str):
         section["name"] = _ALGORITHMS.get(name, name)
-    if "quantization" in section:
-        given = section.pop("quantization")
-        if given not in (None, "none"):
-            _put(section, "quantization_config", given, "algorithm.quantization")
+    given = section.pop("quantization", None)
+    if given not in (None, "none"):
+        _put(section, "quantization_config", given, "algorithm.quantization")
 
 
 def _environment(values: Section) -> None:
-    section, algorithm = _section(values, "environment"), values.get("algorithm")
-    name = str(algorithm.get("name")) if isinstance(algorithm, Mapping) else ""
-    if section is None:
-        return
+    section, name = _section(values, "environment"), str(_section(values, "algorithm").get("name"))
     if "env_name" in section:
         known = str(section.pop("env_name"))
         _put(section, "env_id", known if known.startswith(_PREFIXES) else f"gem:{known}", "environment.env_name")
@@ -147,19 +138,16 @@ def _environment(values: Section) -> None:
                 f"{shown(objective)} with env_type: {shown(kind)}"
             )
         section["env_type"] = objective
-    if "env_type" not in section and name in _DATA:
-        section["env_type"] = _DATA[name]
+    if "env_type" not in section and name in LEARNS_FROM:
+        section["env_type"] = LEARNS_FROM[name]
     elif "env_type" not in section and "env_id" in section:
         section["env_type"] = "multiturn"
     if "env_id" not in section and section.get("max_turns") == 1:
         section.pop("max_turns")  # how 2.58 says that a rollout has one answer
-    if section.get("chat_template_kwargs", _NOTHING) in ({}, None):
-        section.pop("chat_template_kwargs")
-    elif "chat_template_kwargs" in section and isinstance(values.setdefault("network", {}), Mapping):
-        network = _section(values, "network")
-        assert network is not None
-        given = section.pop("chat_template_kwargs")
-        _put(network, "chat_template_kwargs", given, "environment.chat_template_kwargs")
+    if given := section.pop("chat_template_kwargs", None):
+        network = values.setdefault("network", {})
+        if isinstance(network, dict):
+            _put(network, "chat_template_kwargs", given, "environment.chat_template_kwargs")
     if "reward_file_path" in section or "reward_fn_name" in section:
         path, function = section.pop("reward_file_path", None), section.pop("reward_fn_name", None)
         if not isinstance(path, str) or not isinstance(function, str):
@@ -169,9 +157,8 @@ def _environment(values: Section) -> None:
         _put(section, "conversation_template", _messages(section.pop("prompt_template")), "environment.prompt_template")
     if "response_column" in section:
         column, columns = section.pop("response_column"), section.get("columns") or {}
-        if not isinstance(columns, Mapping):
+        if not isinstance(columns, dict):
             return
-        columns = dict(columns)
         if column != "completion":
             _put(columns, "completion", column, "environment.response_column")
             section["columns"] = columns
@@ -188,9 +175,7 @@ def _source(section: Section) -> None:
         section["params"] = params
     elif entrypoint is not None:
         if not isinstance(entrypoint, str) or ":" not in entrypoint:
-            raise ConfigError(
-                f"environment.entrypoint: expected module:name or path.py:name, found {shown(entrypoint)}"
-            )
+            raise ConfigError(f"environment.entrypoint: expected module:name, path.py:name, found {shown(entrypoint)}")
         _put(section, "env_id", entrypoint, "environment.entrypoint")
     if url is not None:
         _put(section, "env_id", f"openenv:{url}", "environment.env_url")
@@ -202,30 +187,28 @@ def _messages(template: Any) -> Any:
     """Return ``{system_0: text, user_1: text}`` as a list of messages, in the order of the numbers; lists stay."""
     if not isinstance(template, Mapping):
         return template
-    found = {key: re.fullmatch(r"(system|user|assistant)(?:_(\d+))?", str(key)) for key in template}
-    wrong = next((key for key, match in found.items() if match is None), None)
-    if wrong is not None:
-        raise ConfigError(
-            f"environment.prompt_template: expected keys such as system_0, user_1 and assistant_2, found {shown(wrong)}"
-        )
-    order = sorted(found, key=lambda key: int((found[key] or [0, 0, 0])[2] or 0))
-    return [{"role": (found[key] or [0, ""])[1], "content": template[key]} for key in order]
+    messages = []
+    for key, content in template.items():
+        match = re.fullmatch(r"(system|user|assistant)(?:_(\d+))?", str(key))
+        if match is None:
+            raise ConfigError(
+                "environment.prompt_template: expected keys such as system_0, user_1 and assistant_2, found "
+                f"{shown(key)}"
+            )
+        messages.append((int(match[2] or 0), {"role": match[1], "content": content}))
+    return [message for _, message in sorted(messages, key=lambda numbered: numbered[0])]
 
 
 def _training(values: Section) -> None:
-    section = _section(values, "training")
-    if section is None or "hpo" not in section:
-        return
-    if not section.pop("hpo"):
+    if not _section(values, "training").pop("hpo", True):
         values["selection_strategy"] = {"name": "none"}
         values.pop("mutation", None)
 
 
 def _selection(values: Section) -> None:
-    section, training = _section(values, "selection_strategy"), values.get("training")
-    size = training.get("pop_size") if isinstance(training, Mapping) else None
-    wanted = None if section is None else section.get("tournament_size")
-    if section is not None and isinstance(wanted, int) and size == 1 and wanted > 1:
+    section, size = _section(values, "selection_strategy"), _section(values, "training").get("pop_size")
+    wanted = section.get("tournament_size")
+    if isinstance(wanted, int) and size == 1 and wanted > 1:
         section["tournament_size"] = 1
         warnings.warn(
             f"selection_strategy.tournament_size={wanted} has no meaning here: training.pop_size is 1", stacklevel=4
@@ -234,9 +217,9 @@ def _selection(values: Section) -> None:
 
 def _mutation(values: Section) -> None:
     genes = _section(values, "mutation.rl_hp_selection")
-    for name, gene in list((genes or {}).items()):
+    for name, gene in list(genes.items()):
         if isinstance(gene, Mapping) and gene.get("min") is not None and gene.get("min") == gene.get("max"):
-            (genes or {}).pop(name)
+            genes.pop(name)
             warnings.warn(
                 f"mutation.rl_hp_selection.{name} has no meaning here: its range holds one value, {gene['min']}",
                 stacklevel=4,

@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from agilerl.config import Section
 from agilerl.config.vllm import VLLMConfig
 from agilerl.errors import ConfigError
-from agilerl.validation import Needs
+from agilerl.validation import Needs, checked_numbers
 
 
 def _plain(value: Any) -> Any:
@@ -46,6 +46,8 @@ def quantization_settings(value: Any) -> Any:
 
 class _Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    _numbers = field_validator("*", mode="wrap")(checked_numbers)
 
 
 class QuantizationConfig(_Options):

@@ -77,10 +77,7 @@ def asked_for(config: DistributedConfig, environment: Mapping[str, str] = os.env
 def _number(name: str, value: str) -> int:
     """Return what a launcher has set; raises ConfigError for what no launcher sets."""
     if not (value.isascii() and value.isdecimal()):
-        raise ConfigError(
-            f"expected a whole number in the environment variable {name}, found {value!r}; start the processes with "
-            "torchrun, or unset it"
-        )
+        raise ConfigError(f"expected a whole number in the variable {name}, found {value!r}; use torchrun, or unset it")
     return int(value)
 
 

@@ -187,74 +187,44 @@ class EnvironmentConfig(Section):
         return self.eval_prompts or 128
 
     @model_validator(mode="after")
-    def _has_conversations(self) -> Self:
-        if self.loss_on != "completion" and self.env_type != "sft":
-            raise ValueError(
-                f"environment.loss_on={self.loss_on!r} is for env_type: sft, found {self.env_type}; leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_graders(self) -> Self:
-        if self.graders is not None and self.env_type != "reasoning":
-            raise ValueError(f"environment.graders is for env_type: reasoning, found {self.env_type}; leave it out")
-        if self.graders is None and self.fitness_grader is not None:
-            raise ValueError(
-                f"environment.fitness_grader={shown(self.fitness_grader)} is for environment.graders, found none; "
-                "leave it out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _has_answers(self) -> Self:
+    def _agrees(self) -> Self:
+        if self.env_type != "sft":
+            self._refuse(("loss_on",), f"for env_type: sft, found {self.env_type}")
         if self.env_type != "reasoning":
-            self._refuse(("answer_format",), f"for env_type: reasoning, found {self.env_type}")
+            self._refuse(("graders", "answer_format"), f"for env_type: reasoning, found {self.env_type}")
         if self.answer_format != "after":
             self._refuse(("answer_phrase",), f"for answer_format: after, found {self.answer_format}")
+        if self.graders is None:
+            self._refuse(("fitness_grader",), "for environment.graders, found none")
         return self
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
+        given = self.task if "task" in self.model_fields_set else None
+        if self.env_type == "multiturn":
+            if self.dataset is not None:
+                raise ValueError("environment.dataset is for single-turn rows, found env_type: multiturn; leave it out")
+            self._refuse(("curriculum",), "for reasoning_gym's tasks, found env_type: multiturn")
+            if self.env_id is None:
+                raise ValueError("env_type='multiturn' needs environment.env_id, such as agilerl/GuessTheNumber-v0")
+        else:
+            remedy = "set environment.env_type=multiturn, or leave it out"
+            self._refuse(_OF_EPISODES, f"for env_type: multiturn, found {self.env_type}", remedy)
         if self.dataset is None:
+            self._refuse(_OF_DATASETS, "for environment.dataset, found none")
             if self.task is None and self.env_type != "multiturn":
                 raise ValueError("expected environment.task or environment.dataset, found neither; give one of them")
-            self._refuse(_OF_DATASETS, "for environment.dataset, found none")
-            return self
-        if self.task is not None and "task" in self.model_fields_set:
-            raise ValueError(
-                f"environment.task={self.task!r} and environment.dataset exclude each other; leave one of them out"
-            )
-        if self.env_type == "multiturn":
-            raise ValueError("environment.dataset is for single-turn rows, found env_type: multiturn; leave it out")
-        self._refuse(_OF_TASKS, "for environment.task, found environment.dataset")
-        self.task = None
+        else:
+            self._refuse(_OF_TASKS, "for environment.task, found environment.dataset")
+        if self.dataset is not None or self.env_type == "multiturn":
+            if given is not None:
+                other = "environment.dataset" if self.dataset is not None else "env_type: multiturn"
+                raise ValueError(f"environment.task={given!r} and {other} exclude each other; leave one of them out")
+            self.task = None
         return self
 
-    def _refuse(self, names: tuple[str, ...], reason: str) -> None:
+    def _refuse(self, names: tuple[str, ...], reason: str, remedy: str = "leave it out") -> None:
         for name in names:
             value = getattr(self, name)
             if value != type(self).model_fields[name].get_default(call_default_factory=True):
-                raise ValueError(f"environment.{name}={shown(value)} is {reason}; leave it out")
-
-    @model_validator(mode="after")
-    def _has_episodes(self) -> Self:
-        if self.env_type == "multiturn":
-            self._refuse(("curriculum",), "for reasoning_gym's tasks, found env_type: multiturn")
-            if self.env_id is None:
-                raise ValueError(
-                    "environment.env_type='multiturn' needs environment.env_id, for instance agilerl/GuessTheNumber-v0"
-                )
-            if self.task is not None and "task" in self.model_fields_set:
-                raise ValueError(
-                    f"environment.task={self.task!r} is single-turn, found env_type: multiturn; leave one of them out"
-                )
-            self.task = None
-            return self
-        given = [name for name in _OF_EPISODES if getattr(self, name) != type(self).model_fields[name].default]
-        if given:
-            found = f"environment.{given[0]}={getattr(self, given[0])!r}"
-            raise ValueError(
-                f"{found} is for env_type: multiturn, found {self.env_type}; set environment.env_type=multiturn, or "
-                "leave it out"
-            )
-        return self
+                raise ValueError(f"environment.{name}={shown(value)} is {reason}; {remedy}")

@@ -4,7 +4,7 @@ import copy
 import math
 import re
 import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
@@ -14,10 +14,9 @@ from pydantic import BaseModel
 
 from agilerl.addresses import addresses_in
 from agilerl.arguments import checked, nearest, shown
-from agilerl.config.aliases import translated, with_two_rates
-from agilerl.config.base_model import SharedOptions, split_options
-from agilerl.config.declared import ALGORITHMS, FAMILY
-from agilerl.config.named_files import locate, locate_code, locate_template, locate_within
+from agilerl.bounds import check_file
+from agilerl.config.aliases import LEARNS_FROM, translated, with_two_rates
+from agilerl.config.named_files import locate
 from agilerl.config.run import RunConfig, unknown_section
 from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
@@ -45,9 +44,7 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), repla
     """
     values = translated(_read(path))
     if path is not None:
-        locate_within(values.get("environment"), path.parent)
-        locate_code(values, path.parent)
-        locate_template(values.get("network"), path.parent)
+        locate(values, path.parent)
     if replay is not None:
         _put_replay(values, replay)
     if path is None:
@@ -60,21 +57,20 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), repla
 
 def _replaced(overrides: Sequence[str]) -> tuple[str, ...]:
     """Return a sentence for each override that a later one of the same key, or of its section, replaces."""
-    found = []
-    for place, (keys, value) in enumerate(changed := [_split(override) for override in overrides]):
-        later = next((key for key, other in changed[place + 1 :] if keys[: len(key)] == key and other != value), None)
+    sentences = []
+    for index, (keys, value) in enumerate(changed := [_split(override) for override in overrides]):
+        later = next((key for key, other in changed[index + 1 :] if keys[: len(key)] == key and other != value), None)
         if later is not None:
-            found.append(f"{'.'.join(keys)}: replaced by {'.'.join(later)}, which is given later")
-    return tuple(found)
+            sentences.append(f"{'.'.join(keys)}: replaced by {'.'.join(later)}, which is given later")
+    return tuple(sentences)
 
 
 def _suit_learner(values: dict[str, Any], overrides: Sequence[str]) -> None:
     """Drop the embedded default's settings of GRPO if an override names an algorithm that learns from data."""
     named = [value for keys, value in map(_split, overrides) if keys == ["algorithm", "name"]]
-    learner = ALGORITHMS.get(str(named[-1])) if named else None
-    if learner is not None and learner.env_type != "reasoning":
+    if named and (env_type := LEARNS_FROM.get(str(named[-1]))):
         values["algorithm"] = {}
-        values["environment"]["env_type"] = learner.env_type
+        values["environment"]["env_type"] = env_type
 
 
 @checked
@@ -85,9 +81,7 @@ def config_of_run(document: Mapping[str, Any], overrides: Sequence[str] = ()) ->
     """
     values = copy.deepcopy(dict(document))
     typed = _override(values, overrides)
-    locate(values.get("environment"))
-    locate_code(values)
-    locate_template(values.get("network"))
+    locate(values)
     config = RunConfig.from_dict(values)
     config._typed = typed
     return config
@@ -119,9 +113,7 @@ def config_of(manifest: Mapping[str, Any], overrides: Sequence[str] = ()) -> Run
 
 def _config_of(values: dict[str, Any]) -> RunConfig:
     with_two_rates(values)
-    locate(values.get("environment"))
-    locate_code(values)
-    locate_template(values.get("network"))
+    locate(values)
     config = RunConfig.from_dict(values)
     _refuse_meaningless(config)
     return config
@@ -137,10 +129,7 @@ def _refuse_meaningless(config: RunConfig) -> None:
         if grader.isolate and not is_code:
             raise ConfigError(f"{where}.isolate is for custom functions, found {shown(grader.name)}; remove it")
         if grader.workers is not None and not is_code:
-            raise ConfigError(
-                f"{where}.workers is for custom functions, found {shown(grader.name)}; give it in params, if the "
-                "grader has one"
-            )
+            raise ConfigError(f"{where}.workers is for custom functions, found {shown(grader.name)}; give it in params")
         if "timeout" in grader.model_fields_set and not grader.isolate:
             raise ConfigError(
                 f"{where}.timeout={grader.timeout:g} is the limit of an isolated grader, found isolate=false; "
@@ -149,38 +138,24 @@ def _refuse_meaningless(config: RunConfig) -> None:
     selection = config.selection_strategy
     for name in ("tournament_size", "elitism"):
         if name in selection.model_fields_set and selection.strategy != "tournament":
-            raise ConfigError(
-                f"selection_strategy.{name} is a setting of name: tournament, found name: {selection.strategy}; remove "
-                "it, or name the tournament"
-            )
+            raise ConfigError(f"selection_strategy.{name} is a setting of name: tournament, found {selection.strategy}")
     mutation = config.mutation
     evolving, moved = len(mutation.rl_hp_selection), mutation.genes_per_mutation
     if 0 < evolving < moved:
-        raise ConfigError(
-            f"mutation.genes_per_mutation={moved} is more than the {evolving} hyperparameters of "
-            "mutation.rl_hp_selection; lower it"
-        )
+        raise ConfigError(f"mutation.genes_per_mutation={moved} is more than rl_hp_selection has, {evolving}; lower it")
     longest = config.algorithm.get("max_output_tokens")
     for key, limit in (
         ("algorithm.max_model_len", config.algorithm.get("max_model_len")),
         ("network.max_context_length", config.network.max_context_length),
     ):
         if isinstance(longest, int) and isinstance(limit, int) and longest > limit:
-            raise ConfigError(
-                f"algorithm.max_output_tokens={longest} is above {key}={limit}, which holds the prompt as well; "
-                "lower the first, or raise the second"
-            )
+            raise ConfigError(f"algorithm.max_output_tokens={longest} is above {key}={limit}, prompt included")
 
 
 def _read(path: Path | None) -> dict[str, Any]:
-    if path is None:
-        text, name = (
-            (resources.files("agilerl.config") / "default.yaml").read_text(encoding="utf-8"),
-            "the embedded default",
-        )
-    else:
-        name = f"the manifest {shown(str(path))}"
-        text = _text(path, name)
+    name = "the embedded default" if path is None else f"the manifest {shown(str(path))}"
+    embedded = resources.files("agilerl.config") / "default.yaml"
+    text = embedded.read_text(encoding="utf-8") if path is None else _text(path, name)
     values = parse_yaml(text, name)
     if values is None:
         raise ConfigError(
@@ -205,24 +180,14 @@ def _put_replay(values: dict[str, Any], path: Path) -> None:
 
 def _text(path: Path, name: str) -> str:
     try:
-        is_file, size = path.is_file(), path.stat().st_size if path.exists() else 0
-        text = path.read_text(encoding="utf-8-sig") if is_file and size <= _MANIFEST_BYTES else ""
+        if not path.exists():
+            raise ConfigError(f"expected a YAML file or key.path=value, found nothing at {shown(str(path))}")
+        check_file(path, _MANIFEST_BYTES)
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name} cannot be read: it is not UTF-8 text (byte {error.start})") from error
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from error
-    if not is_file:
-        raise ConfigError(f"expected a YAML file or key.path=value, found {_kind(path)} at {shown(str(path))}")
-    if size > _MANIFEST_BYTES:
-        raise ConfigError(f"{name} has {size:,} bytes; expected at most {_MANIFEST_BYTES:,}")
-    return text
-
-
-def _kind(path: Path) -> str:
-    """Return what is at a path that is not a plain file."""
-    tests = {"a folder": path.is_dir, "a named pipe": path.is_fifo, "a socket": path.is_socket}
-    tests |= {"a device": lambda: path.is_char_device() or path.is_block_device()}
-    return next((kind for kind, is_one in tests.items() if is_one()), "nothing")
 
 
 def is_set(key: str, overrides: Sequence[str]) -> bool:
@@ -329,15 +294,15 @@ class _PlainLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Refuse a key that is given twice, of which PyYAML would keep the last in silence."""
-        found: dict[str, int] = {}
+        lines: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag != "tag:yaml.org,2002:str":
                 shown = key.value if isinstance(key, yaml.ScalarNode) else "a collection"
                 self._refuse(key, f"a key must be text, found {shown}; quote it")
-            if key.value in found:
-                first = found[key.value] + 1
+            if key.value in lines:
+                first = lines[key.value] + 1
                 self._refuse(key, f"the key {key.value!r} is given twice, first in line {first}; keep one of the two")
-            found[key.value] = key.start_mark.line
+            lines[key.value] = key.start_mark.line
         return super().construct_mapping(node, deep)
 
     def number(self, node: yaml.ScalarNode) -> int | float:
@@ -349,82 +314,11 @@ class _PlainLoader(yaml.SafeLoader):
             self._refuse(node, f"the number {node.value[:20]}{'...' * (len(node.value) > 20)} is too large")
         return value
 
-    def _refuse(self, place: Any, problem: str) -> None:
-        raise yaml.MarkedYAMLError(None, None, problem, place.start_mark)
+    def _refuse(self, node: Any, problem: str) -> None:
+        raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
 
 
 for _name, _pattern in _SCALARS.items():
     _PlainLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern.pattern})$"), None)
 for _name in ("int", "float"):
     _PlainLoader.add_constructor(f"tag:yaml.org,2002:{_name}", _PlainLoader.number)
-
-
-# -- the names of an algorithm, checked without importing the algorithms, which takes seconds -------------------------
-
-
-_CHOICE = re.compile(r"choice\[(.*)\]")
-
-
-def check_names(config: RunConfig) -> None:
-    """Raise ConfigError for an unknown algorithm, one that does not fit the environment, or a hyperparameter unknown.
-
-    The sentences are those of :func:`agilerl.training.resolved.resolve`, which checks all of it again, with the values.
-    """
-    names = chosen(config.algorithm["name"], ALGORITHMS, FAMILY)
-    check_source(names[0], ALGORITHMS[names[0]].env_type, config.environment.env_type)
-    declared = [ALGORITHMS[name] for name in names]
-    for found in declared:
-        check_hyperparameters(config, found.hyperparameters, ALGORITHMS["GRPO"].hyperparameters)
-    for name, found in zip(names, declared):
-        for gene in config.mutation.rl_hp_selection:
-            check_gene(gene, name, found.hyperparameters, found.genes)
-
-
-def chosen(written: str, known: Collection[str], family: Collection[str]) -> list[str]:
-    """Return the algorithm that ``algorithm.name`` names, or those of ``choice[GRPO, CISPO]``, which is a gene.
-
-    Raises ConfigError for an unknown name, and for a choice among algorithms that cannot turn into each other.
-    """
-    choice = _CHOICE.fullmatch(written.strip())
-    names = [written] if choice is None else [name.strip() for name in choice[1].split(",")]
-    for name in names:
-        if name not in known:
-            raise ConfigError(f"algorithm.name={shown(name)} is unknown; {nearest(name, known)}")
-        if choice is not None and name not in family:
-            raise ConfigError(
-                f"algorithm.name={shown(written)}: an agent cannot switch to or from {name}; choose among "
-                f"{', '.join(family)}"
-            )
-    if choice is not None and (len(names) < 2 or len(set(names)) < len(names)):
-        raise ConfigError(f"algorithm.name={shown(written)}: a choice needs at least two different algorithms")
-    return names
-
-
-def check_source(algorithm: str, learns_from: str, env_type: str) -> None:
-    """Raise ConfigError unless an algorithm learns from what the environment offers."""
-    wanted = [learns_from, *(["multiturn"] if learns_from == "reasoning" else [])]
-    if env_type not in wanted:
-        raise ConfigError(
-            f"algorithm.name={algorithm!r} learns from environment.env_type={' or '.join(map(repr, wanted))}, "
-            f"found {env_type!r}; change one of the two"
-        )
-
-
-def check_hyperparameters(config: RunConfig, declared: Collection[str], of_grpo: Collection[str]) -> None:
-    """Raise ConfigError for a key under ``algorithm`` that is not a hyperparameter.
-
-    Those of GRPO pass: an algorithm's own Config says why it does not use one of them.
-    """
-    for key in split_options(config.algorithm)[0]:
-        if key != "name" and key not in declared and key not in of_grpo:
-            known = [*declared, *SharedOptions.model_fields]
-            hint = ours(f"algorithm.{key}", config.algorithm[key]) or nearest(key, known)
-            raise ConfigError(f"unknown key {shown(f'algorithm.{key}')}; {hint}")
-
-
-def check_gene(gene: str, algorithm: str, declared: Collection[str], genes: Iterable[str]) -> None:
-    """Raise ConfigError for a gene that is not a hyperparameter of an algorithm."""
-    if gene.partition(".")[0] not in declared:
-        raise ConfigError(
-            f"mutation.rl_hp_selection.{gene}: {algorithm} has no hyperparameter {shown(gene)}; {nearest(gene, genes)}"
-        )

@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -39,111 +39,102 @@ def names_a_file(source: str) -> bool:
 def is_packaged(name: str) -> bool:
     """Say whether a name, which has no folder, is that of a file that reasoning_gym brings along."""
     spec = find_spec("reasoning_gym")
-    places = [] if spec is None or spec.submodule_search_locations is None else spec.submodule_search_locations
-    return Path(name).name == name and any((Path(place) / "data" / name).is_file() for place in places)
+    folders = [] if spec is None or spec.submodule_search_locations is None else spec.submodule_search_locations
+    return Path(name).name == name and any((Path(folder) / "data" / name).is_file() for folder in folders)
 
 
-def locate_within(environment: Any, folder: Path) -> None:
-    """Make the paths of a manifest absolute, in place; a file beside it comes before one in the working directory.
+def locate(values: Mapping[str, Any], folder: Path | None = None) -> None:
+    """Make the paths in a manifest's sections absolute, in place, so that they mean the same wherever a run is resumed.
 
-    A manifest may come from a stranger, so it may not name any file of the machine. Code is beside the manifest alone.
+    With ``folder``, that of the manifest's file, a path is first looked for there, then in the working directory. Such
+    a manifest may come from a stranger, so it may not name any file of the machine.
 
     Raises:
-        ConfigError: a file that is, its links followed, neither in the folder or below nor in the working directory
-            or below.
+        ConfigError: with a folder, for rows that are, links followed, neither in the folder or below nor in the working
+            directory or below, and for code or a template that is not in the folder or below.
     """
-
-    def found(path: str, key: str) -> str:
-        given = Path(path).expanduser()
-        places = [folder / given, Path.cwd() / given]
-        if not (names_a_file(path) or any(place.exists() for place in places)):
-            return path
-        target = next((place for place in places if place.exists()), places[0]).absolute()
-        inside(target, path, key)
-        return str(target)
-
-    def found_param(path: str, key: str) -> str:
-        if is_packaged(path):
-            return path
-        given = Path(os.path.expanduser(path))  # which keeps the home of an unknown user as it is
-        target = next((place for place in (folder / given, Path.cwd() / given) if place.exists()), folder / given)
-        inside(target, path, key)
-        return str(target.absolute())
-
-    def inside(target: Path | None, path: str, key: str) -> None:
-        if target is not None and not any(target.resolve().is_relative_to(r.resolve()) for r in (folder, Path.cwd())):
-            raise ConfigError(
-                f"environment.{key}={shown(path)} leads out of the folder of the manifest and the working directory; "
-                f"move the file there, or name it on the command line: environment.{key}=..."
-            )
-
-    def beside(path: str, key: str) -> str:
-        target = (folder / Path(path).expanduser()).absolute()
-        if not target.resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(
-                f"environment.{key}: the code {shown(path)} is not in the folder of the manifest; move it there, or "
-                "name it on the command line"
-            )
-        return str(target)
-
-    _replace(environment, found)
-    _replace_code(environment, beside)
+    names = ("environment", "network", "selection_strategy", "training")
+    environment, network, strategy, training = (_section(values, name) for name in names)
+    for key in _KEYS:
+        value = environment.get(key)
+        if value is not None:
+            entries = value if isinstance(value, list) else [value]
+            located = [_located_rows(entry, f"environment.{key}", folder) for entry in entries]
+            environment[key] = located if isinstance(value, list) else located[0]
     for owner, name, key in file_params(environment):
-        owner[name] = found_param(owner[name], key)
-    for text, key in other_params(environment):
-        for root in (folder, Path.cwd()):
-            inside(leads_to(text, root), text, key)
+        if not is_packaged(owner[name]):
+            owner[name] = _absolute(os.path.expanduser(owner[name]), f"environment.{key}", folder)
+    if folder is not None:
+        for text, key in other_params(environment):
+            for root in (folder, Path.cwd()):
+                _check_inside(leads_to(text, root), text, f"environment.{key}", folder)
+    graders = environment.get("graders")
+    coded = [(environment, "env_id", "environment.env_id"), (strategy, "name", "selection_strategy.name")]
+    for number, grader in enumerate(graders if isinstance(graders, list) else ()):
+        if isinstance(grader, dict):
+            coded.append((grader, "name", f"environment.graders.{number}.name"))
+    for owner, name, key in coded:
+        if name in owner:
+            owner[name] = _located_code(owner[name], key, folder)
+    trackers = training.get("trackers")
+    if isinstance(trackers, str | list | dict):
+        listed = [trackers] if isinstance(trackers, str) else trackers
+        located = [_located_code(name, "training.trackers", folder) for name in listed]
+        training["trackers"] = dict(zip(located, trackers.values())) if isinstance(trackers, dict) else located
+    template = network.get("chat_template_path")
+    if isinstance(template, str) and template.isprintable():
+        network["chat_template_path"] = _beside(template, "network.chat_template_path", folder)
 
 
-def locate_code(values: dict[str, Any], folder: Path | None = None) -> None:
-    """Make the paths of a selection strategy's and of trackers' code absolute, in a manifest's sections.
-
-    Raises ConfigError for code that a manifest in ``folder`` names outside of it.
-    """
-
-    def found(path: str, key: str) -> str:
-        target = (Path.cwd() if folder is None else folder) / Path(path).expanduser()
-        if folder is not None and not target.resolve().is_relative_to(folder.resolve()):
-            raise ConfigError(
-                f"{key}: the code {shown(path)} is not in the folder of the manifest; move it there, or name it on the "
-                "command line"
-            )
-        return str(target.absolute())
-
-    strategy, training = values.get("selection_strategy"), values.get("training")
-    if isinstance(strategy, dict):
-        _replace_code_at(strategy, "name", "selection_strategy.name", found)
-    if isinstance(training, dict):
-        key, trackers = "training.trackers", training.get("trackers")
-        if isinstance(trackers, str):
-            _replace_code_at(training, "trackers", key, found)
-        elif isinstance(trackers, list):
-            training["trackers"] = [_located(name, key, found) for name in trackers]
-        elif isinstance(trackers, dict):
-            training["trackers"] = {_located(name, key, found): settings for name, settings in trackers.items()}
+def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    section = values.get(name)
+    return section if isinstance(section, dict) else {}
 
 
-def locate_template(network: Any, folder: Path | None = None) -> None:
-    """Make the path of a chat template absolute, in place; errors as of ``locate_code``."""
-    path = network.get("chat_template_path") if isinstance(network, dict) else None
-    if not isinstance(path, str) or not path.isprintable():
+def _located_rows(entry: Any, key: str, folder: Path | None) -> Any:
+    """Return a dataset with the path that was found; values that name no file are left for the settings' checks."""
+    if isinstance(entry, dict):
+        return {**entry, "path": _located_rows(entry["path"], key, folder)} if "path" in entry else entry
+    if not (isinstance(entry, str) and entry and entry.isprintable()):
+        return entry
+    path = Path(entry).expanduser()
+    beside = folder is not None and (folder / path).exists()
+    return _absolute(path, key, folder) if beside or names_a_file(entry) else entry
+
+
+def _absolute(path: str | Path, key: str, folder: Path | None) -> str:
+    roots = [*([] if folder is None else [folder]), Path.cwd()]
+    target = next((root / path for root in roots if (root / path).exists()), roots[0] / path)
+    _check_inside(target, str(path), key, folder)
+    return str(target.absolute())
+
+
+def _check_inside(target: Path | None, path: str, key: str, folder: Path | None) -> None:
+    if target is None or folder is None:
         return
+    if not any(target.resolve().is_relative_to(root.resolve()) for root in (folder, Path.cwd())):
+        raise ConfigError(
+            f"{key}={shown(path)} leads out of the folder of the manifest and the working directory; move the file "
+            f"there, or name it on the command line: {key}=..."
+        )
+
+
+def _located_code(value: Any, key: str, folder: Path | None) -> Any:
+    """Return ``path.py:name`` with the path that was found; other values as they are."""
+    path, colon, attribute = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    if colon and path.endswith(".py") and path.isprintable():
+        return f"{_beside(path, key, folder)}:{attribute}"
+    return value
+
+
+def _beside(path: str, key: str, folder: Path | None) -> str:
+    """Return the absolute path of what a manifest may only bring along itself: code, and a template."""
     target = (Path.cwd() if folder is None else folder) / Path(path).expanduser()
     if folder is not None and not target.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(
-            f"network.chat_template_path={shown(path)} is not in the folder of the manifest; move it there, or name it "
-            "on the command line"
+            f"{key}: {shown(path)} is not in the folder of the manifest; move it there, or name it on the command line"
         )
-    network["chat_template_path"] = str(target.absolute())
-
-
-def locate(environment: Any) -> None:
-    """Make all other paths absolute, in place, so that they mean the same wherever a run is resumed."""
-    _replace(environment, lambda path, key: str(Path(path).expanduser().absolute()) if names_a_file(path) else path)
-    _replace_code(environment, lambda path, key: str(Path(path).expanduser().absolute()))
-    for owner, name, _ in file_params(environment):
-        if not is_packaged(owner[name]):
-            owner[name] = str(Path(os.path.expanduser(owner[name])).absolute())
+    return str(target.absolute())
 
 
 def file_params(environment: Any) -> Iterator[tuple[dict[str, Any], str, str]]:
@@ -192,65 +183,22 @@ def leads_to(text: str, root: Path) -> Path | None:
         return None
 
 
-def _replace(environment: Any, found: Callable[[str, str], str]) -> None:
-    """Replace each path; other values are left for the checks of the settings."""
-    if not isinstance(environment, dict):
-        return
-    for key in _KEYS:
-        value = environment.get(key)
-        if value is not None:
-            made = [_replaced(entry, key, found) for entry in (value if isinstance(value, list) else [value])]
-            environment[key] = made if isinstance(value, list) else made[0]
-
-
-def _replace_code(environment: Any, found: Callable[[str, str], str]) -> None:
-    """Replace the path in each ``path.py:name``."""
-    if not isinstance(environment, dict):
-        return
-    graders = environment.get("graders")
-    named = [(environment, "env_id", "env_id")]
-    if isinstance(graders, list):
-        named += [(g, "name", f"graders.{n}.name") for n, g in enumerate(graders) if isinstance(g, dict)]
-    for owner, name, key in named:
-        _replace_code_at(owner, name, key, found)
-
-
-def _replace_code_at(owner: dict[str, Any], name: str, key: str, found: Callable[[str, str], str]) -> None:
-    if name in owner:
-        owner[name] = _located(owner[name], key, found)
-
-
-def _located(value: Any, key: str, found: Callable[[str, str], str]) -> Any:
-    """Return ``path.py:name`` with the path that was found; other values as they are."""
-    path, colon, attribute = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    if colon and path.endswith(".py") and path.isprintable():
-        return f"{found(path, key)}:{attribute}"
-    return value
-
-
-def _replaced(entry: Any, key: str, found: Callable[[str, str], str]) -> Any:
-    if isinstance(entry, dict):
-        return {**entry, "path": _replaced(entry["path"], key, found)} if "path" in entry else entry
-    # Values that are not names of files are left for the checks of the settings.
-    return found(entry, key) if isinstance(entry, str) and entry and entry.isprintable() else entry
-
-
 def digests(config: RunConfig) -> dict[str, dict[str, str]]:
     """Return the sha256 of each file that a configuration names, by its path: ``data``, and ``code`` that it runs.
 
     Raises CheckpointError if a file cannot be read.
     """
-    found: dict[str, dict[str, str]] = {"code": {}, "data": {}}
+    by_kind: dict[str, dict[str, str]] = {"code": {}, "data": {}}
     for kind, path in _named(config):
         if path.exists() and not path.is_file():  # a folder or a pipe that a parameter names has no content to compare
             continue
         try:
             check_file(path, memory_bytes(), error=CheckpointError)
             with open(path, "rb") as file:
-                found[kind][str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
+                by_kind[kind][str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise CheckpointError(f"the run needs {shown(str(path))}: {error.strerror or error}") from error
-    return found
+    return by_kind
 
 
 def check_unchanged(
@@ -263,25 +211,22 @@ def check_unchanged(
     Bytes that have changed would give another run. And a run directory may come from a stranger: it has nothing of a
     file whose content the stranger does not know, wherever on this machine it says that its rows are.
     """
-    own = None if begun is None else set(_named(begun))
+    begun_with = None if begun is None else set(_named(begun))
     for kind, path in _named(config):
-        if own is not None and (kind, path) not in own:
+        if begun_with is not None and (kind, path) not in begun_with:
             continue
         of_kind = recorded.get(kind)
         before = of_kind.get(str(path)) if isinstance(of_kind, Mapping) else None
         if before is None or digests(config)[kind].get(str(path)) != before:
             what = "is not recorded in run.json" if before is None else "has changed since the run began"
-            resumes = f"agilerl resume {shlex.quote(str(run))} --allow-changes{_allow_code(config)}"
-            remedy = f"resume it all the same: {resumes}" if begun is None else "name another file on the command line"
+            # A run with custom code is refused without --allow-code, whichever file has changed.
+            allow_code = " --allow-code" if any(kind == "code" for kind, _ in _named(config)) else ""
+            resumes = f"agilerl resume {shlex.quote(str(run))} --allow-changes{allow_code}"
+            remedy = f"resume it anyway: {resumes}" if begun is None else "name another file on the command line"
             raise CheckpointError(
                 f"the content of {shown(str(path))}, which the run reads, {what}; put the file back as it was, or "
                 f"{remedy}"
             )
-
-
-def _allow_code(config: RunConfig) -> str:
-    """Return what else the command needs: a run with code of its own is refused without, whichever file has changed."""
-    return " --allow-code" if any(kind == "code" for kind, _ in _named(config)) else ""
 
 
 def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from itertools import chain, count
@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_
 from agilerl.arguments import checked, nearest, shown
 from agilerl.config import Section
 from agilerl.config.base_model import NetworkConfig, SharedOptions
-from agilerl.config.declared import ALGORITHMS
+from agilerl.config.declared import HYPERPARAMETERS
 from agilerl.config.distributed import DistributedConfig
 from agilerl.config.environment import EnvironmentConfig, Params
 from agilerl.config.vllm import server_url
@@ -44,13 +44,18 @@ ANNEALING = LRSchedule("linear", decay=0.4)
 """The learning rate's course in runs that end with one agent."""
 
 
+def _known(name: str, known: Collection[str], kind: str, code: str) -> None:
+    if not (name in known or names_code(name)):
+        raise ValueError(
+            f"expected one of the {kind} {', '.join(known)}, or custom code ({code}), found {shown(name)}; "
+            f"{nearest(name, known)}"
+        )
+
+
 def _strategy(name: str | None) -> str | None:
-    if name is None or name in SETTINGS or names_code(name):
-        return name
-    raise ValueError(
-        f"expected one of the strategies {', '.join(SETTINGS)}, or custom code (strategy.py:MySelection), found "
-        f"{shown(name)}; {nearest(name, SETTINGS)}"
-    )
+    if name is not None:
+        _known(name, SETTINGS, "strategies", "strategy.py:MySelection")
+    return name
 
 
 TRACKERS: Mapping[str, tuple[str, ...]] = {
@@ -78,15 +83,9 @@ def _by_name(trackers: Any) -> Any:
 
 def _trackers(trackers: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     for name, settings in trackers.items():
-        if names_code(name):
-            continue
-        if name not in TRACKERS:
-            raise ValueError(
-                f"expected one of the trackers {', '.join(TRACKERS)}, or custom code (tracker.py:MyTracker), found "
-                f"{shown(name)}; {nearest(name, TRACKERS)}"
-            )
+        _known(name, TRACKERS, "trackers", "tracker.py:MyTracker")
         for setting in settings:
-            if setting not in TRACKERS[name]:
+            if setting not in TRACKERS.get(name, (setting,)):  # custom code takes any
                 known = ", ".join(TRACKERS[name]) or "none"
                 raise ValueError(f"{name} has no setting {shown(setting)} in a manifest; it has {known}")
     return trackers
@@ -149,9 +148,7 @@ class ReplayConfig(Section):
         for name, steps in self.genes.items():
             places = [step.tokens for step in steps]
             if places[0] != 0 or places != sorted(set(places)):
-                raise ValueError(
-                    f"the steps of {name} begin at tokens: 0 and rise, found {', '.join(map(str, places[:8]))}"
-                )
+                raise ValueError(f"the steps of {name} begin at tokens: 0 and rise, found {places[:8]}")
         return self
 
     def at(self, tokens: int) -> dict[str, Any]:
@@ -403,23 +400,20 @@ class SelectionConfig(Section):
 
     @model_validator(mode="after")
     def _fits_the_strategy(self) -> Self:
-        own = {"params"} if names_code(self.strategy) else set(SETTINGS[self.strategy])
+        settings = {"params"} if names_code(self.strategy) else set(SETTINGS[self.strategy])
         if self.strategy == "halving" and self.between != "truncation":
-            own -= {"fraction", "confidence"}
+            settings -= {"fraction", "confidence"}
         # Both have always been in the run.json of every run, whatever its strategy.
         foreign = (
             self.model_fields_set
-            - own
+            - settings
             - {"name", "collapse_guard", "candidates", "soup", "equal_tokens", "tournament_size", "elitism"}
             - {"objectives"}
         )
         for name in sorted(foreign):
             if getattr(self, name) is not None:
-                known = ", ".join(sorted(own)) or "no other settings"
-                raise ValueError(
-                    f"{name} is not a setting of selection_strategy.name={self.strategy}, which has {known}; remove "
-                    "it, or name another strategy"
-                )
+                known = ", ".join(sorted(settings)) or "no other settings"
+                raise ValueError(f"{name} is no setting of selection_strategy.name={self.strategy}, which has {known}")
         return self
 
     @model_validator(mode="after")
@@ -446,12 +440,18 @@ TEACHER_KEY = "TEACHER_API_KEY"
 """Environment variable with the key of an endpoint that teaches."""
 
 
+def _absolute(path: Any) -> Any:
+    if isinstance(path, str) and (not path.strip() or "\0" in path):
+        raise ValueError(f"expected a path, found {shown(path)}")
+    return str(Path(path).expanduser().absolute()) if isinstance(path, str | Path) else path
+
+
 class SharingConfig(Section):
     """What agents learn from each other while they train; nothing by default."""
 
     distillation: Annotated[float, Field(ge=0), Needs("has_teacher", why=_ALONE)] = 0.0
     """Weight of KL(agent || teacher) on each agent's own completions; 0: none."""
-    teacher: Annotated[str, AfterValidator(lambda path: str(Path(path).expanduser().absolute()))] | None = None
+    teacher: Annotated[str | None, BeforeValidator(_absolute)] = None
     """Folder of the adapter that teaches: a PEFT folder, an agent of a checkpoint, or the elite of a run with the same
     base. None: the elite of the last selection."""
     teacher_url: Annotated[str | None, AfterValidator(server_url)] = None
@@ -481,6 +481,9 @@ class SharingConfig(Section):
         if (self.teacher_url is None) != (self.teacher_model is None):
             raise ValueError("sharing.teacher_url and sharing.teacher_model go together; set both or neither")
         return self
+
+    def __bool__(self) -> bool:
+        return self.distillation > 0 or self.experience > 0
 
     @property
     def elite_teaches(self) -> bool:
@@ -538,10 +541,7 @@ class RunConfig(Section):
     def _agrees(self) -> Self:
         size, tournament = self.training.pop_size, self.tournament_size
         if self.selection_strategy.strategy == "tournament" and tournament > size:
-            raise ValueError(
-                f"selection_strategy.tournament_size={tournament} is larger than training.pop_size={size}; lower the "
-                "first, or raise the second"
-            )
+            raise ValueError(f"selection_strategy.tournament_size={tournament} is above training.pop_size={size}")
         least = self.selection_strategy.least or 1
         if self.selection_strategy.has_costs and self.selection_strategy.strategy in SHRINKING and least > size:
             raise ValueError(
@@ -623,9 +623,7 @@ class RunConfig(Section):
 
     def replaced(self, **sections: Section) -> Self:
         """Return a copy with other sections, which are taken as they are."""
-        copy = self.model_copy(update=sections)
-        copy._typed, copy._date = self._typed, self._date
-        return copy
+        return self.model_copy(update=sections)
 
     @property
     def has_others(self) -> bool:
@@ -640,11 +638,11 @@ class RunConfig(Section):
     @property
     def without_effect(self) -> list[str]:
         """Sentences about settings that change nothing, those of ``algorithm`` excepted."""
-        found = [*self._replaced, *grouped(idle(self, "", self, evolving=self.genes))]
+        sentences = [*self._replaced, *grouped(idle(self, "", self, evolving=self.genes))]
         strategy = self.selection_strategy.strategy
         if strategy in ANNEALED and not set(self.genes) & {"lr", "lr_actor", "lr_critic"}:
-            found.append(f"{strategy}: challengers differ by their learning rate, not a gene here: there are none")
-        return found
+            sentences.append(f"{strategy}: challengers differ by their learning rate, not a gene here: there are none")
+        return sentences
 
     @property
     def lr_schedule(self) -> LRSchedule:
@@ -676,9 +674,10 @@ class RunConfig(Section):
 
 def addresses_of(name: str) -> list[str]:
     """Return ``section.name`` for each section that has a setting of this name."""
-    own = {*SharedOptions.model_fields, *(key for one in ALGORITHMS.values() for key in one.hyperparameters)}
     sections = {
-        section: own if section == "algorithm" else getattr(field.annotation, "model_fields", ())
+        section: [*HYPERPARAMETERS, *SharedOptions.model_fields]
+        if section == "algorithm"
+        else getattr(field.annotation, "model_fields", ())
         for section, field in RunConfig.model_fields.items()
     }
     return [f"{section}.{name}" for section, names in sections.items() if name in names]

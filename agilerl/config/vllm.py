@@ -6,11 +6,11 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, Any, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from agilerl.arguments import shown
 from agilerl.errors import ConfigError, how_to_install
-from agilerl.validation import check_booleans, sentence
+from agilerl.validation import checked_numbers, sentence
 
 API_KEY = "VLLM_API_KEY"
 """Environment variable with the key of a server."""
@@ -33,7 +33,7 @@ _OURS = frozenset(
     "model tokenizer trust_remote_code enable_lora enable_sleep_mode logprobs_mode skip_tokenizer_init seed "  # noqa: SIM905
     "use_tqdm_on_load disable_log_stats allow_deprecated_quantization".split()
 )
-"""Keywords of vLLM that the engine sets, or that nobody may."""
+"""Keywords of vLLM that the engine sets, or that may not be set."""
 
 _OF_TRL = {
     "vllm_tensor_parallel_size": "tensor_parallel_size",
@@ -81,6 +81,8 @@ class VLLMConfig(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    _numbers = field_validator("*", mode="wrap")(checked_numbers)
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs that share the base."""
@@ -145,7 +147,6 @@ class VLLMConfig(BaseModel):
 
     def __init__(self, **settings: Any) -> None:
         named = {_OF_TRL.get(name, name): value for name, value in settings.items()}
-        check_booleans(type(self), named)
         try:
             super().__init__(**named)
         except ValidationError as error:
@@ -160,8 +161,8 @@ class VLLMConfig(BaseModel):
             )
         for name, value in self.engine_kwargs.items():
             if name in _OURS or name in type(self).model_fields:
-                place = f"vllm_config.{name}" if name in type(self).model_fields else "the engine itself"
-                raise ValueError(f"engine_kwargs.{name} is set by {place}; leave it out of engine_kwargs")
+                owner = f"vllm_config.{name}" if name in type(self).model_fields else "the engine itself"
+                raise ValueError(f"engine_kwargs.{name} is set by {owner}; leave it out of engine_kwargs")
             if type(value) not in (bool, int, float):
                 raise ValueError(f"engine_kwargs.{name}: expected a number or a boolean, found {value!r}")
         if self.max_lora_rank is not None and self.max_lora_rank > LORA_RANKS[-1]:
@@ -174,10 +175,7 @@ class VLLMConfig(BaseModel):
         ]
         if self.base_url is not None and given:
             flag = {"strip_multimodal_towers": "language_model_only"}.get(given[0], given[0]).replace("_", "-")
-            raise ValueError(
-                f"{given[0]} is a setting of the server at {self.base_url} (vllm serve --{flag}); leave it out here, "
-                "or leave out base_url"
-            )
+            raise ValueError(f"{given[0]} is a setting of the server at {self.base_url} (vllm serve --{flag}); drop it")
         return self
 
 

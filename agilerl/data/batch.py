@@ -1,6 +1,6 @@
 """Trajectories as plain lists and as tensors: the batch that losses are computed on, and its micro-batches."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
@@ -116,7 +116,7 @@ class RolloutBatch:
     episodes: Tensor | None = None
     """[B] int64 episode of each row; rows of one episode have the same rewards. None: each row is an episode."""
     desirable: Tensor | None = None
-    """[B] bool, True for completions that somebody found good, False for bad ones. None: not labelled."""
+    """[B] bool, True for completions labelled good, False for bad ones. None: not labelled."""
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -136,10 +136,10 @@ class RolloutBatch:
         if self.episodes is None:
             every = torch.arange(len(self), device=self.ids.device)
             return every, every
-        _, places = self.episodes.unique(return_inverse=True)  # type: ignore[no-untyped-call]
-        rows = torch.arange(len(self), device=places.device)
-        heads = torch.full((int(places.max()) + 1 if len(self) else 0,), len(self), device=places.device)
-        return heads.scatter_reduce(0, places, rows, "amin"), places
+        _, episode_of = self.episodes.unique(return_inverse=True)  # type: ignore[no-untyped-call]
+        rows = torch.arange(len(self), device=episode_of.device)
+        heads = torch.full((int(episode_of.max()) + 1 if len(self) else 0,), len(self), device=episode_of.device)
+        return heads.scatter_reduce(0, episode_of, rows, "amin"), episode_of
 
     @cached_property
     def tree(self) -> TokenTree:
@@ -151,9 +151,18 @@ class RolloutBatch:
         """[B] tokens before the first action of each row; 0 without one."""
         return torch.where(self.action_mask.any(dim=1), self.action_mask.int().argmax(dim=1) + 1, 0)
 
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The tensors by name; None for what is not known."""
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> "RolloutBatch":
+        changed: dict[str, Any] = {k: None if value is None else change(value) for k, value in self.columns.items()}
+        return RolloutBatch(**changed)
+
     def with_prompts_once(self) -> "RolloutBatch":
         """Return the batch with only whole prompts in common, so that a row has the same bits in every batch."""
-        batch = RolloutBatch(**{f.name: getattr(self, f.name) for f in fields(self)})
+        batch = RolloutBatch(**self.columns)
         batch.__dict__["tree"] = whole_prompts(self.ids, self.prompt_lengths.cpu())
         return batch
 
@@ -165,33 +174,23 @@ class RolloutBatch:
 
     def select(self, rows: Tensor | slice) -> "RolloutBatch":
         """Return the batch of some rows, cut to the shortest padded length that holds them."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        picked: dict[str, Any] = {name: None if value is None else value[rows] for name, value in values.items()}
-        batch = RolloutBatch(**picked)
+        batch = self._mapped(lambda column: column[rows])
         numbers = torch.arange(len(self), device=rows.device if isinstance(rows, Tensor) else None)[rows]
         batch.__dict__["tree"] = self.tree.select(numbers)
         length = min(padded_length(int(batch.lengths.max()) if len(batch) else 1), self.ids.shape[1])
         if length == self.ids.shape[1]:
             return batch
-        return batch._cut(length)
-
-    def _cut(self, length: int) -> "RolloutBatch":
-        cut = {f.name: getattr(self, f.name) for f in fields(self)}
+        cut = batch.columns
         cut["ids"] = cut["ids"][:, :length]
         for name in ("action_mask", "turn_ids", "sampling_logps"):
-            if cut[name] is not None:
-                cut[name] = cut[name][:, : length - 1]
-        return self._with_tree(RolloutBatch(**cut))
+            cut[name] = None if cut[name] is None else cut[name][:, : length - 1]
+        return batch._with_tree(RolloutBatch(**cut))
 
     def to(self, device: torch.device | str) -> "RolloutBatch":
         """Return the batch on another device; itself if it is there."""
         if self.ids.device == torch.device(device):
             return self
-        moved: dict[str, Any] = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            moved[f.name] = None if value is None else value.to(device)
-        return self._with_tree(RolloutBatch(**moved))
+        return self._with_tree(self._mapped(lambda column: column.to(device)))
 
     def _with_tree(self, batch: "RolloutBatch") -> "RolloutBatch":
         if "tree" in self.__dict__:
@@ -212,10 +211,10 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBat
     lengths = torch.tensor([len(r) for r in rows], dtype=torch.int64)
     prompts = torch.tensor([len(t.prompt_ids) for t in trajectories], dtype=torch.int64)
     # Each column is one list over all rows, written through a mask: a tensor for each row costs more than its numbers.
-    places = torch.arange(length)
+    positions = torch.arange(length)
     ids = torch.full((count, length), pad_token_id, dtype=torch.int64)
-    ids[places < lengths[:, None]] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)
-    span = (places[1:] >= prompts[:, None]) & (places[1:] < lengths[:, None])
+    ids[positions < lengths[:, None]] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)
+    span = (positions[1:] >= prompts[:, None]) & (positions[1:] < lengths[:, None])
 
     def spread(values: Iterable[Sequence[float]], fill: Tensor) -> Tensor:
         """Write each row's values, one for each token after the prompt, where these tokens are."""
@@ -265,18 +264,19 @@ def union(processes: Processes, batch: RolloutBatch, pad_token_id: int) -> Rollo
     """
     if processes.size == 1:
         return batch
-    own = {f.name: getattr(batch, f.name) for f in fields(batch)}
-    sent = save({name: value.cpu().contiguous() for name, value in own.items() if value is not None})
+    sent = save({name: value.cpu().contiguous() for name, value in batch.columns.items() if value is not None})
     parts = [RolloutBatch(**load(part)) for part in processes.gather(sent)]
     groups = rows = 0
-    for place, part in enumerate(parts):
+    for rank, part in enumerate(parts):
         # As collate does: an episode has the number of its first row.
         episodes = torch.arange(len(part)) if part.episodes is None else part.episodes
-        parts[place] = replace(part, groups=part.groups + groups, episodes=episodes + rows)
+        parts[rank] = replace(part, groups=part.groups + groups, episodes=episodes + rows)
         groups += int(part.groups.max()) + 1 if len(part) else 0
         rows += len(part)
     whole = concatenated(parts, pad_token_id)
-    return whole if _has_long_episodes(whole) else replace(whole, episodes=None)
+    assert whole.episodes is not None
+    several = len(whole.episodes.unique()) < len(whole)  # type: ignore[no-untyped-call]
+    return whole if several else replace(whole, episodes=None)
 
 
 def concatenated(parts: Sequence[RolloutBatch], pad_token_id: int) -> RolloutBatch:
@@ -288,12 +288,6 @@ def concatenated(parts: Sequence[RolloutBatch], pad_token_id: int) -> RolloutBat
         for name, values in columns.items()
     }
     return RolloutBatch(**known)  # type: ignore[arg-type]
-
-
-def _has_long_episodes(batch: RolloutBatch) -> bool:
-    """Return whether some episode of the batch consists of several rows."""
-    assert batch.episodes is not None
-    return len(batch.episodes.unique()) < len(batch)  # type: ignore[no-untyped-call]
 
 
 def stacked(values: Sequence[Tensor], fill: float = 0.0) -> Tensor:
@@ -395,14 +389,14 @@ def cut(batch: RolloutBatch, rows: Tensor, most: MicroBatch, *, flat: bool) -> l
         return tokens
 
     limit = max(1, (most.rows or len(rows)) // unit_rows)
-    found: list[list[list[int]]] = [[]]
+    parts: list[list[list[int]]] = [[]]
     spent, there = 0.0, set[int]()
     for unit in units.tolist():
         more = cost(unit, there)
-        if found[-1] and (len(found[-1]) == limit or (most.tokens is not None and spent + more > most.tokens)):
-            found.append([])
+        if parts[-1] and (len(parts[-1]) == limit or (most.tokens is not None and spent + more > most.tokens)):
+            parts.append([])
             there = set()
             spent, more = 0.0, cost(unit, there)
-        found[-1].append(unit)
+        parts[-1].append(unit)
         spent += more
-    return [torch.tensor(part).flatten() for part in found]
+    return [torch.tensor(part).flatten() for part in parts]

@@ -24,9 +24,7 @@ def token_rows(value: Any, where: str) -> Tensor:
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise ConfigError(f"{where}: expected token ids, which are integers, found {described(ids)}; {_IDS}")
     if ids.dim() not in (1, 2) or not ids.numel():
-        raise ConfigError(
-            f"{where}: expected token ids [rows, T] of at least one row and one token, found {described(ids)}; {_IDS}"
-        )
+        raise ConfigError(f"{where}: expected token ids [rows, T], one token or more, found {described(ids)}; {_IDS}")
     return ids.long() if ids.dim() == 2 else ids.long()[None]
 
 
@@ -38,8 +36,8 @@ def one_row(value: Any, where: str) -> list[int]:
             f"{where}: expected the token ids of one sequence, [1, T], found {described(ids)}, which is {len(ids)} "
             "sequences; pass each as a separate entry of the list"
         )
-    found: list[int] = ids[0].tolist()
-    return found
+    tokens: list[int] = ids[0].tolist()
+    return tokens
 
 
 def mask_rows(value: Any, where: str) -> Tensor:

@@ -58,7 +58,7 @@ class IslandPopulation(Population):
     def _learn_of_all(self) -> None:
         parts = self.exchange.all(([facts_of(agent) for agent in self.agents], self.runtime.store.max_rank))
         self._known = [
-            AgentFacts(**{**facts, "genes": {name: Gene.from_state(gene) for name, gene in facts["genes"].items()}})
+            AgentFacts(**{**facts, "genes": {name: Gene(**gene) for name, gene in facts["genes"].items()}})
             for part, _ in parts
             for facts in part
         ]

@@ -1,4 +1,4 @@
-"""The search for other trainers: ask what to train, train it, tell what came of it."""
+"""The search for other trainers: ask what to train, train it, report the result."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What came of an exam."""
+    """The result of an exam."""
 
     plan: Plan
     """Who stays, who leaves, who is born, and the numbers that decided (``verdicts``)."""
@@ -48,9 +48,9 @@ class Told:
 
 
 class Evolution:
-    """A search over the hyperparameters of a population that somebody else trains.
+    """A search over the hyperparameters of a population that another framework trains.
 
-    ``ask`` says what each member trains with until the next exam; ``tell`` takes the exams and decides who goes on.
+    ``ask`` says what each member trains with until the next exam; ``tell`` takes the exams and decides who continues.
     The decisions are those of ``agilerl train``: same strategies, same founders, same mutations. Weights stay with the
     trainer, which copies them where an assignment has a ``parent``, and forgets those of ``plan.deaths``.
 
@@ -79,13 +79,12 @@ class Evolution:
         seed: Seed = 42,
     ) -> None:
         check_values(genes, values)
-        named = isinstance(strategy, str)
-        if settings and not named:
+        if settings and not isinstance(strategy, str):
             raise ConfigError(f"settings are those of a named strategy, found strategy={type(strategy).__name__}")
         self.strategy: SelectionStrategy = (
             make_strategy(strategy, size, settings or {}) if isinstance(strategy, str) else strategy
         )
-        annealed = named and strategy in ANNEALED
+        annealed = isinstance(strategy, str) and strategy in ANNEALED
         self.schedule = schedule or (LRSchedule("linear", decay=0.4) if annealed else LRSchedule())
         self.mutations = mutations or Mutations(0, 0, 0, 0, 0, 1)
         self.seed, self._size = seed, size
@@ -137,7 +136,7 @@ class Evolution:
             keep, self.best = leader, Best(leader, first)
             self._kept = dict(self._members[indices.index(leader)].hyperparameters)
         plan = self.strategy.plan(fitness, self.generation, self.seed, self.next_index, Standing(spent, self.best))
-        _, members = apply_plan(plan, self._members, self._revived)
+        _, members = apply_plan(plan, self._members, lambda child: _Numbers(child, dict(self._kept), self.genes))
         known = [Member.of(member) for member in members]
         planned = self.mutations.plan(known, plan.elite, self.generation, self.seed, plan.mutants)
         changes = with_factors(plan, known, planned)
@@ -148,9 +147,6 @@ class Evolution:
         self.next_index += len(plan.births)
         self.generation += 1
         return Told(plan, tuple(changes), keep)
-
-    def _revived(self, child: int) -> "_Numbers":
-        return _Numbers(child, dict(self._kept), self.genes)
 
     def state(self) -> dict[str, Any]:
         """Return where the search stands as plain data; the arguments of the constructor are not part of it."""
@@ -177,20 +173,20 @@ class Evolution:
             births = {int(child): (int(parent), bool(best)) for child, parent, best in state["births"]}
             best = state["best"]
             known = None if best is None else Best(int(best["agent"]), Fitness.from_state(best["fitness"]))
-            place = (int(state["generation"]), int(state["next_index"]), dict(state["kept"]))
+            generation, next_index, kept = int(state["generation"]), int(state["next_index"]), dict(state["kept"])
             for member in members:
                 check_values(self.genes, member.hyperparameters)
             indices = {member.index for member in members}
-            if not members or len(indices) < len(members) or min(indices) < 0 or max(indices) >= place[1]:
-                raise ValueError(f"different members below next_index={place[1]}, found {sorted(indices)}")
-            if not len(members) <= self._size <= place[1]:
-                raise ValueError(f"a search of {self._size} members, found {len(members)} of {place[1]} in all")
-            if place[0] < 0:
-                raise ValueError(f"a generation of 0 or more, found {place[0]}")
+            if not members or len(indices) < len(members) or min(indices) < 0 or max(indices) >= next_index:
+                raise ValueError(f"different members below next_index={next_index}, found {sorted(indices)}")
+            if not len(members) <= self._size <= next_index:
+                raise ValueError(f"a search of {self._size} members, found {len(members)} of {next_index} in all")
+            if generation < 0:
+                raise ValueError(f"a generation of 0 or more, found {generation}")
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError, ConfigError) as error:
             raise CheckpointError(f"expected what Evolution.state() returned for these genes: {error}") from error
         self._members, self._births, self.best = members, births, known
-        self.generation, self.next_index, self._kept = place
+        self.generation, self.next_index, self._kept = generation, next_index, kept
 
 
 class _Numbers:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from agilerl.arguments import Number, Share, Whole, check_fields, checked, shown, taken
+from agilerl.arguments import Number, Share, Whole, check_fields, checked, shown
 from agilerl.errors import ConfigError
 
 _Z95 = 1.959963984540054
@@ -83,13 +83,11 @@ class Fitness:
     @checked
     def from_state(cls, values: Mapping[str, Any]) -> "Fitness":
         """Return the fitness that :meth:`state` gave; raises ConfigError for anything else."""
-        missing = [name for name in ("mean", "stderr", "n", "scores") if name not in values]
-        if missing:
-            raise ConfigError(f"Fitness: expected what state() returned, found no {missing[0]} in {shown(values)}")
-        costs = taken(Mapping[str, Mapping[str, Any]], values.get("costs", {}), "Fitness", "costs")
-        others = {name: cls.from_state(cost) for name, cost in costs.items()}
-        training = values.get("training", math.nan)
-        return cls(values["mean"], values["stderr"], values["n"], values["scores"], others, training)
+        try:
+            costs = {name: cls.from_state(cost) for name, cost in values.get("costs", {}).items()}
+            return cls(**{**values, "costs": costs})
+        except (TypeError, AttributeError) as error:
+            raise ConfigError(f"Fitness: expected what state() returned, found {shown(values)}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
         """Return mean, stderr and n for a JSON line, and the costs if any; numbers that are not finite become None."""
@@ -134,9 +132,7 @@ def paired_difference(a: Fitness, b: Fitness) -> Fitness:
     Raises ConfigError if the two were not scored on panels of one size.
     """
     if not a.scores or len(a.scores) != len(b.scores):
-        raise ConfigError(
-            f"Paired comparison needs the same exam for both, found {len(a.scores)} and {len(b.scores)} prompts."
-        )
+        raise ConfigError(f"Comparison needs the same exam, found {len(a.scores)} and {len(b.scores)} prompts")
     difference = np.subtract(a.scores, b.scores)
     known = difference[np.isfinite(difference)]
     return Fitness.from_scores(known.tolist()) if known.size else Fitness(math.nan, n=0)
@@ -202,9 +198,7 @@ def probability_better(a: Fitness, b: Fitness, trust: Share = 1.0) -> float:
         statistic = math.sqrt(trust) * (a.mean - b.mean) / error if error > 0 else math.copysign(40, a.mean - b.mean)
         return float(stdtr(max(a.n + b.n - 2, 1), statistic))
     if len(a.scores) != len(b.scores):
-        raise ConfigError(
-            f"Paired comparison needs the same exam for both agents, found {len(a.scores)} and {len(b.scores)} prompts."
-        )
+        raise ConfigError(f"Comparison needs the same exam, found {len(a.scores)} and {len(b.scores)} prompts")
     difference = np.subtract(a.scores, b.scores)
     largest = float(np.abs(difference).max())
     if largest == 0:
@@ -243,9 +237,11 @@ class Evidence:
 
     def __str__(self) -> str:
         sign = ">=" if self.probability >= self.needed and self.probability > 0.5 else "<"
-        said = f"P = {self.probability:.3f} {sign} "
+        comparison = f"P = {self.probability:.3f} {sign} "
         against = f", but worse in {self.against}" if self.against else ""
-        return f"{said}{self.needed:.3g} in {self.about}{against}" if self.about else f"{said}{self.needed:g}"
+        if self.about:
+            return f"{comparison}{self.needed:.3g} in {self.about}{against}"
+        return f"{comparison}{self.needed:g}"
 
 
 @checked
@@ -324,7 +320,11 @@ def non_dominated_fronts(objectives: Mapping[int, Sequence[float]]) -> list[list
     left = set(points)
     fronts: list[list[int]] = []
     while left:
-        front = [a for a in sorted(left) if not any(_dominates(points[b], points[a]) for b in left)]
+        front = [
+            a
+            for a in sorted(left)
+            if not any((points[b] >= points[a]).all() and (points[b] > points[a]).any() for b in left)
+        ]
         fronts.append(front)
         left.difference_update(front)
     return fronts
@@ -339,8 +339,8 @@ def crowding_distance(objectives: Mapping[int, Sequence[float]]) -> dict[int, fl
     """
     points = _points(objectives)
     distance = dict.fromkeys(points, 0.0)
-    for place in range(len(next(iter(points.values()), ()))):
-        value = {index: float(point[place]) for index, point in points.items()}
+    for objective in range(len(next(iter(points.values()), ()))):
+        value = {index: float(point[objective]) for index, point in points.items()}
         order = sorted(points, key=lambda index: (value[index], index))
         low, high = value[order[0]], value[order[-1]]
         if not 0 < high - low < math.inf:
@@ -369,7 +369,3 @@ def _vectors(fitness: Mapping[int, Fitness]) -> dict[int, tuple[float, ...]]:
             "the fitness of each agent the same costs."
         )
     return {index: one.vector for index, one in finite.items()} if names - {()} else {}
-
-
-def _dominates(a: np.ndarray, b: np.ndarray) -> bool:
-    return bool((a >= b).all() and (a > b).any())

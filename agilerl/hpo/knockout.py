@@ -2,24 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from agilerl.arguments import Count, Number, Seed, Share, Whole, checked
+from agilerl.arguments import Count, Positive, Share, Within, checked
 from agilerl.errors import ConfigError
-from agilerl.hpo.fitness import Fitness, evidence, probability_better, ranking
-from agilerl.hpo.selection import (
-    AT_THE_START,
-    Birth,
-    Plan,
-    SelectionStrategy,
-    Standing,
-    check_one_objective,
-    check_population,
-    keep_all,
-    places,
-)
+from agilerl.hpo.fitness import Fitness, evidence, probability_better
+from agilerl.hpo.selection import Birth, Contest, Plan, SelectionStrategy, Standing, Strategy
+
+Sureness = Annotated[float, Within(least=0.5, most=1)]
+"""A probability that one agent is better than another, from a coin's on."""
 
 
-class PulseSelection:
+class PulseSelection(Strategy):
     """Every ``every`` generations fork the agent into challengers, and keep the one that the next exam proves better.
 
     A challenger is a clone whose learning rates are multiplied by one of ``factors``. It trains beside its parent for
@@ -36,24 +30,21 @@ class PulseSelection:
     Raises ConfigError for factors that are not positive or are 1, and probabilities outside [0.5, 1].
     """
 
+    alone = "pulses"
+
     @checked
     def __init__(
         self,
         every: Count = 3,
-        factors: Sequence[Number] = (3.0,),
-        challenge: Share = 0.8,
+        factors: Sequence[Positive] = (3.0,),
+        challenge: Sureness = 0.8,
         until: Share = 0.4,
         *,
-        guard: Share = 0.99,
-        guard_factor: Share = 0.4,
+        guard: Sureness = 0.99,
+        guard_factor: Annotated[float, Within(above=0, most=1)] = 0.4,
     ) -> None:
-        if any(not factor > 0 or factor == 1 for factor in factors):
-            raise ConfigError(f"factors must be above 0 and not 1, found {list(factors)}.")
-        if min(challenge, guard) < 0.5 or not guard_factor > 0:
-            raise ConfigError(
-                "challenge and guard must be at least 0.5 and guard_factor above 0, found "
-                f"challenge={challenge}, guard={guard}, guard_factor={guard_factor}."
-            )
+        if 1 in factors:
+            raise ConfigError(f"PulseSelection: factors must be above 0 and not 1, found {list(factors)}")
         self.every = every
         self.factors = tuple(float(factor) for factor in factors)
         self.challenge = challenge
@@ -61,43 +52,33 @@ class PulseSelection:
         self.guard = guard
         self.guard_factor = guard_factor
 
-    @checked
-    def plan(
-        self,
-        fitness: Mapping[int, Fitness],
-        generation: Whole,
-        seed: Seed,
-        next_index: int,
-        standing: Standing = AT_THE_START,
-    ) -> Plan:
-        """Return the plan of this generation (see SelectionStrategy)."""
-        check_population(fitness, next_index)
-        check_one_objective(fitness, "pulses")
-        ranked, verdicts = ranking(fitness), dict[int, str]()
-        winner = self._winner(fitness, ranked, verdicts)
+    def decide(self, contest: Contest) -> Plan:
+        """Return a plan with challengers, or with the winner of those that are there."""
+        fitness, generation = contest.fitness, contest.generation
+        verdicts = dict[int, str]()
+        winner = self._winner(contest, verdicts)
         losers = tuple(index for index in fitness if index != winner)
-        fallen = self._guarded(fitness[winner], generation, standing, verdicts, winner)
+        fallen = self._guarded(fitness[winner], generation, contest.standing, verdicts, winner)
         if fallen is not None:
-            birth = Birth(next_index, fallen, winner, self.guard_factor, from_best=True)
-            return Plan(
-                generation, ranked[0], (next_index,), (birth,), (*losers, winner), reason="guard", verdicts=verdicts
-            )
+            birth = Birth(contest.next_index, fallen, winner, self.guard_factor, from_best=True)
+            elite, deaths = contest.ranked[0], (*losers, winner)
+            return Plan(generation, elite, (birth.child,), (birth,), deaths, reason="guard", verdicts=verdicts)
         if not fitness[winner].is_finite:
-            return keep_all(fitness, generation, "no agent has a finite fitness")
+            return contest.unchanged()
         taken_over = winner != min(fitness)
         due = (len(fitness) == 1 and (generation + 1) % self.every == 0) or taken_over
         births = tuple(
-            Birth(next_index + number, winner, factor=factor)
-            for number, factor in enumerate(self.factors if due and standing.spent < self.until else ())
+            Birth(contest.next_index + number, winner, factor=factor)
+            for number, factor in enumerate(self.factors if due and contest.standing.spent < self.until else ())
         )
         slots = (winner, *(birth.child for birth in births))
         reason = "pulse" if births else "challenge decided" if losers else ""
-        return Plan(generation, ranked[0], slots, births, losers, reason=reason, verdicts=verdicts)
+        return Plan(generation, contest.ranked[0], slots, births, losers, reason=reason, verdicts=verdicts)
 
-    def _winner(self, fitness: Mapping[int, Fitness], ranked: Sequence[int], verdicts: dict[int, str]) -> int:
+    def _winner(self, contest: Contest, verdicts: dict[int, str]) -> int:
         """Return the agent that stays: the oldest, unless the best of the others is better with enough certainty."""
-        present = min(fitness)
-        best = next((index for index in ranked if index != present), None)
+        fitness, present = contest.fitness, min(contest.fitness)
+        best = next((index for index in contest.ranked if index != present), None)
         if best is None:
             return present
         sure = probability_better(fitness[best], fitness[present])
@@ -109,8 +90,7 @@ class PulseSelection:
             verdicts[present] = f"kept: P = {sure:.3f} < {self.challenge:g} that agent {best} is better"
             winner = present
             verdicts[best] = f"left: better than agent {present} with P = {sure:.3f} < {self.challenge:g} only"
-        for index, text in places(fitness, ranked, [winner]).items():
-            verdicts.setdefault(index, text)
+        verdicts |= contest.places([winner], verdicts)
         return winner
 
     def _guarded(
@@ -133,7 +113,7 @@ class PulseSelection:
 # -- knockout rounds: a tournament whose losers leave, so that their budget goes to the winners -----------------------
 
 
-class KnockoutSelection:
+class KnockoutSelection(Strategy):
     """Every ``period`` generations the worse half of the founders leaves: N -> N/2 -> ... -> ``floor``.
 
     Agent 0 has the user's configuration and is seeded: if it would leave, it stays in place of the last agent that
@@ -156,52 +136,32 @@ class KnockoutSelection:
         self,
         population_size: Count,
         period: Count = 1,
-        confidence: Share = 0.8,
+        confidence: Sureness = 0.8,
         floor: Count = 1,
         later: SelectionStrategy | None = None,
     ) -> None:
         if floor > population_size:
             raise ConfigError(f"floor must be at most population_size={population_size}, found {floor}.")
-        if confidence < 0.5:
-            raise ConfigError(f"confidence must be in [0.5, 1], found {confidence}.")
         self.population_size = population_size
         self.period = period
         self.confidence = confidence
         self.floor = floor
         self.later = PulseSelection() if later is None else later
 
-    @checked
-    def plan(
-        self,
-        fitness: Mapping[int, Fitness],
-        generation: Whole,
-        seed: Seed,
-        next_index: int,
-        standing: Standing = AT_THE_START,
-    ) -> Plan:
-        """Return the plan of this generation (see SelectionStrategy)."""
-        check_population(fitness, next_index)
-        all_founders = max(fitness) < self.population_size
-        if self.floor == 1 and (len(fitness) == 1 or not all_founders):
-            return self.later.plan(fitness, generation, seed, next_index, standing)
-        ranked = ranking(fitness)
-        finite = [index for index in ranked if fitness[index].is_finite]
-        if not finite:
-            return keep_all(fitness, generation, "no agent has a finite fitness")
-        leave = (generation + 1) % self.period == 0 and len(fitness) > self.floor
-        few = max(survivors(len(ranked), self.population_size, standing.spent), self.floor) if leave else len(ranked)
+    def decide(self, contest: Contest) -> Plan:
+        """Return a plan without those that leave, or that of the later rounds."""
+        fitness, founders, spent = contest.fitness, self.population_size, contest.standing.spent
+        agents = len(fitness)
+        if self.floor == 1 and (agents == 1 or max(fitness) >= founders):
+            return contest.asked_of(self.later)
+        if not contest.finite:
+            return contest.unchanged()
+        leave = (contest.generation + 1) % self.period == 0 and agents > self.floor
+        few = max(survivors(agents, founders, spent), self.floor) if leave else agents
         verdicts: dict[int, str] = {}
-        kept = self._kept(fitness, finite, few, leave and on_evidence(len(ranked), standing.spent), verdicts)
-        for index, text in places(fitness, ranked, kept).items():
-            verdicts.setdefault(index, text)
-        return Plan(
-            generation,
-            ranked[0],
-            slots=tuple(index for index in fitness if index in kept),
-            deaths=tuple(index for index in fitness if index not in kept),
-            reason=f"knockout: {len(ranked)} to {len(kept)} agents" if len(kept) < len(ranked) else "",
-            verdicts=verdicts,
-        )
+        kept = self._kept(fitness, contest.finite, few, leave and on_evidence(agents, spent), verdicts)
+        reason = f"knockout: {agents} to {len(kept)} agents" if len(kept) < agents else ""
+        return contest.reduced(kept, reason, verdicts)
 
     def _kept(
         self, fitness: Mapping[int, Fitness], finite: list[int], few: int, evidently: bool, verdicts: dict[int, str]
@@ -210,13 +170,13 @@ class KnockoutSelection:
         kept, others = finite[:few], finite[few:]
         rival, seeded = kept[-1], 0
         for index in others if evidently else {seeded}.intersection(others):
-            found = evidence(fitness[rival], fitness[index], self.confidence)
-            verdicts[index] = found.about_replacing(rival)
-            if found.is_enough:
+            proof = evidence(fitness[rival], fitness[index], self.confidence)
+            verdicts[index] = proof.about_replacing(rival)
+            if proof.is_enough:
                 continue
             kept.append(index)
             if not evidently:
-                verdicts[rival] = f"left: better than agent {seeded} with {found} only"
+                verdicts[rival] = f"left: better than agent {seeded} with {proof} only"
                 kept.remove(rival)
         return kept
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from agilerl.arguments import described
 from agilerl.errors import CheckpointError
@@ -128,19 +128,11 @@ def fitness_record(
     return {**line, **fitness.to_dict(), "tokens": dict(tokens)}
 
 
-def death_record(agent: int, generation: int, reason: str) -> dict[str, Any]:
-    """Return the line for an agent that was replaced or stopped."""
-    return {"event": "death", "agent": agent, "generation": generation, "reason": reason}
-
-
-def verdict_record(agent: int, generation: int, reason: str) -> dict[str, Any]:
-    """Return the line for an agent that stays, with the numbers that decided."""
-    return {"event": "verdict", "agent": agent, "generation": generation, "reason": reason}
-
-
-def elite_record(agent: int, generation: int) -> dict[str, Any]:
-    """Return the line for the elite of a generation."""
-    return {"event": "elite", "agent": agent, "generation": generation}
+def event_record(
+    event: Literal["elite", "death", "verdict"], agent: int, generation: int, **more: str
+) -> dict[str, Any]:
+    """Return the line for the elite, an agent that left, or one that stays; the last two with the ``reason``."""
+    return {"event": event, "agent": agent, "generation": generation, **more}
 
 
 def family_tree(records: Iterable[Record]) -> dict[int, Life]:

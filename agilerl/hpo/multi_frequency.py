@@ -1,29 +1,17 @@
 """Multiple-frequency selection: sub-populations that evolve at different periods, with asymmetric migration."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import cycle
+from typing import NamedTuple
 
-from agilerl.arguments import Count, Seed, Whole, checked
+from agilerl.arguments import Count, Seed, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
-from agilerl.hpo.selection import (
-    AT_THE_START,
-    AgentT,
-    Birth,
-    Plan,
-    Standing,
-    apply_plan,
-    check_one_objective,
-    check_population,
-    latest_fitness,
-    next_generation,
-)
+from agilerl.hpo.selection import AgentT, Birth, Contest, Plan, Strategy, selected
 from agilerl.streams import stream
 
 
-@dataclass(frozen=True, slots=True)
-class _Replacement:
+class _Replacement(NamedTuple):
     """A clone of ``parent`` takes the slot of ``dead``."""
 
     dead: int
@@ -32,7 +20,7 @@ class _Replacement:
     mutates: bool = False
 
 
-class MultiFrequencySelection:
+class MultiFrequencySelection(Strategy):
     """MF-PBT (arXiv 2506.03225): steady sub-populations keep what the greedy ones would lose.
 
     Slots are dealt in order to ``n_subpopulations`` equal parts; part i evolves at every generation whose number (from
@@ -44,6 +32,8 @@ class MultiFrequencySelection:
     the local best. An agent whose fitness is not finite counts as a loser; a part without any finite agent is
     refilled by migration. Raises ConfigError for parts or brackets that do not add up, or ratios that do not increase.
     """
+
+    alone = "multi_frequency"
 
     @checked
     def __init__(
@@ -63,7 +53,7 @@ class MultiFrequencySelection:
                 "population_size must be a multiple of n_subpopulations with at least two agents in each, "
                 f"found population_size={population_size}, n_subpopulations={n_subpopulations}."
             )
-        self.population_size = population_size
+        self.population_size = self.fixed_size = population_size
         self.n_subpopulations = n_subpopulations
         self.ratios = tuple(evolution_frequency_ratios or (4**part for part in range(n_subpopulations)))
         increasing = all(a < b for a, b in zip(self.ratios, self.ratios[1:], strict=False))
@@ -75,39 +65,27 @@ class MultiFrequencySelection:
         self._set_brackets(n_winners, n_survivors, n_open_for_migration, n_losers)
         self.seed = 0 if seed is None else seed
 
-    @checked
-    def plan(
-        self,
-        fitness: Mapping[int, Fitness],
-        generation: Whole,
-        seed: Seed,
-        next_index: int,
-        standing: Standing = AT_THE_START,
-    ) -> Plan:
-        """Return the plan of this generation (see SelectionStrategy); the order of ``fitness`` decides the parts."""
-        check_population(fitness, next_index, self.population_size)
-        check_one_objective(fitness, "multi_frequency")
-        elite = ranking(fitness)[0]
-        if not fitness[elite].is_finite:
-            return Plan(generation, elite, tuple(fitness), reason="no agent has a finite fitness")
-        agents, size = list(fitness), self.population_size // self.n_subpopulations
+    def decide(self, contest: Contest) -> Plan:
+        """Return a plan for each part whose generation it is; the order of ``fitness`` decides the parts."""
+        if not contest.finite:
+            return contest.unchanged()
+        fitness, agents = contest.fitness, list(contest.fitness)
+        size = self.population_size // self.n_subpopulations
         parts = [agents[start : start + size] for start in range(0, len(agents), size)]
         births: dict[int, Birth] = {}
         verdicts: dict[int, str] = {}
         mutants: set[int] = set()
         for number, ratio in enumerate(self.ratios):
-            if (generation + 1) % ratio:
+            if (contest.generation + 1) % ratio:
                 continue
-            for change in self._evolve(number, parts, fitness, generation, seed):
-                child = next_index + len(births)
+            for change in self._evolve(number, parts, fitness, contest.generation, contest.seed):
+                child = contest.next_index + len(births)
                 births[change.dead] = Birth(child, change.parent, change.hyperparameters_from)
                 why = f"among the worst of part {number}" if change.mutates else "open for migration"
                 values = f"{fitness[change.dead].value:.3f} against {fitness[change.parent].value:.3f}"
                 verdicts[change.dead] = f"left: {why}, {values} of agent {change.parent}, which was cloned"
                 mutants.update([child] if change.mutates else [])
-        slots = tuple(births[index].child if index in births else index for index in agents)
-        nominated = tuple(index for index in slots if index in mutants)
-        return Plan(generation, elite, slots, tuple(births.values()), tuple(births), nominated, verdicts=verdicts)
+        return contest.replaced(births, verdicts, mutants)
 
     @checked
     def select(self, pop: Sequence[AgentT]) -> tuple[AgentT, list[AgentT], list[int]]:
@@ -115,9 +93,7 @@ class MultiFrequencySelection:
 
         Pass the third to ``Mutations.mutation(pop, nominated)``. Raises ConfigError if an agent was not evaluated.
         """
-        fitness = latest_fitness(pop)
-        plan = self.plan(fitness, next_generation(pop), self.seed, max(fitness) + 1)
-        elite, population = apply_plan(plan, pop)
+        elite, population, plan = selected(self, pop, self.seed)
         return elite, population, list(plan.mutants)
 
     def _evolve(

@@ -4,13 +4,13 @@ import inspect
 import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cache
-from typing import Any, Literal, Protocol, Self, TypeVar, get_args
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 
-from agilerl.arguments import Count, Positive, Seed, Share, Whole, checked
+from agilerl.arguments import Count, NotNegative, Positive, Seed, Share, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.streams import stream
@@ -39,21 +39,15 @@ class Mutation:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the mutation as plain data for JSON."""
-        changes = [{"gene": change.gene, "old": change.old, "new": change.new} for change in self.changes]
-        return {"agent": self.agent, "kind": self.kind, "changes": changes, "details": dict(self.details)}
+        return asdict(self) | {"changes": [asdict(change) for change in self.changes]}
 
     @classmethod
     @checked
     def from_dict(cls, data: Mapping[str, Any]) -> "Mutation":
         """Rebuild a mutation; raises ConfigError when ``data`` is not one."""
-        try:
-            changes = tuple(Change(**change) for change in data["changes"])
-            kind = data["kind"]
-            if kind not in get_args(Kind):
-                raise ValueError(f"kind must be one of {', '.join(get_args(Kind))}")
-            return cls(int(data["agent"]), kind, changes, dict(data.get("details", {})))
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"Expected a mutation, found {dict(data)!r} ({error}).") from error
+        from agilerl.validation import rebuilt  # imports pydantic, which a search does not need
+
+        return rebuilt(cls, data, "a mutation")
 
 
 class Evolvable(Protocol):
@@ -122,12 +116,12 @@ class Mutations:
     @checked
     def __init__(
         self,
-        no_mutation: float,
-        architecture: float,
-        new_layer_prob: float,
-        parameters: float,
-        activation: float,
-        rl_hp: float,
+        no_mutation: NotNegative,
+        architecture: NotNegative,
+        new_layer_prob: NotNegative,
+        parameters: NotNegative,
+        activation: NotNegative,
+        rl_hp: NotNegative,
         *documented: Any,
         mutation_sd: Positive = 0.03,
         activation_selection: Sequence[str] | None = None,
@@ -157,7 +151,12 @@ class Mutations:
             "parameters": parameters,
             "hyperparameters": rl_hp,
         }
-        self._probabilities = _check_probabilities(chances)
+        if not (total := sum(chances.values())):
+            raise ConfigError(
+                "Mutations: expected no_mutation, architecture, parameters and rl_hp not all 0, found no_mutation=0, "
+                "architecture=0, parameters=0 and rl_hp=0."
+            )
+        self._probabilities = {kind: chance / total for kind, chance in chances.items()}
         for name, key, value in (
             ("activation", "act_mut", activation),
             ("new_layer_prob", "new_layer", new_layer_prob),
@@ -169,9 +168,7 @@ class Mutations:
                     "(architecture=...)."
                 )
         if not 1 <= rank_range[0] <= rank_range[1]:
-            raise ConfigError(
-                f"Mutations: rank_range must be (smallest, largest) with smallest >= 1, found {rank_range}."
-            )
+            raise ConfigError(f"Mutations: rank_range must be (smallest, largest), smallest >= 1, found {rank_range}.")
         self.mutation_sd = mutation_sd
         self.mutate_elite = mutate_elite
         self.rand_seed = rand_seed
@@ -290,10 +287,10 @@ def _say_that_all_move(wanted: int, known: int) -> None:
     )
 
 
-def inherited(agent: int, own: Mapping[str, Value], donor: int, values: Mapping[str, Value]) -> Mutation:
-    """Return the mutation that gives ``agent`` the gene values of ``donor`` instead of its own."""
+def inherited(agent: int, before: Mapping[str, Value], donor: int, values: Mapping[str, Value]) -> Mutation:
+    """Return the mutation that gives ``agent`` the gene values of ``donor`` instead of those ``before``."""
     changes = tuple(
-        Change(name, own[name], values[name]) for name in own if name in values and own[name] != values[name]
+        Change(name, old, values[name]) for name, old in before.items() if name in values and old != values[name]
     )
     return Mutation(agent, "hyperparameters", changes, {"reason": "migration", "hyperparameters_from": donor})
 
@@ -326,17 +323,6 @@ def _elder_best(population: Sequence[Evolvable]) -> int | None:
         if len(agent.fitness)
     ]
     return min(scored)[1] if scored else None
-
-
-def _check_probabilities(chances: Mapping[Kind, float]) -> dict[Kind, float]:
-    total = sum(chances.values())
-    if any(not (math.isfinite(value) and value >= 0) for value in chances.values()) or total <= 0:
-        raise ConfigError(
-            "Mutations: no_mutation, architecture, parameters and rl_hp must be at least 0 and not all 0, found "
-            f"no_mutation={chances['none']}, architecture={chances['rank']}, parameters={chances['parameters']}, "
-            f"rl_hp={chances['hyperparameters']}."
-        )
-    return {kind: value / total for kind, value in chances.items()}
 
 
 # -- one value: a symmetric heavy-tailed step, a choice, or the documented factors ------------------------------------

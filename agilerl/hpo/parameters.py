@@ -1,22 +1,22 @@
 """Which hyperparameters may evolve, and in which range: declared once, at the hyperparameter itself."""
 
-import difflib
 import math
 import types
 import typing
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from agilerl.arguments import check_fields
+from agilerl.arguments import Positive, Share, Within, check_fields, nearest
 from agilerl.errors import ConfigError
 
 Value = float | int | str | bool
 Scale = Literal["log", "linear", "choice"]
 Way = Literal["up", "down"]
+Step = Annotated[float, Within(above=0, most=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,33 +35,26 @@ class Evolve:
     max: float | None = None
     scale: Scale = "log"
     choices: tuple[Value, ...] | None = None
-    step: float = 0.1
-    resample: float = 0.1
+    step: Step = 0.1
+    resample: Share = 0.1
     unless_named: bool = True
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.choices is not None:
-            object.__setattr__(self, "choices", tuple(self.choices))
             object.__setattr__(self, "scale", "choice")
-        if self.scale not in ("log", "linear", "choice"):
-            raise ConfigError(f"Evolve: scale must be 'log', 'linear' or 'choice', found {self.scale!r}.")
+        if self.scale == "choice" and (self.min is not None or self.max is not None):
+            raise ConfigError("Evolve: a choice takes `choices`, not `min` and `max`; remove one of the two.")
+        if self.scale != "choice" or self.choices is not None:
+            self.gene("Evolve", "float", self.choices or ())
+
+    def gene(self, name: str, dtype: Literal["float", "int"], choices: tuple[Value, ...]) -> "Gene":
+        """Return the gene of this range, or of these choices if it has none."""
         if self.scale == "choice":
-            if self.min is not None or self.max is not None:
-                raise ConfigError("Evolve: a choice takes `choices`, not `min` and `max`; remove one of the two.")
-            if self.choices is not None:
-                _check_choices("Evolve", self.choices)
-        else:
-            _check_range("Evolve", self.min, self.max)
-            if self.scale == "log" and float(self.min or 0) <= 0:
-                raise ConfigError(
-                    f"Evolve: a log range needs min > 0, found {self.min}; raise it or use scale='linear'."
-                )
-        if not 0 < self.step <= 1 or not 0 <= self.resample <= 1:
-            raise ConfigError(
-                "Evolve: step must be in (0, 1] and resample in [0, 1], "
-                f"found step={self.step}, resample={self.resample}."
-            )
+            return Gene(name, "choice", scale="choice", choices=choices, step=self.step, resample=self.resample)
+        if self.min is None or self.max is None:
+            raise ConfigError(f"{name}: a range needs min and max, found min={self.min}, max={self.max}.")
+        return Gene(name, dtype, float(self.min), float(self.max), self.scale, step=self.step, resample=self.resample)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,27 +67,30 @@ class Gene:
     max: float = 1.0
     scale: Scale = "log"
     choices: tuple[Value, ...] = ()
-    step: float = 0.1
-    resample: float = 0.1
-    factors: tuple[float, float] | None = None
+    step: Step = 0.1
+    resample: Share = 0.1
+    factors: tuple[Positive, Positive] | None = None
     """(shrink, grow): the documented multiplicative kernel of RLParameter; None: the heavy-tailed one."""
     monotone: Way | None = None
     """The one way that mutations move the value; None: both."""
 
     def __post_init__(self) -> None:
-        if self.monotone not in (None, *typing.get_args(Way)):
-            raise ConfigError(f"{self.name}: monotone must be up, down or None, found {self.monotone!r}.")
+        check_fields(self)
+        low, high = self.min, self.max
+        if self.dtype == "choice":
+            if len(set(self.choices)) < max(2, len(self.choices)):
+                raise ConfigError(f"{self.name}: a choice needs at least two different choices, found {self.choices!r}")
+        elif not low < high:
+            raise ConfigError(f"{self.name}: min must be below max, found min={low}, max={high}.")
+        elif self.dtype == "int" and (low != round(low) or high != round(high)):
+            raise ConfigError(f"{self.name}: an integer range needs integer bounds, found [{low}, {high}].")
+        elif self.scale == "choice" or (self.scale == "log" and low <= 0):
+            raise ConfigError(f"{self.name}: a {self.scale} range needs min > 0, found {low}; or use scale='linear'")
 
     def state(self) -> dict[str, Any]:
-        """Return the values for ``from_state``; what is unset and newer than the first files is left out."""
+        """Return the values as plain data; what is unset and newer than the first files is left out."""
         values = asdict(self)
         return values if self.monotone else {name: value for name, value in values.items() if name != "monotone"}
-
-    @classmethod
-    def from_state(cls, values: Mapping[str, Any]) -> "Gene":
-        """Return the gene from what ``state`` gave; JSON has lists for tuples."""
-        factors = values["factors"] and tuple(values["factors"])
-        return cls(**{**values, "choices": tuple(values["choices"]), "factors": factors})
 
     def from_unit(self, position: float) -> Value:
         """Return the value at ``position`` in [0, 1] of the range; an integer covers half a unit on either side."""
@@ -150,23 +146,16 @@ class RLParameter:
 
     min: float
     max: float
-    shrink_factor: float = 0.8
-    grow_factor: float = 1.2
+    shrink_factor: Annotated[float, Within(above=0, below=1)] = 0.8
+    grow_factor: Annotated[float, Within(above=1)] = 1.2
     dtype: Any = float
     monotone: Way | None = None
 
     def __post_init__(self) -> None:
         check_fields(self)
-        _check_range("RLParameter", self.min, self.max)
         if self.dtype not in (int, float):
             raise ConfigError(f"RLParameter: dtype must be int or float, found {self.dtype!r}.")
-        if self.dtype is int and (self.min != round(self.min) or self.max != round(self.max)):
-            raise ConfigError(f"RLParameter: an integer range needs integer bounds, found [{self.min}, {self.max}].")
-        if not 0 < self.shrink_factor < 1 < self.grow_factor < math.inf:
-            raise ConfigError(
-                "RLParameter: shrink_factor must be between 0 and 1 and grow_factor above 1, "
-                f"found {self.shrink_factor} and {self.grow_factor}."
-            )
+        self.gene("RLParameter")
 
     def gene(self, name: str) -> Gene:
         """Return the gene of this range under ``name``; its start is spread in log space if the range allows it."""
@@ -235,8 +224,8 @@ def genes_from(model_class: Any) -> dict[str, Gene]:
     choices, an integer range with fractions).
     """
     fields = _fields(model_class)
-    found = {name: declared_gene(model_class, name) for name in fields}
-    return {name: gene for name, gene in found.items() if gene is not None and _marks(fields[name])[-1].unless_named}
+    declared = {name: declared_gene(model_class, name) for name in fields}
+    return {name: gene for name, gene in declared.items() if gene is not None and _marks(fields[name])[-1].unless_named}
 
 
 def declared_gene(model_class: Any, name: str) -> Gene | None:
@@ -244,8 +233,8 @@ def declared_gene(model_class: Any, name: str) -> Gene | None:
 
     Raises ConfigError as ``genes_from`` does.
     """
-    own, dot, entry = name.partition(".")
-    field = _fields(model_class).get(own)
+    field_name, dot, entry = name.partition(".")
+    field = _fields(model_class).get(field_name)
     marks = [] if field is None else _marks(field)
     if field is None or not marks or _is_mapping(field) != bool(entry) or bool(dot) != bool(entry):
         return None
@@ -268,31 +257,31 @@ def genes_in_force(model_class: Any, hp_config: Mapping[str, RLParameter] | None
         return genes_from(model_class)
     known = gene_names(model_class)
     for name in hp_config:
-        own, _, entry = name.partition(".")
-        if (f"{own}.<name>" if entry else name) not in known:
+        field_name, _, entry = name.partition(".")
+        if (f"{field_name}.<name>" if entry else name) not in known:
             raise ConfigError(_unknown(getattr(model_class, "__name__", "model"), name, known))
     return {name: hp_config[name].gene(name) for name in hp_config}
 
 
 def values_of(model: Any, names: Iterable[str]) -> dict[str, Any]:
     """Return the values that a model has for some genes; an entry that its mapping lacks is left out."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name in names:
-        own, dot, entry = name.partition(".")
-        value = getattr(model, own)
+        field_name, dot, entry = name.partition(".")
+        value = getattr(model, field_name)
         if not dot or entry in value:
-            found[name] = value[entry] if dot else value
-    return found
+            values[name] = value[entry] if dot else value
+    return values
 
 
 def with_changes(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``values`` with some of them changed; ``field.entry`` changes one entry of a mapping."""
     changed = dict(values)
     for name, value in changes.items():
-        own, dot, entry = name.partition(".")
-        before = changed.get(own, {}) if dot else {}
+        field_name, dot, entry = name.partition(".")
+        before = changed.get(field_name, {}) if dot else {}
         # A value that is not a mapping is kept as it is: the model built from these values reports that mistake.
-        changed[own] = {**(before if isinstance(before, Mapping) else {}), entry: value} if dot else value
+        changed[field_name] = {**(before if isinstance(before, Mapping) else {}), entry: value} if dot else value
     return changed
 
 
@@ -328,11 +317,9 @@ def check_present(genes: Iterable[str], values: Mapping[str, Value]) -> None:
     """Raise ConfigError unless every gene has a value in ``values``."""
     for name in genes:
         if name not in values:
-            own, dot, entry = name.partition(".")
-            hint = f"; give it one: {own}={{{entry!r}: ...}}" if dot else ""
-            raise ConfigError(
-                f"Hyperparameter {name} evolves but has no value; found {', '.join(values) or 'none'}{hint}."
-            )
+            field_name, dot, entry = name.partition(".")
+            hint = f"; give it one: {field_name}={{{entry!r}: ...}}" if dot else ""
+            raise ConfigError(f"{name} evolves without a value, found {', '.join(values) or 'none'}{hint}")
 
 
 def _marks(field: Any) -> list[Evolve]:
@@ -341,18 +328,11 @@ def _marks(field: Any) -> list[Evolve]:
 
 def _declared(name: str, annotation: Any, mark: Evolve) -> Gene:
     kinds = _plain_types(annotation)
-    if mark.scale == "choice" or bool in kinds:
-        choices = mark.choices or _known_choices(kinds)
-        _check_choices(name, choices)
-        return Gene(name, "choice", scale="choice", choices=choices, step=mark.step, resample=mark.resample)
-    whole = int in kinds and float not in kinds
-    if not whole and float not in kinds:
+    if mark.scale != "choice" and not kinds & {int, float, bool}:
         raise ConfigError(f"{name}: only numbers have a range, found a field {annotation}; use Evolve(choices=(...)).")
-    low, high = float(mark.min or 0), float(mark.max or 0)
-    if whole and (low != round(low) or high != round(high)):
-        raise ConfigError(f"{name}: an integer range needs integer bounds, found [{mark.min}, {mark.max}].")
-    gene = Gene(name, "int" if whole else "float", scale=mark.scale, step=mark.step, resample=mark.resample)
-    return replace(gene, min=low, max=high)
+    mark = replace(mark, min=None, max=None, scale="choice") if bool in kinds else mark
+    whole = int in kinds and float not in kinds
+    return mark.gene(name, "int" if whole else "float", mark.choices or _known_choices(kinds))
 
 
 def _plain_types(annotation: Any) -> set[Any]:
@@ -382,18 +362,6 @@ def _keyword(name: str) -> str:
     return f"**{{{name!r}: {parameter}}}" if "." in name else f"{name}={parameter}"
 
 
-def _check_range(where: str, low: float | None, high: float | None) -> None:
-    if low is None or high is None:
-        raise ConfigError(f"{where}: a range needs min and max, found min={low}, max={high}.")
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise ConfigError(f"{where}: min must be below max and both finite, found min={low}, max={high}.")
-
-
-def _check_choices(where: str, choices: Sequence[Value]) -> None:
-    if len(set(choices)) < 2 or len(set(choices)) != len(choices):
-        raise ConfigError(f"{where}: a choice needs at least two different choices, found {choices!r}.")
-
-
 def _fields(model_class: Any) -> Mapping[str, Any]:
     fields = getattr(model_class, "model_fields", None)
     if not isinstance(fields, Mapping):
@@ -402,6 +370,4 @@ def _fields(model_class: Any) -> Mapping[str, Any]:
 
 
 def _unknown(where: str, name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}."
-    return f"{where} has no hyperparameter {name!r}; {hint}"
+    return f"{where} has no hyperparameter {name!r}; {nearest(name, known)}"

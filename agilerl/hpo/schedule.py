@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agilerl.arguments import Count, Whole, checked, described, nearest, taken
+from agilerl.arguments import Count, Whole, checked, described, taken
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.lineage import Life, Record, family_tree, winning_lineage
 from agilerl.hpo.parameters import Value
@@ -56,20 +56,6 @@ def hyperparameter_schedule(records: Iterable[Record], agent: Whole) -> dict[str
 
 
 @checked
-def value_at(schedule: Mapping[str, Any], gene: str, tokens: Whole) -> Value:
-    """Return the value of ``gene`` once ``tokens`` tokens were trained on; the last value holds beyond the end.
-
-    Raises ConfigError for what is not a schedule, and when it does not have the gene.
-    """
-    genes = _genes_of(schedule)
-    if gene not in genes:
-        raise ConfigError(f"the schedule has no gene {gene!r}; {nearest(gene, genes)}")
-    steps = genes[gene]
-    value: Value = [step["value"] for step in steps if step["tokens"] <= tokens][-1]
-    return value
-
-
-@checked
 def stretched(schedule: Mapping[str, Any], tokens: Count) -> dict[str, Any]:
     """Return a schedule for an agent that trains on this many tokens: every position in proportion.
 
@@ -93,7 +79,7 @@ def _genes_of(schedule: Mapping[str, Any]) -> Mapping[str, Sequence[Mapping[str,
         places = [taken(Whole, step.get("tokens"), "the schedule", f"the tokens of {name}") for step in steps]
         if places[:1] != [0] or not all("value" in step for step in steps):
             raise ConfigError(
-                f"the schedule: expected steps of {name} with tokens (the first 0) and value, found {described(steps)}"
+                f"the schedule: expected steps of {name} with tokens (from 0) and value, found {described(steps)}"
             )
     return genes  # type: ignore[no-any-return]
 

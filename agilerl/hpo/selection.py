@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property
 from statistics import fmean
-from typing import Any, Protocol, TypeVar
+from types import MappingProxyType
+from typing import Annotated, Any, Protocol, TypeVar
 
-from agilerl.arguments import Seed, Whole, checked
+from agilerl.arguments import Count, Seed, Whole, Within, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, evidence, ranking
 from agilerl.hpo.mutation import Evolvable, Member, Mutation, inherited, rescaled
@@ -72,9 +74,7 @@ class Plan:
     def __post_init__(self) -> None:
         children = [birth.child for birth in self.births]
         if len(set(self.slots)) != len(self.slots) or len(set(children)) != len(children):
-            raise ConfigError(
-                f"A plan must hold every agent exactly once, found slots {self.slots} and children {children}."
-            )
+            raise ConfigError(f"A plan holds every agent exactly once, found slots {self.slots}, children {children}")
         if not set(children) <= set(self.slots) or set(self.deaths) & set(self.slots):
             raise ConfigError(f"A plan's children must be in its slots and its dead must not, found {self}.")
         if not set(self.mutants) <= set(self.slots) - {self.elite}:
@@ -94,19 +94,9 @@ class Plan:
     @checked
     def from_dict(cls, data: Mapping[str, Any]) -> "Plan":
         """Rebuild a plan; raises ConfigError when ``data`` is not one."""
-        try:
-            return cls(
-                generation=int(data["generation"]),
-                elite=int(data["elite"]),
-                slots=tuple(data["slots"]),
-                births=tuple(Birth(**birth) for birth in data["births"]),
-                deaths=tuple(data["deaths"]),
-                mutants=tuple(data["mutants"]),
-                reason=str(data["reason"]),
-                verdicts={int(index): str(text) for index, text in data.get("verdicts", {}).items()},
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"Expected a selection plan, found {dict(data)!r} ({error}).") from error
+        from agilerl.validation import rebuilt  # imports pydantic, which a search does not need
+
+        return rebuilt(cls, data, "a selection plan")
 
 
 _ALWAYS = ("child", "parent", "hyperparameters_from")
@@ -130,13 +120,77 @@ class SelectionStrategy(Protocol):
         is above every index ever used: indices never repeat, children get ``next_index``, ``next_index + 1``, ...
         Random choices depend on ``seed``, ``generation`` and agent indices only. ``standing`` is how much of the budget
         is spent, and the run's best exam so far. A strategy keeps nothing between calls: a run that is resumed, and
-        every process of a run, asks an object of its own.
+        every process of a run, asks its own object.
         """
         ...
 
 
-class NoSelection:
-    """Keep all agents and mutate none: together with the initial spread this is random search, the baseline."""
+@dataclass(frozen=True)
+class Contest:
+    """The agents of a population and their exams, at the moment when a strategy decides."""
+
+    fitness: Mapping[int, Fitness]
+    generation: int
+    seed: int
+    next_index: int
+    standing: Standing
+
+    @cached_property
+    def ranked(self) -> list[int]:
+        """The agents, best first."""
+        return ranking(self.fitness)
+
+    @cached_property
+    def finite(self) -> list[int]:
+        """Those of them whose fitness is finite."""
+        return [index for index in self.ranked if self.fitness[index].is_finite]
+
+    def asked_of(self, strategy: "SelectionStrategy") -> Plan:
+        """Return the plan of another strategy."""
+        return strategy.plan(self.fitness, self.generation, self.seed, self.next_index, self.standing)
+
+    def unchanged(self, reason: str = "no agent has a finite fitness") -> Plan:
+        """Return the plan without births and deaths."""
+        return Plan(self.generation, self.ranked[0], tuple(self.fitness), reason=reason)
+
+    def reduced(self, kept: Collection[int], reason: str, verdicts: Mapping[int, str] = MappingProxyType({})) -> Plan:
+        """Return the plan in which all others give up their slots."""
+        return Plan(
+            self.generation,
+            self.ranked[0],
+            slots=tuple(index for index in self.fitness if index in kept),
+            deaths=tuple(index for index in self.fitness if index not in kept),
+            reason=reason,
+            verdicts={**verdicts, **self.places(kept, verdicts)},
+        )
+
+    def replaced(
+        self, births: Mapping[int, Birth], verdicts: Mapping[int, str], mutants: Collection[int] | None = None
+    ) -> Plan:
+        """Return the plan in which children take the slots of the dead; ``mutants`` None: all of them may mutate."""
+        children = {birth.child for birth in births.values()} if mutants is None else mutants
+        slots = tuple(births[index].child if index in births else index for index in self.fitness)
+        mutants = tuple(index for index in slots if index in children)
+        return Plan(
+            self.generation, self.ranked[0], slots, tuple(births.values()), tuple(births), mutants, verdicts=verdicts
+        )
+
+    def places(self, kept: Collection[int], judged: Collection[int]) -> dict[int, str]:
+        """Return the verdict on each agent that leaves for its place, without those that are ``judged`` already."""
+        return {
+            index: f"left: place {place} of {len(self.ranked)}, {self.fitness[index].value:.3f}"
+            for place, index in enumerate(self.ranked, start=1)
+            if index not in kept and index not in judged
+        }
+
+
+class Strategy:
+    """The strategies of the package: ``plan`` checks what it is given, and ``decide`` decides."""
+
+    fixed_size: int | None = None
+    """Agents of every population that it plans for; None: any number."""
+    alone: str = ""
+    """Its name, if it compares agents by one number only."""
 
     @checked
     def plan(
@@ -147,9 +201,32 @@ class NoSelection:
         next_index: int,
         standing: Standing = AT_THE_START,
     ) -> Plan:
+        """Return the plan of this generation (see SelectionStrategy)."""
+        if not fitness:
+            raise ConfigError("Selection needs the fitness of at least one agent, found none; evaluate the population.")
+        if self.fixed_size not in (None, len(fitness)):
+            raise ConfigError(f"Selection is set up for population_size={self.fixed_size}, found {len(fitness)} agents")
+        if next_index <= max(fitness):
+            raise ConfigError(f"next_index must be above every agent's index, found {next_index}, agent {max(fitness)}")
+        costs = sorted({cost for one in fitness.values() for cost in one.costs})
+        if costs and self.alone:
+            raise ConfigError(
+                f"The strategy {self.alone} compares agents by one number, found the costs {', '.join(costs)} too; use "
+                "tournament, truncation, halving or a knockout with a floor of 2, or leave the costs out."
+            )
+        return self.decide(Contest(fitness, generation, seed, next_index, standing))
+
+    def decide(self, contest: Contest) -> Plan:
+        """Return the plan."""
+        raise NotImplementedError
+
+
+class NoSelection(Strategy):
+    """Keep all agents and mutate none: together with the initial spread this is random search, the baseline."""
+
+    def decide(self, contest: Contest) -> Plan:
         """Return a plan that only names the elite."""
-        check_population(fitness, next_index)
-        return keep_all(fitness, generation)
+        return contest.unchanged("")
 
 
 def apply_plan(
@@ -178,15 +255,10 @@ def apply_plan(
         elif revive is not None:
             children[birth.child] = revive(birth.child)
         else:
-            raise ConfigError(
-                f"The plan brings the best exam of agent {birth.parent} back, but no copy of it was kept."
-            )
+            raise ConfigError(f"The plan brings back the best exam of agent {birth.parent}, but no copy was kept")
         if birth.mate is not None:
             if cross is None:
-                raise ConfigError(
-                    f"The plan gives agent {birth.child} the mate {birth.mate}, but these agents cannot be crossed; "
-                    "return births with one parent."
-                )
+                raise ConfigError(f"The plan gives agent {birth.child} mate {birth.mate}, but agents cannot be crossed")
             cross(children[birth.child], by_index[birth.mate])
     for birth in plan.births:
         if birth.hyperparameters_from is not None:
@@ -224,40 +296,6 @@ def with_factors(plan: Plan, members: Sequence[Member], planned: Sequence[Mutati
     ]
 
 
-def keep_all(fitness: Mapping[int, Fitness], generation: int, reason: str = "") -> Plan:
-    """Return the plan without births and deaths."""
-    return Plan(generation, ranking(fitness)[0], tuple(fitness), reason=reason)
-
-
-def places(fitness: Mapping[int, Fitness], ranked: Sequence[int], kept: Collection[int]) -> dict[int, str]:
-    """Return the verdict on each agent that leaves for its place among ``ranked``."""
-    return {
-        index: f"left: place {place} of {len(ranked)}, {fitness[index].value:.3f}"
-        for place, index in enumerate(ranked, start=1)
-        if index not in kept
-    }
-
-
-def check_population(fitness: Mapping[int, Fitness], next_index: int, size: int | None = None) -> None:
-    """Raise ConfigError unless there are agents, as many as expected, all with an index below ``next_index``."""
-    if not fitness:
-        raise ConfigError("Selection needs the fitness of at least one agent, found none; evaluate the population.")
-    if size is not None and len(fitness) != size:
-        raise ConfigError(f"Selection was set up for population_size={size}, found {len(fitness)} agents.")
-    if next_index <= max(fitness):
-        raise ConfigError(f"next_index must be above every agent index, found {next_index} and agent {max(fitness)}.")
-
-
-def check_one_objective(fitness: Mapping[int, Fitness], name: str) -> None:
-    """Raise ConfigError if agents have several objectives, which this strategy does not compare."""
-    costs = sorted({cost for one in fitness.values() for cost in one.costs})
-    if costs:
-        raise ConfigError(
-            f"The strategy {name} compares agents by one number, found the costs {', '.join(costs)} too; use "
-            "tournament, truncation, halving or a knockout with a floor of 2, or leave the costs out."
-        )
-
-
 @checked
 def latest_fitness(agents: Sequence[Evolvable], exams: int = 1) -> dict[int, Fitness]:
     """Return the mean of each agent's last recorded ``exams``, in slot order.
@@ -268,9 +306,7 @@ def latest_fitness(agents: Sequence[Evolvable], exams: int = 1) -> dict[int, Fit
         raise ConfigError("Selection needs at least one agent, found an empty population.")
     for agent in agents:
         if not len(agent.fitness):
-            raise ConfigError(
-                f"Agent {agent.index} has no fitness yet; evaluate every agent (agent.test(env)) before selection."
-            )
+            raise ConfigError(f"Agent {agent.index} has no fitness yet; evaluate every agent (agent.test(env)) first")
     fitness = {agent.index: Fitness(fmean(map(float, agent.fitness[-exams:]))) for agent in agents}
     if len(fitness) != len(agents):
         raise ConfigError(f"Agents must have different indices, found {[agent.index for agent in agents]}.")
@@ -282,10 +318,19 @@ def next_generation(agents: Sequence[Evolvable]) -> int:
     return max(max(len(agent.fitness) for agent in agents) - 1, 0)
 
 
+def selected(
+    strategy: Strategy, agents: Sequence[AgentT], seed: int, exams: int = 1
+) -> tuple[AgentT, list[AgentT], Plan]:
+    """Return elite and next generation of agents outside a population, and the plan, by their last ``exams``."""
+    fitness = latest_fitness(agents, exams)
+    plan = strategy.plan(fitness, next_generation(agents), seed, max(fitness) + 1)
+    return *apply_plan(plan, agents), plan
+
+
 # -- truncation: that of population based training, with a gate against replacing on noise ----------------------------
 
 
-class TruncationSelection:
+class TruncationSelection(Strategy):
     """Each of the worst ``fraction`` of agents copies a random one of the best ``fraction`` (PBT, arXiv 1711.09846).
 
     Gate: an agent is replaced only if the donor is better with probability at least ``confidence``, from the paired
@@ -295,56 +340,37 @@ class TruncationSelection:
     """
 
     @checked
-    def __init__(self, fraction: float = 0.25, confidence: float = 0.8) -> None:
-        if not 0 < fraction <= 0.5:
-            raise ConfigError(f"fraction must be in (0, 0.5], found {fraction}.")
-        if not 0.5 <= confidence < 1:
-            raise ConfigError(f"confidence must be in [0.5, 1), found {confidence}.")
+    def __init__(
+        self,
+        fraction: Annotated[float, Within(above=0, most=0.5)] = 0.25,
+        confidence: Annotated[float, Within(least=0.5, below=1)] = 0.8,
+    ) -> None:
         self.fraction = fraction
         self.confidence = confidence
 
-    @checked
-    def plan(
-        self,
-        fitness: Mapping[int, Fitness],
-        generation: Whole,
-        seed: Seed,
-        next_index: int,
-        standing: Standing = AT_THE_START,
-    ) -> Plan:
-        """Return the plan of this generation (see SelectionStrategy)."""
-        check_population(fitness, next_index)
-        ranked = ranking(fitness)
-        finite = [index for index in ranked if fitness[index].is_finite]
+    def decide(self, contest: Contest) -> Plan:
+        """Return a plan in which donors replace those that are worse with enough certainty."""
+        fitness, finite, ranked = contest.fitness, contest.finite, contest.ranked
         if not finite:
-            return keep_all(fitness, generation, "no agent has a finite fitness")
+            return contest.unchanged()
         count = max(1, int(self.fraction * len(ranked)))
         donors = finite[:count]
-        candidates = {*ranked[-count:], *ranked[len(finite) :]} - set(donors)
-        everyone = list(fitness.values())
         births: dict[int, Birth] = {}
         verdicts: dict[int, str] = {}
-        for index in sorted(candidates):
-            donor = donors[int(stream(seed, "selection", generation, index).integers(len(donors)))]
-            found = evidence(fitness[donor], fitness[index], self.confidence, everyone)
-            verdicts[index] = found.about_replacing(donor)
-            if found.is_enough:
-                births[index] = Birth(next_index + len(births), donor)
-        return Plan(
-            generation,
-            ranked[0],
-            slots=tuple(births[index].child if index in births else index for index in fitness),
-            births=tuple(births.values()),
-            deaths=tuple(births),
-            mutants=tuple(births[index].child for index in fitness if index in births),
-            verdicts=verdicts,
-        )
+        for index in sorted({*ranked[-count:], *ranked[len(finite) :]} - set(donors)):
+            draw = stream(contest.seed, "selection", contest.generation, index).integers(len(donors))
+            donor = donors[int(draw)]
+            proof = evidence(fitness[donor], fitness[index], self.confidence, list(fitness.values()))
+            verdicts[index] = proof.about_replacing(donor)
+            if proof.is_enough:
+                births[index] = Birth(contest.next_index + len(births), donor)
+        return contest.replaced(births, verdicts)
 
 
 # -- successive halving: the better half continues, with the budget of both halves ------------------------------------
 
 
-class SuccessiveHalving:
+class SuccessiveHalving(Strategy):
     """Every ``period`` generations the worse half of the agents stops, N -> N/2 -> ... -> ``floor`` (arXiv 1502.07943).
 
     The plan has fewer slots than before; the tokens per interval stay what they were, so each survivor trains on more.
@@ -354,38 +380,17 @@ class SuccessiveHalving:
     """
 
     @checked
-    def __init__(self, period: int = 1, floor: int = 1, between: SelectionStrategy | None = None) -> None:
-        if period < 1 or floor < 1:
-            raise ConfigError(f"period and floor must be at least 1, found period={period}, floor={floor}.")
+    def __init__(self, period: Count = 1, floor: Count = 1, between: SelectionStrategy | None = None) -> None:
         self.period = period
         self.floor = floor
         self.between = between or NoSelection()
 
-    @checked
-    def plan(
-        self,
-        fitness: Mapping[int, Fitness],
-        generation: Whole,
-        seed: Seed,
-        next_index: int,
-        standing: Standing = AT_THE_START,
-    ) -> Plan:
-        """Return the plan of this generation (see SelectionStrategy)."""
-        check_population(fitness, next_index)
-        if (generation + 1) % self.period or len(fitness) <= self.floor:
-            return self.between.plan(fitness, generation, seed, next_index, standing)
-        ranked = ranking(fitness)
-        finite = sum(one.is_finite for one in fitness.values())
-        if not finite:
-            reason = "no agent has a finite fitness"
-            return replace(NoSelection().plan(fitness, generation, seed, next_index), reason=reason)
-        count = min(max((len(ranked) + 1) // 2, self.floor), finite)
-        kept = set(ranked[:count])
-        return Plan(
-            generation,
-            ranked[0],
-            slots=tuple(index for index in fitness if index in kept),
-            deaths=tuple(index for index in fitness if index not in kept),
-            reason=f"halving: {len(ranked)} to {count} agents",
-            verdicts=places(fitness, ranked, kept),
-        )
+    def decide(self, contest: Contest) -> Plan:
+        """Return a plan with half of the slots, or that of the strategy between two halvings."""
+        agents = len(contest.fitness)
+        if (contest.generation + 1) % self.period or agents <= self.floor:
+            return contest.asked_of(self.between)
+        if not contest.finite:
+            return contest.unchanged()
+        count = min(max((agents + 1) // 2, self.floor), len(contest.finite))
+        return contest.reduced(contest.ranked[:count], f"halving: {agents} to {count} agents")

@@ -5,7 +5,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from agilerl.arguments import Count, Seed, checked
-from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import LEARNING_RATES
 from agilerl.hpo.parameters import Gene, Value, check_values
 from agilerl.streams import stream
@@ -50,7 +49,7 @@ def around(gene: Gene, value: Value) -> Gene:
 def initial_hyperparameters(
     genes: Mapping[str, Gene],
     base_values: Mapping[str, Value],
-    size: int,
+    size: Count,
     seed: Seed,
     init: Literal["spread", "same"] = "spread",
 ) -> list[dict[str, Value]]:
@@ -60,10 +59,6 @@ def initial_hyperparameters(
     region of the space is left out; a larger population keeps the points of a smaller one. ``"same"``: all are equal.
     Raises ConfigError for a size below one, an unknown ``init``, or a base value outside its range.
     """
-    if size < 1:
-        raise ConfigError(f"A population needs at least one member, found size={size}.")
-    if init not in ("spread", "same"):
-        raise ConfigError(f"init must be 'spread' or 'same', found {init!r}.")
     check_values(genes, base_values)
     base = {name: base_values[name] for name in genes}
     members = [dict(base) for _ in range(size)]

@@ -28,7 +28,7 @@ SETTINGS: Mapping[str, tuple[str, ...]] = {
 """The settings of each strategy. ``pulses`` are the settings of a knockout's later rounds, and of the strategy of that
 name; halving has those of the truncation that it may use ``between`` its halvings."""
 ANNEALED = ("knockout", "pulses")
-"""Strategies that end with one agent: it anneals, and its best exams sit a second panel."""
+"""Strategies that end with one agent: it anneals, and its best exams take a second panel."""
 COST_TOKENS = ("group_size", "update_epochs", "max_output_tokens")
 """Genes that decide how many tokens an iteration costs."""
 SHRINKING = ("knockout", "pulses", "halving")
@@ -62,14 +62,10 @@ def strategy_class(name: str) -> Any:
 
 def defaults_of(name: str) -> dict[str, Any]:
     """Return the settings of a strategy with their defaults; None if it takes one from the population."""
-    if name == "pulses":
-        return {"pulses": _keywords("pulses")}
-    found = _keywords(name)
-    if name == "knockout":
-        found["pulses"] = _keywords("pulses")
+    defaults = {**_keywords(name), "pulses": _keywords("pulses")}
     if name == "halving":
-        found |= {"between": "none", **_keywords("truncation")}
-    return {setting: found[setting] for setting in SETTINGS[name]}
+        defaults |= {"between": "none", **_keywords("truncation")}
+    return {setting: defaults[setting] for setting in SETTINGS[name]}
 
 
 @checked
@@ -82,14 +78,14 @@ def make_strategy(name: str, population_size: int, settings: Mapping[str, Any]) 
         raise ConfigError(f"expected one of the strategies {', '.join(SETTINGS)}, found {name!r}")
     if unknown := [key for key in settings if key not in SETTINGS[name]]:
         raise ConfigError(f"{name} has no setting {unknown[0]}; it has {', '.join(SETTINGS[name]) or 'none'}")
-    given, made = dict(settings), strategy_class(name)
+    given = dict(settings)
     if name in ("knockout", "pulses"):
-        own, known = given.pop("pulses", {}), _keywords("pulses")
-        if not isinstance(own, Mapping) or not set(own) <= set(known):
-            raise ConfigError(f"pulses: expected a mapping with some of {', '.join(known)}, found {own!r}")
-        later = strategy_class("pulses")(**own)
-        strategy: SelectionStrategy = later if name == "pulses" else made(population_size, later=later, **given)
-        return strategy
+        pulses, known = given.pop("pulses", {}), _keywords("pulses")
+        if not isinstance(pulses, Mapping) or not set(pulses) <= set(known):
+            raise ConfigError(f"pulses: expected a mapping with some of {', '.join(known)}, found {pulses!r}")
+        given["later"] = strategy_class("pulses")(**pulses)
+        if name == "pulses":
+            return given["later"]  # type: ignore[no-any-return]
     if name == "halving":
         truncation = {key: given.pop(key) for key in SETTINGS["truncation"] if key in given}
         between = given.pop("between", "none")
@@ -99,10 +95,9 @@ def make_strategy(name: str, population_size: int, settings: Mapping[str, Any]) 
             given["between"] = strategy_class("truncation")(**truncation)
     if name == "tournament":
         given = {"tournament_size": min(2, population_size), "elitism": True, **given}
-    if name in ("tournament", "multi_frequency"):
+    if name in ("knockout", "tournament", "multi_frequency"):
         given["population_size"] = population_size
-    plain: SelectionStrategy = made(**given)
-    return plain
+    return strategy_class(name)(**given)  # type: ignore[no-any-return]
 
 
 def _keywords(name: str) -> dict[str, Any]:

@@ -2,28 +2,18 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import numpy as np
 
-from agilerl.arguments import Count, Number, Seed, Whole, checked
+from agilerl.arguments import Count, Seed, Within, checked
 from agilerl.errors import ConfigError
-from agilerl.hpo.fitness import Fitness, evidence, ranking
-from agilerl.hpo.selection import (
-    AT_THE_START,
-    AgentT,
-    Birth,
-    Plan,
-    Standing,
-    apply_plan,
-    check_population,
-    keep_all,
-    latest_fitness,
-    next_generation,
-)
+from agilerl.hpo.fitness import Fitness, evidence
+from agilerl.hpo.selection import AgentT, Birth, Contest, Plan, Strategy, selected
 from agilerl.streams import stream
 
 
-class TournamentSelection:
+class TournamentSelection(Strategy):
     """Fill the next population with the winners of random tournaments; with ``elitism`` the best agent keeps its place.
 
     Each tournament draws ``tournament_size`` different agents; the best of them wins. The winners are those of AgileRL,
@@ -43,60 +33,40 @@ class TournamentSelection:
         self,
         tournament_size: int,
         elitism: bool,
-        population_size: int,
+        population_size: Count,
         eval_loop: Count = 1,
         language_model: bool = True,
         *,
-        gate: Number | None = None,
+        gate: Annotated[float, Within(least=0.5, below=1)] | None = None,
         seed: Seed = 0,
     ) -> None:
-        if population_size < 1:
-            raise ConfigError(f"A population needs at least one agent, found population_size={population_size}.")
         if population_size == 1 and tournament_size >= 1:
             tournament_size = 1  # there is nobody to compete with
         if not 1 <= tournament_size <= population_size:
             raise ConfigError(
-                f"tournament_size must be between 1 and population_size={population_size}, found {tournament_size}."
+                f"tournament_size must be between 1 and population_size={population_size}, found {tournament_size}"
             )
-        if gate is not None and not 0.5 <= gate < 1:
-            raise ConfigError(f"gate must be in [0.5, 1), found {gate}.")
         self.tournament_size, self.eval_loop = tournament_size, eval_loop
-        self.gate = gate
-        self.elitism = elitism
-        self.population_size = population_size
-        self.seed = seed
+        self.elitism, self.gate, self.seed = elitism, gate, seed
+        self.population_size = self.fixed_size = population_size
 
-    @checked
-    def plan(
-        self,
-        fitness: Mapping[int, Fitness],
-        generation: Whole,
-        seed: Seed,
-        next_index: int,
-        standing: Standing = AT_THE_START,
-    ) -> Plan:
-        """Return the plan of this generation (see SelectionStrategy)."""
-        check_population(fitness, next_index, self.population_size)
-        ranked = ranking(fitness)
-        finite = [index for index in ranked if fitness[index].is_finite]
+    def decide(self, contest: Contest) -> Plan:
+        """Return a plan in which winners of several tournaments replace agents that won none."""
+        fitness, finite = contest.fitness, contest.finite
         if not finite:
-            return keep_all(fitness, generation, "no agent has a finite fitness")
-        wins = Counter(self._winners(finite, len(fitness) - int(self.elitism), generation, seed))
-        elite = finite[0]
+            return contest.unchanged()
+        wins = Counter(self._winners(finite, len(fitness) - int(self.elitism), contest.generation, contest.seed))
         if self.elitism:
             # The elite keeps one place without a tournament; every tournament it wins adds a clone.
-            wins[elite] += 1
-        deaths = tuple(sorted(index for index in fitness if not wins[index]))
+            wins[finite[0]] += 1
+        losers = sorted(index for index in fitness if not wins[index])
         parents = [index for index in sorted(wins) for _ in range(wins[index] - 1)]
+        births: dict[int, Birth] = {}
         verdicts: dict[int, str] = {}
-        pairs = [pair for pair in zip(deaths, parents, strict=True) if self._passes(fitness, *pair, verdicts)]
-        births = [Birth(next_index + offset, parent) for offset, (_, parent) in enumerate(pairs)]
-        deaths = tuple(dead for dead, _ in pairs)
-        replaced = {dead: birth.child for dead, birth in zip(deaths, births, strict=True)}
-        slots = tuple(replaced.get(index, index) for index in fitness)
-        children = {birth.child for birth in births}
-        mutants = tuple(index for index in slots if index in children)
-        return Plan(generation, elite, slots, tuple(births), deaths, mutants, verdicts=verdicts)
+        for loser, parent in zip(losers, parents, strict=True):
+            if self._passes(fitness, loser, parent, verdicts):
+                births[loser] = Birth(contest.next_index + len(births), parent)
+        return contest.replaced(births, verdicts)
 
     @checked
     def select(self, pop: Sequence[AgentT]) -> tuple[AgentT, list[AgentT], None]:
@@ -104,9 +74,7 @@ class TournamentSelection:
 
         Uses the last ``eval_loop`` entries of each agent's ``fitness``. Raises ConfigError when an agent has none.
         """
-        fitness = latest_fitness(pop, self.eval_loop)
-        plan = self.plan(fitness, next_generation(pop), self.seed, max(fitness) + 1)
-        elite, population = apply_plan(plan, pop)
+        elite, population, _ = selected(self, pop, self.seed, self.eval_loop)
         return elite, population, None
 
     def _passes(self, fitness: Mapping[int, Fitness], dead: int, parent: int, verdicts: dict[int, str]) -> bool:
@@ -115,9 +83,9 @@ class TournamentSelection:
             values = f"{fitness[dead].value:.3f} against {fitness[parent].value:.3f} of agent {parent}"
             verdicts[dead] = f"left: won no tournament, {values}, which was cloned"
             return True
-        found = evidence(fitness[parent], fitness[dead], float(self.gate))
-        verdicts[dead] = found.about_replacing(parent)
-        return found.is_enough
+        proof = evidence(fitness[parent], fitness[dead], float(self.gate))
+        verdicts[dead] = proof.about_replacing(parent)
+        return proof.is_enough
 
     def _winners(self, finite: list[int], count: int, generation: int, seed: int) -> list[int]:
         """Return the winner of each tournament; ``finite`` is ranked, so the lowest position wins."""

@@ -155,15 +155,15 @@ def lineage_lines(event: Event) -> Iterator[lineage.Record]:
         case Evolved():
             plan, g, step = event.plan, event.generation, event.iteration
             if event.elite is not None:
-                yield lineage.elite_record(event.elite, g)
+                yield lineage.event_record("elite", event.elite, g)
             for b in plan.births:
                 values = event.inherited[b.child]
                 yield lineage.birth_record(b.child, b.parent, g, step, values, from_best=b.from_best, mate=b.mate)
             for index, reason in event.deaths.items():
-                yield lineage.death_record(index, g, reason)
+                yield lineage.event_record("death", index, g, reason=reason)
             for index, reason in plan.verdicts.items():
                 if index not in plan.deaths:
-                    yield lineage.verdict_record(index, g, reason)
+                    yield lineage.event_record("verdict", index, g, reason=reason)
             for mutation in event.changes:
                 if mutation.kind != "none":
                     yield lineage.mutation_record(mutation, g, event.mutations[mutation.agent])

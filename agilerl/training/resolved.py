@@ -3,6 +3,7 @@
 All later code reads the typed result. It is written to run.json, and restored from there.
 """
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +15,6 @@ from agilerl.algorithms.sharing import check_borrows
 from agilerl.arguments import checked, nearest, shown
 from agilerl.bounds import compiled_pattern
 from agilerl.config.base_model import SharedOptions, split_options
-from agilerl.config.manifest import check_gene, check_hyperparameters, check_source, chosen
 from agilerl.config.run import GeneConfig, PulseConfig, RunConfig
 from agilerl.custom_code import names_code
 from agilerl.distributed.topology import Topology, local_share
@@ -34,6 +34,7 @@ from agilerl.hpo.selection import SelectionStrategy
 from agilerl.hpo.spread import EMBEDDED_RATE, around, lora_rate
 from agilerl.hpo.strategies import ANNEALED, defaults_of, make_strategy
 from agilerl.models.base import EMBEDDED, BaseModel
+from agilerl.other_trainers import ours
 from agilerl.runs.directory import run_date
 from agilerl.training.tasks import own_weights
 from agilerl.validation import grouped, idle, validated
@@ -161,8 +162,6 @@ def resolve(config: RunConfig) -> Resolved:
     outside a range that was given is moved to its nearer end, with a warning.
     """
     algorithms = _algorithms(config)
-    # First: with the wrong algorithm, errors about other settings would not help.
-    check_source(algorithms[0].__name__, algorithms[0].env_type, config.environment.env_type)
     starts = list[AlgorithmConfig]()
     options = _options(config)
     genes: dict[str, Gene] = {}
@@ -195,8 +194,31 @@ def resolve(config: RunConfig) -> Resolved:
 
 
 def _algorithms(config: RunConfig) -> tuple[type[LLMAlgorithm], ...]:
-    """Return the class that ``algorithm.name`` stands for, or those of ``choice[GRPO, CISPO]``: a gene."""
-    names = chosen(config.algorithm["name"], ALGORITHMS, GRPO.family())
+    """Return the class that ``algorithm.name`` stands for, or those of ``choice[GRPO, CISPO]``: a gene.
+
+    Raises ConfigError for an unknown name, a choice among algorithms that cannot turn into one another, and an
+    environment that offers something else to learn from.
+    """
+    written, family, env_type = config.algorithm["name"], GRPO.family(), config.environment.env_type
+    choice = re.fullmatch(r"\s*choice\[(.*)\]\s*", written)
+    names = [written] if choice is None else [name.strip() for name in choice[1].split(",")]
+    for name in names:
+        if name not in ALGORITHMS:
+            raise ConfigError(f"algorithm.name={shown(name)} is unknown; {nearest(name, ALGORITHMS)}")
+        if choice is not None and name not in family:
+            raise ConfigError(
+                f"algorithm.name={shown(written)}: an agent cannot switch to or from {name}; choose among "
+                f"{', '.join(family)}"
+            )
+    if choice is not None and (len(names) < 2 or len(set(names)) < len(names)):
+        raise ConfigError(f"algorithm.name={shown(written)}: a choice needs at least two different algorithms")
+    offered = ALGORITHMS[names[0]].env_type
+    wanted = [offered, *(["multiturn"] if offered == "reasoning" else [])]
+    if env_type not in wanted:
+        raise ConfigError(
+            f"algorithm.name={names[0]!r} learns from environment.env_type={' or '.join(map(repr, wanted))}, "
+            f"found {env_type!r}; change one of the two"
+        )
     return tuple(ALGORITHMS[name] for name in names)
 
 
@@ -204,7 +226,12 @@ def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> Algori
     """Return the checked hyperparameters of an algorithm; the default seed is the run's."""
     model = algorithm.Config
     values = {key: value for key, value in split_options(config.algorithm)[0].items() if key != "name"}
-    check_hyperparameters(config, model.model_fields, GRPO.Config.model_fields)
+    for key in values:
+        # Those of GRPO pass: an algorithm's own Config says why it does not use one of them.
+        if key not in model.model_fields and key not in GRPO.Config.model_fields:
+            hint = ours(f"algorithm.{key}", values[key])
+            hint = hint or nearest(key, [*model.model_fields, *SharedOptions.model_fields])
+            raise ConfigError(f"unknown key {shown(f'algorithm.{key}')}; {hint}")
     values.setdefault("seed", config.training.seed)
     bounded = {"max_model_len", "min_output_tokens"} & values.keys() or config.network.max_context_length
     if "max_output_tokens" in model.model_fields and not bounded:
@@ -324,10 +351,12 @@ def _genes_of(
     genes = {}
     for name, wanted in config.genes.items():
         where = f"mutation.rl_hp_selection.{name}"
-        check_gene(name, algorithm.__name__, model.model_fields, names)
         declared = declared_gene(model, name)
         if declared is None:
-            raise ConfigError(f"{where}: this hyperparameter does not evolve; {nearest(name, names)}")
+            known_field = name.partition(".")[0] in model.model_fields
+            wrong = "this" if known_field else f"{algorithm.__name__} has no"
+            wrong += " hyperparameter does not evolve" if known_field else f" hyperparameter {shown(name)}"
+            raise ConfigError(f"{where}: {wrong}; {nearest(name, names)}")
         genes[name] = gene = known.get(name) or _gene(declared, wanted, where)
         # A mutation must not reach a value that the algorithm refuses, given the other starts.
         for end in gene.choices or (gene.min, gene.max):

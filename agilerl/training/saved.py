@@ -103,27 +103,19 @@ class Progress:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything but the weights of the elite and of kept exams, and the clock, as plain data."""
-        kept = {"kept": [kept.to_dict() for kept in self.kept]} if self.kept else {}
-        pace = {"pace": {str(index): list(of) for index, of in self.pace.items()}} if self.pace else {}
-        teacher = {} if self.teacher is None else {"teacher": self.teacher}
-        return (
-            kept
-            | pace
-            | teacher
-            | {
-                "iteration": self.iteration,
-                "generation": self.generation,
-                "step": self.step,
-                "samples": self.samples,
-                "tokens": self.tokens,
-                "best": self.best,
-                "elite_iteration": self.elite_iteration,
-                "fitness": {str(index): f.state() for index, f in self.fitness.items()},
-                "exam": None if self.exam is None else {str(index): f.state() for index, f in self.exam.items()},
-                "base": None if self.base is None else self.base.state(),
-                "median": None if self.median is None else {"index": self.median[0], "fitness": self.median[1].state()},
-            }
-        )
+        values = {name: getattr(self, name) for name in _AS_THEY_ARE}
+        if self.kept:
+            values["kept"] = [kept.to_dict() for kept in self.kept]
+        if self.pace:
+            values["pace"] = {str(index): list(of) for index, of in self.pace.items()}
+        if self.teacher is not None:
+            values["teacher"] = self.teacher
+        return values | {
+            "fitness": {str(index): f.state() for index, f in self.fitness.items()},
+            "exam": None if self.exam is None else {str(index): f.state() for index, f in self.exam.items()},
+            "base": None if self.base is None else self.base.state(),
+            "median": None if self.median is None else {"index": self.median[0], "fitness": self.median[1].state()},
+        }
 
     @classmethod
     def from_dict(
@@ -138,25 +130,30 @@ class Progress:
 
         ``elite`` is the agent of the best exam, ``others`` those of the next ones.
         """
-        states = [elite, *others]
         exam, base, median = values["exam"], values["base"], values["median"]
         return cls(
-            **{name: values[name] for name in ("iteration", "generation", "step", "samples", "best")},
-            tokens=dict(values["tokens"]),
+            **{name: values[name] for name in _AS_THEY_ARE},
             elite=elite,
-            elite_iteration=values["elite_iteration"],
             kept=[
-                Kept(kept["agent"], kept["iteration"], Fitness.from_state(kept["fitness"]), state)
-                for kept, state in zip(values.get("kept", []), states, strict=False)
+                Kept(**{**kept, "fitness": Fitness.from_state(kept["fitness"])}, state=state)
+                for kept, state in zip(values.get("kept", []), [elite, *others], strict=False)
             ],
             teacher=values.get("teacher"),
             pace={int(index): (of[0], of[1]) for index, of in values.get("pace", {}).items()},
-            fitness={int(index): Fitness.from_state(f) for index, f in values["fitness"].items()},
-            exam=None if exam is None else {int(index): Fitness.from_state(f) for index, f in exam.items()},
+            fitness=_exams(values["fitness"]),
+            exam=None if exam is None else _exams(exam),
             base=None if base is None else Fitness.from_state(base),
             median=None if median is None else (median["index"], Fitness.from_state(median["fitness"])),
             seconds_before=seconds,
         )
+
+
+_AS_THEY_ARE = ("iteration", "generation", "step", "samples", "tokens", "best", "elite_iteration")
+"""Parts of a progress that JSON holds as they are."""
+
+
+def _exams(values: Mapping[str, Any]) -> dict[int, Fitness]:
+    return {int(index): Fitness.from_state(fitness) for index, fitness in values.items()}
 
 
 # -- resuming ---------------------------------------------------------------------------------------------------------

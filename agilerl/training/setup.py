@@ -14,7 +14,6 @@ import torch
 from agilerl.addresses import check_key, is_out_of_reach
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.codec import warn_of_another_base
-from agilerl.algorithms.sharing import Sharing
 from agilerl.algorithms.state import differences
 from agilerl.arguments import checked, shown
 from agilerl.config.base_model import SharedOptions
@@ -214,7 +213,7 @@ def _population(
         max_error_rate=t.max_error_rate,
         test_prompts=here.environment.test_prompts,
         objectives=here.selection_strategy.objectives or ("reward",),
-        sharing=Sharing(**here.sharing.model_dump()),
+        sharing=here.sharing,
     )
     if saved is not None:
         population.next_index = saved.next_index

@@ -47,7 +47,7 @@ def test_documented_names_and_defaults() -> None:
     [
         ({"clip_coef": 1.5}, r"clip_coef=1.5 .* ratio bounds \[-0.5, 2.5\]"),
         ({"gamma": 1.5}, r"gamma: .* 1, found 1.5"),
-        ({"turn_level_clip": False, "turn_ratio_pooling": "mean"}, "which turn_level_clip=False"),
+        ({"turn_level_clip": False, "turn_ratio_pooling": "mean"}, "contradicts turn_level_clip=False"),
         ({"advantage_granularity": "token", "turn_value_reduction": "mean"}, "advantages are those of tokens"),
         ({"turn_level_clip": False, "turn_value_reduction": "mean"}, "use advantage_granularity='turn'"),
     ],

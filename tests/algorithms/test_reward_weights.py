@@ -117,9 +117,9 @@ def test_a_change_that_is_refused_changes_nothing() -> None:
     refused = {
         r"reward_weights\.even: input should be a finite number": {EVEN: math.nan},
         r"reward_weights\.even: input should be a valid number": {EVEN: "much"},
-        r"evolves but has no value.*give it one: reward_weights=\{'even': \.\.\.\}": {"reward_weights": {"long": 1.0}},
+        r"evolves without a value.*give it one: reward_weights=\{'even': \.\.\.\}": {"reward_weights": {"long": 1.0}},
         r"lr: input should be a valid number": {"lr.x": 1.0},
-        r"evolves but has no value": {"algorithm": "CISPO", "reward_weights": {}},
+        r"evolves without a value": {"algorithm": "CISPO", "reward_weights": {}},
     }
     for message, values in refused.items():
         with pytest.raises(ConfigError, match=message):

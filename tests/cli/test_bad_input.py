@@ -39,7 +39,7 @@ BEFORE_THE_MODEL = {
     "a setting as an option": (["--max-steps", "3"], "settings are given as training.max_steps=..."),
     "code without --allow-code": (["environment.graders=[{name: 'mine.py:right'}]"], "give --allow-code"),
     "a game without its type": (["environment.env_id=agilerl/TicTacToe-v0"], "set environment.env_type=multiturn"),
-    "tournament too large": (["selection_strategy.tournament_size=9"], "is larger than training.pop_size=4"),
+    "tournament too large": (["selection_strategy.tournament_size=9"], "is above training.pop_size=4"),
     "no manifest": (["nothing.yaml"], "found nothing at 'nothing.yaml'"),
     "two manifests": (["a.yaml", "b.yaml"], "expected one manifest, found 'a.yaml', 'b.yaml'"),
     "a manifest with a newline": (["a\nb.yaml"], r"found nothing at 'a\nb.yaml'"),

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from agilerl.algorithms import ALGORITHMS, GRPO
+from agilerl.algorithms import ALGORITHMS
 from agilerl.cli import process_settings
 from agilerl.cli.app import app
-from agilerl.config import declared
+from agilerl.config.aliases import LEARNS_FROM
+from agilerl.config.declared import HYPERPARAMETERS
 from agilerl.errors import ConfigError
-from agilerl.hpo.parameters import gene_names, genes_from
 from benchmarking.startup import run, summary
 from tests.cli.outcome import ANNOUNCED, Outcome
 from tests.training.small_runs import ROOT, SMALL, environment
@@ -56,6 +56,8 @@ def started(*arguments: str, cwd: Path) -> tuple[int, list[str], set[str], str]:
 MISSPELT = {
     "a key": ("training.popsize=4", "unknown key 'training.popsize'; did you mean 'pop_size'?"),
     "a value": ("training.dtype=float23", "training.dtype: input should be 'auto', 'float32', 'bfloat16' or 'float16'"),
+}
+OF_ALGORITHMS = {
     "an algorithm": ("algorithm.name=GRPPO", "algorithm.name='GRPPO' is unknown; did you mean 'GRPO'?"),
     "a hyperparameter": ("algorithm.gruop_size=4", "unknown key 'algorithm.gruop_size'; did you mean 'group_size'?"),
     "a choice": ("algorithm.name=choice[GRPO, PPO]", "an agent cannot switch to or from PPO"),
@@ -72,6 +74,13 @@ def test_a_misspelt_name_costs_no_import(override: str, words: str, tmp_path: Pa
     assert errors.startswith("error: ")
     assert words in errors
     assert modules.isdisjoint({"torch", "transformers", "numpy", "reasoning_gym", "peft"})
+
+
+@pytest.mark.parametrize(("override", "words"), OF_ALGORITHMS.values(), ids=OF_ALGORITHMS)
+def test_a_misspelt_name_of_an_algorithm_is_an_error(agilerl: Agilerl, override: str, words: str) -> None:
+    refused = agilerl("train", override)
+    assert (refused.code, refused.results) == (2, "")
+    assert words in refused.errors
 
 
 @pytest.mark.parametrize(
@@ -126,14 +135,10 @@ def test_the_default_directory_is_the_same_in_the_first_line_and_in_the_plan(agi
 
 def test_the_table_of_names_is_what_the_algorithms_declare() -> None:
     """`make generated` writes it."""
-    assert list(declared.ALGORITHMS) == list(ALGORITHMS)
-    assert list(declared.FAMILY) == list(GRPO.family())
-    for name, algorithm in ALGORITHMS.items():
-        found = declared.ALGORITHMS[name]
-        assert (found.env_type, algorithm.__name__) == (algorithm.env_type, name)
-        assert list(found.hyperparameters) == list(algorithm.Config.model_fields)
-        dotted = [gene for gene in gene_names(algorithm.Config) if "." in gene]
-        assert list(found.genes) == [*genes_from(algorithm.Config), *dotted]
+    names = (name for algorithm in ALGORITHMS.values() for name in algorithm.Config.model_fields)
+    assert list(dict.fromkeys(names)) == list(HYPERPARAMETERS)
+    data = {name: one.env_type for name, one in ALGORITHMS.items() if one.env_type != "reasoning"}
+    assert data == LEARNS_FROM
 
 
 @pytest.mark.processes

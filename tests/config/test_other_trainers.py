@@ -12,10 +12,11 @@ from pydantic import BaseModel
 from agilerl import GRPO, train
 from agilerl.algorithms import ALGORITHMS
 from agilerl.config.base_model import SharedOptions
-from agilerl.config.manifest import _nested, check_names, load_manifest
+from agilerl.config.manifest import _nested, load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
 from agilerl.other_trainers import NAMES, ours
+from agilerl.training.resolved import resolve
 
 KEY = re.compile(r"\b(?:algorithm|environment|training|network|selection_strategy)\.\w+(?:\.\w+)*")
 ENTRIES = [(trainer, name, text) for trainer, names in NAMES.items() for name, text in names.items()]
@@ -79,7 +80,7 @@ def test_names_of_tunix_lead_to_those_of_its_page() -> None:
             with pytest.raises(ConfigError, match=rf"{theirs} is [^;]*\b{name}\b"):
                 ALGORITHMS[algorithm](**{theirs: 1})
             with pytest.raises(ConfigError, match=rf"{theirs} is algorithm\.[^;]*\b{name}\b"):
-                check_names(load_manifest(None, [f"{theirs}=1"]))
+                resolve(load_manifest(None, [f"{theirs}=1"]))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_names_of_tunix_lead_to_those_of_its_page() -> None:
 )
 def test_overrides(override: str, key: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(key)):
-        check_names(load_manifest(None, [override]))
+        resolve(load_manifest(None, [override]))
 
 
 def test_a_section_of_another_trainer_is_looked_through(tmp_path: Path) -> None:

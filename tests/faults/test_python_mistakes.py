@@ -54,7 +54,7 @@ from agilerl.hpo.fitness import Fitness, probability_better, ranking, reliabilit
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.parameters import Evolve, HyperparameterConfig, RLParameter
-from agilerl.hpo.schedule import hyperparameter_schedule, stretched, value_at
+from agilerl.hpo.schedule import hyperparameter_schedule, stretched
 from agilerl.hpo.selection import NoSelection, Plan, SuccessiveHalving, TruncationSelection
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.hpo.strategies import LRSchedule
@@ -826,10 +826,8 @@ MISTAKES = [
     Mistake("fitness-costs", lambda w: Fitness(1.0, costs={"kl": 0.5}), ConfigError, ("costs['kl']", "0.5")),
     Mistake("fitness-state", lambda w: Fitness.from_state({}), ConfigError, ("mean", "{}")),
     Mistake("fitness-state-none", lambda w: Fitness.from_state(None), ConfigError, ("None",)),
-    Mistake("schedule-empty", lambda w: value_at({}, "lr", 0), ConfigError, ("genes", "None")),
-    Mistake("schedule-gene", lambda w: value_at({"genes": {}}, "lr", 0), ConfigError, ("'lr'",)),
-    Mistake("schedule-tokens", lambda w: value_at({"genes": {}}, "lr", "x"), ConfigError, ("tokens", "'x'")),
-    Mistake("schedule-late", lambda w: value_at(LATE, "lr", 0), ConfigError, ("lr", "5")),
+    Mistake("schedule-empty", lambda w: stretched({}, 9), ConfigError, ("genes", "None")),
+    Mistake("schedule-late", lambda w: stretched({**LATE, "total_tokens": 9}, 9), ConfigError, ("lr", "5")),
     Mistake("schedule-no-length", lambda w: stretched({"genes": {}}, 9), ConfigError, ("total_tokens", "None")),
     Mistake("schedule-records", lambda w: hyperparameter_schedule(["x"], 0), CheckpointError, ("'x'",)),
     Mistake("schedule-no-records", lambda w: hyperparameter_schedule(None, 0), ConfigError, ("records", "None")),

@@ -64,7 +64,7 @@ from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.mutation import Member, _say_that_all_move
 from agilerl.hpo.parameters import Evolve, HyperparameterConfig, RLParameter
-from agilerl.hpo.schedule import hyperparameter_schedule, stretched, value_at
+from agilerl.hpo.schedule import hyperparameter_schedule, stretched
 from agilerl.hpo.selection import SuccessiveHalving, TruncationSelection
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.hpo.strategies import LRSchedule, make_strategy
@@ -375,7 +375,6 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "make_strategy": lambda w: (make_strategy, {"name": "knockout", "population_size": 4, "settings": {}}),
     "LRSchedule": lambda w: (LRSchedule, {}),
     "LRSchedule.factor": lambda w: (LRSchedule().factor, {"spent": 0.5}),
-    "value_at": lambda w: (value_at, {"schedule": SCHEDULE, "gene": "lr", "tokens": 5}),
     "stretched": lambda w: (stretched, {"schedule": SCHEDULE, "tokens": 9}),
     "hyperparameter_schedule": lambda w: (
         hyperparameter_schedule,

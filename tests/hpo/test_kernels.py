@@ -137,7 +137,7 @@ def test_a_monotone_gene_moves_one_way_and_stays_at_its_end(case, way):
     assert type(moved) is (int if gene.dtype == "int" else float)
     end = gene.max if way == "up" else gene.min
     assert moved == value if value == end else (moved > value) == (way == "up") and moved != value
-    assert Gene.from_state(json.loads(json.dumps(gene.state()))) == gene
+    assert Gene(**json.loads(json.dumps(gene.state()))) == gene
 
 
 def test_a_monotone_gene_next_to_its_end_does_not_turn_back():

@@ -9,15 +9,14 @@ from agilerl.errors import CheckpointError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.lineage import (
     birth_record,
-    death_record,
-    elite_record,
+    event_record,
     family_tree,
     fitness_record,
     mutation_record,
     winning_lineage,
 )
 from agilerl.hpo.mutation import Change, Mutation
-from agilerl.hpo.schedule import hyperparameter_schedule, value_at
+from agilerl.hpo.schedule import hyperparameter_schedule
 
 
 def exam(agent, generation, trained):
@@ -36,12 +35,12 @@ def story():
         birth_record(1, None, 0, 0, {"lr": 1e-3, "beta": 0.1}),
         exam(0, 0, 100),
         exam(1, 0, 90),
-        elite_record(0, 0),
+        event_record("elite", 0, 0),
         moved(0, 0, "lr", 1e-5, 2e-5),
         exam(0, 1, 200),
         exam(1, 1, 190),
-        elite_record(0, 1),
-        death_record(1, 1, "truncation"),
+        event_record("elite", 0, 1),
+        event_record("death", 1, 1, reason="truncation"),
         birth_record(2, 0, 1, 2, {"lr": 2e-5, "beta": 0.1}),
         moved(2, 1, "lr", 2e-5, 8e-5),
         # The parent's own mutation of the generation in which it was cloned is not inherited.
@@ -58,7 +57,7 @@ def story():
         moved(2, 3, "lr", 8e-5, 1e-7),
         exam(2, 4, 500),
         exam(3, 4, 530),
-        elite_record(3, 4),
+        event_record("elite", 3, 4),
     ]
     return [json.loads(json.dumps(line, allow_nan=False)) for line in lines]
 
@@ -86,8 +85,8 @@ def test_records_have_the_documented_lines():
     line = moved(2, 1, "lr", 2e-5, 8e-5)
     assert (line["event"], line["kind"]) == ("mutation", "hyperparameters")
     assert line["changes"] == [{"gene": "lr", "old": 2e-5, "new": 8e-5}]
-    assert death_record(1, 1, "why") == {"event": "death", "agent": 1, "generation": 1, "reason": "why"}
-    assert elite_record(1, 4) == {"event": "elite", "agent": 1, "generation": 4}
+    assert event_record("death", 1, 1, reason="why") == {"event": "death", "agent": 1, "generation": 1, "reason": "why"}
+    assert event_record("elite", 1, 4) == {"event": "elite", "agent": 1, "generation": 4}
 
 
 def test_family_tree():
@@ -148,21 +147,6 @@ def test_schedule_of_a_founder_and_of_a_fresh_child():
     schedule = hyperparameter_schedule(fresh, 4)
     assert schedule["genes"]["lr"][-1] == {"tokens": 530, "value": 1e-6}
     assert schedule["total_tokens"] == 530
-
-
-@pytest.mark.parametrize(
-    ("tokens", "lr"), [(0, 1e-5), (99, 1e-5), (100, 2e-5), (199, 2e-5), (200, 8e-5), (10_000, 8e-5)]
-)
-def test_values_hold_from_their_tokens_on(tokens, lr):
-    assert value_at(hyperparameter_schedule(story(), 3), "lr", tokens) == lr
-
-
-def test_values_of_unknown_genes_and_negative_tokens_are_errors():
-    schedule = hyperparameter_schedule(story(), 3)
-    with pytest.raises(ValueError, match=r"'gamma'; .*lr, beta"):
-        value_at(schedule, "gamma", 0)
-    with pytest.raises(ValueError, match="tokens, found -1"):
-        value_at(schedule, "lr", -1)
 
 
 @pytest.mark.parametrize(

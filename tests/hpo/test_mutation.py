@@ -122,7 +122,7 @@ def test_what_is_not_a_mutation_is_refused(data):
     ("arguments", "message"),
     [
         ({"rl_hp": 0}, "not all 0"),
-        ({"rl_hp": -0.1, "no_mutation": 1}, "at least 0"),
+        ({"rl_hp": -0.1, "no_mutation": 1}, "0 or more for rl_hp"),
         ({"rl_hp": math.nan}, "rl_hp.*nan"),
         ({"rl_hp": 1, "activation": 0.1}, "activation must be 0, found 0.1"),
         ({"rl_hp": 1, "new_layer_prob": 0.2}, "new_layer_prob must be 0"),

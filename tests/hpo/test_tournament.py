@@ -101,6 +101,6 @@ def test_select_before_the_first_evaluation_is_a_clear_error():
 
 @pytest.mark.parametrize(("size", "population_size"), [(5, 4), (0, 4), (2, 0), (1, -1)])
 def test_impossible_sizes_raise(size, population_size):
-    found = r"tournament_size must be between 1 and population_size|found population_size"
+    found = r"tournament_size must be between 1 and population_size|1 or more for population_size, found"
     with pytest.raises(ConfigError, match=found):
         TournamentSelection(size, True, population_size)

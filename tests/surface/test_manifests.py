@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agilerl.config.manifest import check_names, config_of, load_manifest
+from agilerl.config.manifest import config_of, load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
 from agilerl.training.loop import planned_iterations
@@ -215,7 +215,7 @@ def test_data_of_2_58_has_an_objective(place: Path) -> None:
     config, _ = read({"algorithm": {"name": "DPO"}, "environment": environment}, place)
     assert config.environment.env_type == "preference"
     with pytest.raises(ConfigError, match="env_type"):  # of the other kind
-        check_names(read({"algorithm": {"name": "SFT"}, "environment": environment}, place)[0])
+        resolve(read({"algorithm": {"name": "SFT"}, "environment": environment}, place)[0])
 
 
 def test_values_of_the_template_stand_with_the_environment_in_2_58(place: Path) -> None:

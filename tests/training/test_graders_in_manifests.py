@@ -84,7 +84,7 @@ def test_rows_need_no_answer_where_no_grader_reads_it(tmp_path: Path, monkeypatc
         ([], {}, "graders"),
         ([{"name": "task"}], {"fitness_grader": "exact"}, r"fitness_grader='exact' .* known: task"),
         (None, {"fitness_grader": "task"}, "environment.graders, found none"),
-        ([{"name": "task"}], {"env_type": "sft"}, r"environment.graders .* env_type: reasoning, found sft"),
+        ([{"name": "task"}], {"env_type": "sft"}, r"environment.graders.* env_type: reasoning, found sft"),
         ([{"name": "judge", "params": {"model": "m", "base_url": "http://x/v1"}}], {}, "API key"),
         ([{"name": "pairwise_judge", "params": {"model": "m", "base_url": "http://x/v1"}}], {}, "API key"),
         (

@@ -263,7 +263,7 @@ def test_settings_that_contradict(overrides: list[str], message: str) -> None:
         ("training: {seed: !!python/name:os.system }", "the tag !!python/name:os.system is not supported"),
         ("training: [", "cannot be read as YAML"),
         ("training: {1: 2}", "a key must be text, found 1"),
-        ("#" * 2_000_000, "has 2,000,000 bytes; expected at most 50,000"),
+        ("#" * 2_000_000, "has 2,000,000 bytes, expected at most 50,000"),
     ],
     ids=lambda value: shown(value)[:40],
 )
@@ -275,7 +275,7 @@ def test_a_manifest_that_is_no_text_or_no_file(tmp_path: Path) -> None:
     (tmp_path / "it.yaml").write_bytes(b"training: \xff\xfe")
     assert "UTF-8 text (byte 10)" in refused(path=tmp_path / "it.yaml")
     assert "found nothing at" in refused(path=tmp_path / "other.yaml")
-    assert "found a folder at" in refused(path=tmp_path)
+    assert "found a folder" in refused(path=tmp_path)
     assert "File name too long" in refused(path=tmp_path / ("x" * 300))
 
 
@@ -303,7 +303,10 @@ def test_what_is_no_override(override: str) -> None:
             ["environment.task=reasoning_gym:composite", "environment.params={datasets: [{name: gdc}]}"],
             "found 'gdc'; did you mean 'gcd'",
         ),
-        (["environment.conversation_template=[{role: user, content: hi}]"], "expected {question} (or another column) in one of"),
+        (
+            ["environment.conversation_template=[{role: user, content: hi}]"],
+            "expected {question} (or another column) in one of",
+        ),
         (["environment.conversation_template=[{role: user}]"], "expected role and content"),
     ],
 )
