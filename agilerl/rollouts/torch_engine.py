@@ -22,7 +22,7 @@ from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.padding import decoded
 from agilerl.rollouts.activated import Beginnings, PromptCache, invocations
-from agilerl.rollouts.engine import GenerationRequest, OnCompletion, SamplingSettings, of_part
+from agilerl.rollouts.engine import Arrivals, GenerationRequest, OnCompletion, SamplingSettings, of_part
 from agilerl.rollouts.kv_cache import DecodingCache, GroupedCache, Kept, PromptLine, RaggedCache
 from agilerl.sizes import CPU_ROWS, LENGTH_MULTIPLE, MAX_ROWS, UNIT_ROWS, padded_length
 
@@ -46,6 +46,8 @@ class _Unit(NamedTuple):
 
     slot: int | None
     rows: list[Row]
+    filling: int = 0
+    """Rows after them that only fill up the matrix products."""
 
 
 class Stops:
@@ -107,9 +109,16 @@ class TorchEngine:
 
     @torch.no_grad()
     def generate(
-        self, requests: Sequence[GenerationRequest], on_completion: OnCompletion | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_completion: OnCompletion | None = None,
+        arrivals: Arrivals | None = None,
     ) -> list[list[Completion]]:
         """Return the completions of each request, in order; ``on_completion`` gets each when it ends.
+
+        ``arrivals`` is asked between two decoding steps for further requests, which are numbered on. With it, the bits
+        of a completion depend on its own request alone, not on what is decoded beside it; in exchange, only equal
+        prompts are computed once. What their conversations keep is there when ``on_completion`` is called.
 
         Raises EngineError when a prompt is empty or leaves no room in the context, and for a base that cannot be
         decoded in this way.
@@ -121,14 +130,8 @@ class TorchEngine:
             except EngineError:
                 self._decodes = False
                 raise
-        for request in requests:
-            length, limit = len(request.prompt_ids), self.base.context_length
-            if not 0 < length < limit:
-                raise EngineError(
-                    f"a prompt of {length} tokens cannot be continued: the context holds {limit}, prompt and "
-                    "completion together"
-                )
-        chunk = self.prompts_at_once or len(requests)
+        self._check_prompts(requests)
+        chunk = len(requests) if arrivals is not None else self.prompts_at_once or len(requests)
         if chunk < len(requests):
             parts = [range(start, min(start + chunk, len(requests))) for start in range(0, len(requests), chunk)]
             generated = [self.generate([requests[k] for k in part], of_part(on_completion, part)) for part in parts]
@@ -140,11 +143,22 @@ class TorchEngine:
             if on_completion is not None:
                 on_completion(*row, completion)
 
-        every = [(place, sample) for place, request in enumerate(requests) for sample in range(request.samples)]
+        requests, first = list(requests), len(requests)
+        every = _rows(requests, 0)
         before = self.limits.decode_rows
+
+        def arrived() -> list[Row]:
+            """Take what has arrived; returns its rows."""
+            further = arrivals() if arrivals is not None else ()
+            self._check_prompts(further)
+            requests.extend(further)
+            every.extend(rows := _rows(requests, len(requests) - len(further)))
+            return rows
+
         # Rows that had ended before memory ran out keep their completions, which may be with a grader by now.
         while left := [row for row in every if row not in found]:
-            decoder = _Decoder(self, requests, self._units(requests, left), end)
+            units = self._units(requests, left, apart=arrivals is not None)
+            decoder = _Decoder(self, requests, units, end, None if arrivals is None else arrived)
             if attempt(decoder.run) is not None:
                 break
             flying = decoder.in_flight
@@ -157,7 +171,16 @@ class TorchEngine:
             elif not kept:  # this one row does not fit alone; the limit for the other rows stays
                 self.limits.decode_rows = before
                 end(flying[0], Completion([], [], "oom"))
-        return [[found[place, sample] for sample in range(r.samples)] for place, r in enumerate(requests)]
+        return [[found[place, sample] for sample in range(r.samples)] for place, r in enumerate(requests[:first])]
+
+    def _check_prompts(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            length, limit = len(request.prompt_ids), self.base.context_length
+            if not 0 < length < limit:
+                raise EngineError(
+                    f"a prompt of {length} tokens cannot be continued: the context holds {limit}, prompt and "
+                    "completion together"
+                )
 
     def _check_decoding(self) -> None:
         """Raise EngineError unless a few decoded tokens have the log-probs of a forward pass over them.
@@ -182,8 +205,11 @@ class TorchEngine:
                 found = f"its log-probs differ by {float(apart.mean()):.2g} from those of a forward pass"
                 raise EngineError(_UNDECODABLE.format(name, found))
 
-    def _units(self, requests: Sequence[GenerationRequest], rows: Sequence[Row]) -> list[_Unit]:
-        """Cut the rows of each slot into units: the first ones of all slots, then the second ones, and so on."""
+    def _units(self, requests: Sequence[GenerationRequest], rows: Sequence[Row], *, apart: bool = False) -> list[_Unit]:
+        """Cut the rows of each slot into units: the first ones of all slots, then the second ones, and so on.
+
+        With ``apart`` units are filled up, so that a row is multiplied alike in a unit of any size.
+        """
         size = self.limits.decoding(min(self.unit_rows, self.max_rows))
         of_slot: dict[int | None, list[Row]] = {}
         for row in rows:
@@ -191,7 +217,8 @@ class TorchEngine:
         order = sorted(of_slot, key=lambda slot: (slot is None, slot or 0))
         longest = max((len(own) for own in of_slot.values()), default=0)
         starts = [(start, slot) for start in range(0, longest, size) for slot in order if start < len(of_slot[slot])]
-        return [_Unit(slot, of_slot[slot][start : start + size]) for start, slot in starts]
+        units = [_Unit(slot, of_slot[slot][start : start + size]) for start, slot in starts]
+        return [u._replace(filling=-len(u.rows) % self._row_multiple) for u in units] if apart else units
 
 
 class _Block:
@@ -200,9 +227,9 @@ class _Block:
     def __init__(self, engine: TorchEngine, requests: Sequence[GenerationRequest], units: Sequence[_Unit]) -> None:
         device, context = engine.base.device, engine.base.context_length
         self.slots = [u.slot for u in units]
-        self.counts = [len(u.rows) for u in units]
+        self.counts = [len(u.rows) + u.filling for u in units]
         """Of each unit, the rows that are left."""
-        self.rows = [row for u in units for row in u.rows]
+        self.rows = [row for u in units for row in (*u.rows, *u.rows[-1:] * u.filling)]
         self.unit_of = torch.arange(len(units)).repeat_interleave(torch.tensor(self.counts))
         settings = [requests[r].sampling for r, _ in self.rows]
         lengths = [len(requests[r].prompt_ids) for r, _ in self.rows]
@@ -216,7 +243,7 @@ class _Block:
         self.step = 0
         self.live = torch.arange(len(self.rows))
         """The rows that are left in the batch; those of them that have not ended are ``running``."""
-        self.running = torch.ones(len(self.rows), dtype=torch.bool)
+        self.running = torch.tensor([k < len(u.rows) for u in units for k in range(len(u.rows) + u.filling)])
         # From here on: state of the rows that are left, on the device.
         self.lengths = torch.tensor(lengths, device=device)
         self.settings = RowSettings.of(settings, device)
@@ -305,8 +332,9 @@ class _Decoder:
         requests: Sequence[GenerationRequest],
         units: Sequence[_Unit],
         end: Callable[[Row, Completion], None],
+        arrived: Callable[[], list[Row]] | None = None,
     ) -> None:
-        self.engine, self.base, self.requests, self._end = engine, engine.base, requests, end
+        self.engine, self.base, self.requests, self._end, self._arrived = engine, engine.base, requests, end, arrived
         self.waiting = deque(units)
         self.blocks: list[_Block] = []
         """Blocks with adapters come first: rows of a batch beyond the route use the base model alone."""
@@ -321,7 +349,7 @@ class _Decoder:
         )
         self._eos = engine._eos.cpu()
         self._route: Route | None = None
-        self._trees = _trees(requests) if self.base.flattens else {}
+        self._trees = _trees(requests) if self.base.flattens and arrived is None else {}
         self._kept: dict[Row, tuple[Kept, Sequence[int]]] = {}
         """For rows that have ended: what their conversations keep once all rows have succeeded."""
 
@@ -330,6 +358,8 @@ class _Decoder:
         # Each round draws a token for every row before it computes the next logits, so that rows that have ended leave,
         # and waiting ones enter, before the forward pass that they would take part in.
         while self.blocks or self.waiting:
+            if self._arrived is not None:
+                self.waiting.extend(self.engine._units(self.requests, self._arrived(), apart=True))
             self._admit()
             for block in list(self.blocks):
                 block.draw(self.engine._eos)
@@ -338,10 +368,7 @@ class _Decoder:
             if self.blocks:
                 self._step()
         for (place, _), (kept, said) in self._kept.items():
-            conversation = self.requests[place].conversation
-            assert conversation is not None
-            conversation.slot, conversation.kept = self.requests[place].slot, kept
-            conversation.token_ids = [*self.requests[place].prompt_ids, *said]
+            _keep(self.requests[place], kept, said)
         return True
 
     def _admit(self) -> None:
@@ -350,20 +377,42 @@ class _Decoder:
         # Not a few rows at a time: each block costs a prefill, and a separate attention call at every step.
         if not self.waiting or there > (1 - _ENTER_FROM) * self._most or (there and not self.base.flattens):
             return
+        running = sum(int(block.running.sum()) for block in self.blocks)
+        if self._arrived is not None and sum(len(unit.rows) for unit in self.waiting) < _ENTER_FROM * running:
+            return
         entering: list[_Unit] = []
         while self.waiting and (not there or there + len(self.waiting[0].rows) <= self._most):
             entering.append(self.waiting.popleft())
             there += len(entering[-1].rows)
         if not entering:
             return
-        self.in_flight = [block.rows[i] for block in self.blocks for i in block.live.tolist()]
+        self.in_flight = [block.rows[i] for block in self.blocks for i in block.live[block.running].tolist()]
         self.in_flight += [row for unit in entering for row in unit.rows]
         entering.sort(key=_is_of_base)
         if not self.base.flattens:  # one block, in which the base model's rows come last as well
             self._enter(entering, 0)
             return
         for of_base, units in groupby(entering, _is_of_base):
-            self._enter(list(units), len(self.blocks) if of_base else sum(b.slots[0] is not None for b in self.blocks))
+            for alike in self._divided(list(units)):
+                place = len(self.blocks) if of_base else sum(b.slots[0] is not None for b in self.blocks)
+                self._enter(alike, place)
+
+    def _divided(self, units: list[_Unit]) -> list[list[_Unit]]:
+        """Return the units that are prefilled together: one list, or those of new and of continued conversations."""
+        if self._arrived is None:
+            return [units]
+        continued = [row for unit in units for row in unit.rows if _known(self.requests[row[0]])]
+        fresh = [row for unit in units for row in unit.rows if row not in continued]
+        parts = [self.engine._units(self.requests, rows, apart=True) for rows in (fresh, continued)]
+        return [part for part in parts if part]
+
+    def _alike(self, asked: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Replace each request by the first one of its unit with the same prompt, of new conversations."""
+        first: dict[Any, tuple[int, int]] = {}
+        return [
+            key if _known(self.requests[key[1]]) else first.setdefault((key[0], *self.requests[key[1]].prompt_ids), key)
+            for key in asked
+        ]
 
     def _enter(self, units: Sequence[_Unit], place: int) -> None:
         """Prefill some units as a new block at this place."""
@@ -374,8 +423,10 @@ class _Decoder:
     def _prefill(self, block: _Block, place: int) -> None:
         """Run each prompt of a block once per unit: fills the cache, and gives the block its first logits."""
         asked = list(zip(block.unit_of.tolist(), (request for request, _ in block.rows)))
-        prompts = [key for key, _ in groupby(asked)]
-        prompt_of = torch.tensor([i for i, (_, rows) in enumerate(groupby(asked)) for _ in rows])
+        if self._arrived is not None:
+            asked = self._alike(asked)
+        prompts = list(dict.fromkeys(asked))
+        prompt_of = torch.tensor([{key: i for i, key in enumerate(prompts)}[key] for key in asked])
         per_unit = torch.bincount(torch.tensor([unit for unit, _ in prompts]), minlength=len(block.slots)).tolist()
         numbers, line = [request for _, request in prompts], PromptLine(self.base.num_layers)
         requests = [self.requests[number] for number in numbers]
@@ -383,8 +434,12 @@ class _Decoder:
         lengths, device = torch.tensor([len(request.prompt_ids) for request in requests]), self.base.device
         last = hidden[places[:, -1].to(device)]
         last = torch.cat([last, last[:1].expand(-len(last) % self.engine._row_multiple, -1)])
-        self.cache.admit(place, line, places.to(device), lengths, prompt_of, block.steps)
         there = prompt_of.to(device)
+        if self._arrived is None:
+            self.cache.admit(place, line, places.to(device), lengths, prompt_of, block.steps)
+        else:  # a copy of the prompt for each row: attention of several rows to one prompt has other bits than of one
+            each = torch.arange(len(block.rows))
+            self.cache.admit(place, line, places.to(device)[there], lengths[prompt_of], each, block.steps)
         if bool((block.settings.repetition_penalty != 1).any()):
             seen = torch.zeros((len(prompts), self.base.vocabulary_size), dtype=torch.bool, device=device)
             for i, request in enumerate(requests):
@@ -414,7 +469,7 @@ class _Decoder:
             continued = line.known is not None
             at = (known.cumsum(0) - known)[:, None] + torch.arange(width)
             trees = [
-                self._trees[slot].of(own)
+                self._trees[slot].of(own) if self._arrived is None else _nothing_in_common(len(own))
                 for slot, own in zip(slots, torch.split(torch.tensor(numbers), list(per_unit)))
             ]
             if activated := bool(self.engine.invocation) and slots[0] is not None:
@@ -462,6 +517,8 @@ class _Decoder:
         ended = block.read(self._eos, self.engine.stops)
         for row, why in ended:
             count = block.produced[row]
+            if self._arrived is not None:
+                self._let_keep(block, int((block.live == row).nonzero()[0]))
             said, logps = block.tokens[row, :count].tolist(), block.logps[row, :count].tolist()
             self._end(block.rows[row], Completion(said, logps, why))  # type: ignore[arg-type]
         if not ended:
@@ -471,17 +528,26 @@ class _Decoder:
         if keep is None:
             return
         leaving = torch.isin(torch.arange(len(block)), keep, invert=True)
-        for i in torch.nonzero(leaving)[:, 0].tolist():
-            row = int(block.live[i])
-            count = block.produced[row] - 1  # the last token was drawn but never fed, so it has no keys and values
-            if self.base.flattens and self.requests[block.rows[row][0]].conversation is not None:
-                said = block.tokens[row, :count].tolist()
-                self._kept[block.rows[row]] = self.cache.of_row(place, i, count), said
+        for i in torch.nonzero(leaving)[:, 0].tolist() if self._arrived is None else ():
+            self._let_keep(block, i)
         self.cache.select(place, keep)
         if len(keep):
             block.select(keep)
         else:
             del self.blocks[place]
+
+    def _let_keep(self, block: _Block, i: int) -> None:
+        """Remember what the conversation of a row that has ended, the i-th that is left, keeps."""
+        row = int(block.live[i])
+        request = self.requests[block.rows[row][0]]
+        if not self.base.flattens or request.conversation is None:
+            return
+        count = block.produced[row] - 1  # the last token was drawn but never fed, so it has no keys and values
+        kept, said = self.cache.of_row(self.blocks.index(block), i, count), block.tokens[row, :count].tolist()
+        if self._arrived is None:
+            self._kept[block.rows[row]] = kept, said
+        else:
+            _keep(request, kept, said)
 
     def _step(self) -> None:
         """Feed every row's last token at its own position: all blocks have their next logits."""
@@ -533,6 +599,24 @@ def _trees(requests: Sequence[GenerationRequest]) -> dict[int | None, _Tree]:
         )
         for slot, own in of_slot.items()
     }
+
+
+def _nothing_in_common(rows: int) -> TokenTree:
+    """Return the tree of rows that are all computed by themselves."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    return TokenTree(nothing, nothing, nothing, nothing, torch.full((rows,), -1))
+
+
+def _rows(requests: Sequence[GenerationRequest], first: int) -> list[Row]:
+    """Return the rows of the requests from a number on."""
+    return [(k, sample) for k in range(first, len(requests)) for sample in range(requests[k].samples)]
+
+
+def _keep(request: GenerationRequest, kept: Kept, said: Sequence[int]) -> None:
+    """Let a request's conversation keep the keys and values of its prompt and of what was said."""
+    conversation = request.conversation
+    assert conversation is not None
+    conversation.slot, conversation.kept, conversation.token_ids = request.slot, kept, [*request.prompt_ids, *said]
 
 
 def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
