@@ -495,8 +495,8 @@ class Stepping:
     Whoever adds a call may do something else until ``results``. Without a timeout nothing is called before that.
     """
 
-    def __init__(self, timeout: float | None) -> None:
-        self.timeout = timeout
+    def __init__(self, timeout: float | None, workers: int = _WORKERS) -> None:
+        self.timeout, self.most = timeout, workers
         self.seconds: list[float] = []
         """Those of each call that has ended in time."""
         self._calls: list[Callable[[], object]] = []
@@ -525,7 +525,7 @@ class Stepping:
         """Make a call as soon as one of the threads is free."""
         with self._lock:
             self._calls.append(call)
-            if self.timeout is not None and len(self._workers) < _WORKERS:
+            if self.timeout is not None and len(self._workers) < self.most:
                 self._start_worker()
 
     def results(self) -> list[Exception | None]:

@@ -1,8 +1,8 @@
 """Turns asks into graded trajectories; in a group of processes each does a share, and all of them get the whole."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
@@ -10,18 +10,19 @@ from typing import Any
 import torch
 
 from agilerl.data import Completion, EpisodeOutcome, Trajectory
-from agilerl.envs.core import Row, Task, grade_completions, waiting_graders
+from agilerl.envs.core import Row, Task, waiting_graders
 from agilerl.envs.episode_task import EpisodeTask
+from agilerl.envs.programs import AgentTask
 from agilerl.envs.prompts import decode_completions
-from agilerl.errors import RewardError
 from agilerl.functional import MetricReducer
 from agilerl.models.sharding import Lockstep, agreed
 from agilerl.processes import Processes
-from agilerl.rewards.combine import weighted
-from agilerl.rewards.grader import AllGradesFailedError, Grade, GradedRow, Grades
+from agilerl.rewards.grader import GradedRow
 from agilerl.rewards.waiting import EarlyGrading
+from agilerl.rollouts.endpoint.collect import collect_programs
 from agilerl.rollouts.engine import Ask, CollectReport, Failure, GenerationRequest, RolloutEngine, failure_of
 from agilerl.rollouts.episodes import collect_episodes
+from agilerl.rollouts.grading import Verdict, is_exam, verdicts_of
 
 Collected = tuple[list[list[Trajectory]], CollectReport]
 """The trajectories of each ask, in order, with the seconds spent and what failed."""
@@ -83,6 +84,8 @@ def generate_beside(
 def _collected(engine: RolloutEngine, task: Task | EpisodeTask, tokenizer: Any, asks: Sequence[Ask]) -> Collected:
     if isinstance(task, EpisodeTask):
         return collect_episodes(engine, task, tokenizer, asks)
+    if isinstance(task, AgentTask):
+        return collect_programs(engine, task, tokenizer, asks)
     return collect_answers(engine, task, tokenizer, asks)
 
 
@@ -116,7 +119,7 @@ def collect_answers(
     report = CollectReport()
     start = perf_counter()
     requests = [ask.generation(ask.place.prompt_ids, ask.samples) for ask in asks]
-    graders = waiting_graders(task, exam=_is_exam(asks))
+    graders = waiting_graders(task, exam=is_exam(asks))
     with EarlyGrading(graders, dict.fromkeys(key for ask in asks for key in (*ask.place.row, _IDS))) as grading:
         early = _Early(grading, task, tokenizer, asks)
         groups = engine.generate(requests, early) if grading.graders else engine.generate(requests)
@@ -128,10 +131,10 @@ def collect_answers(
         whole = [n for n, (_, completion) in enumerate(flat) if completion.finish_reason != "oom"]
         graded = [asks[flat[n][0]] for n in whole]
         rows = [early.row(n, flat[n][1]) or _graded_row(ask, flat[n][1]) for n, ask in zip(whole, graded)]
-        verdicts = dict(zip(whole, _verdicts(task, graded, rows, [texts[n] for n in whole])))
+        verdicts = dict(zip(whole, verdicts_of(task, graded, rows, [texts[n] for n in whole])))
     result: list[list[Trajectory]] = [[] for _ in asks]
     for n, (number, completion) in enumerate(flat):
-        verdict = verdicts.get(n, _Verdict())
+        verdict = verdicts.get(n, Verdict())
         if completion.finish_reason == "oom":
             report.failures.append(Failure(number, "oom", "memory does not hold a single completion"))
         elif verdict.reward is None and verdict.error is not None:
@@ -149,10 +152,6 @@ def _graded_row(ask: Ask, completion: Completion) -> Row:
     row = GradedRow({**ask.place.row, _IDS: completion.token_ids})
     row.state, row.group = ask.state, id(ask)
     return row
-
-
-def _is_exam(asks: Sequence[Ask]) -> bool:
-    return any(ask.split != "train" for ask in asks)
 
 
 class _Early:
@@ -179,51 +178,7 @@ class _Early:
         return row if row is not None and row[_IDS] == completion.token_ids else None
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    """What the graders said about one completion."""
-
-    reward: Grade = None
-    scores: Mapping[str, Grade] = field(default_factory=dict)
-    failed: tuple[str, ...] = ()
-    error: RewardError | None = None
-    """What went wrong first."""
-
-
-def _verdicts(task: Task, asks: Sequence[Ask], rows: Sequence[Row], texts: Sequence[str]) -> list[_Verdict]:
-    """Grade completions; if a grader fails on a whole batch, its error stands for each of them."""
-    try:
-        grades = grade_completions(task, rows, texts, exam=_is_exam(asks))
-    except AllGradesFailedError as error:
-        return [_Verdict(error=error.reasons.get(place, error)) for place in range(len(asks))]
-    except RewardError as error:
-        slots = {ask.slot for ask in asks}
-        if len(slots) < 2:
-            return [_Verdict(error=error) for _ in asks]
-        # The grader broke its protocol on the whole batch. Grade agent by agent, so that the texts of one agent do not
-        # cost the other agents their grades.
-        found: dict[int, _Verdict] = {}
-        for slot in slots:
-            own = [place for place, ask in enumerate(asks) if ask.slot == slot]
-            parts = [asks[k] for k in own], [rows[k] for k in own], [texts[k] for k in own]
-            found |= dict(zip(own, _verdicts(task, *parts)))
-        return [found[place] for place in range(len(asks))]
-    rewards = _rewards(asks, grades)
-    return [
-        _Verdict(reward, grades.scores_at(place), grades.failed_at(place), grades.reasons.get(place))
-        for place, reward in enumerate(rewards)
-    ]
-
-
-def _rewards(asks: Sequence[Ask], grades: Grades) -> list[Grade]:
-    """Return the reward of each completion, by the weights of the agent that it is for."""
-    # An agent's asks share one mapping, so one weighted sum over the batch for each mapping is enough.
-    distinct = {id(ask.weights): ask.weights for ask in asks if ask.weights is not None}
-    sums = {key: weighted(grades, weights) for key, weights in distinct.items()}
-    return [sums.get(id(ask.weights), grades.rewards)[place] for place, ask in enumerate(asks)]
-
-
-def _trajectory(ask: Ask, completion: Completion, text: str, verdict: _Verdict) -> Trajectory:
+def _trajectory(ask: Ask, completion: Completion, text: str, verdict: Verdict) -> Trajectory:
     return Trajectory(
         prompt_ids=list(ask.place.prompt_ids),
         token_ids=completion.token_ids,

@@ -78,6 +78,8 @@ class TorchEngine:
     """
 
     exact = True
+    takes_arrivals = True
+    """Whether ``generate`` has the argument ``arrivals``."""
 
     def __init__(
         self,
