@@ -208,11 +208,17 @@ def _replace_code(environment: Any, found: Callable[[str, str], str]) -> None:
     if not isinstance(environment, dict):
         return
     graders = environment.get("graders")
-    named = [(environment, "env_id", "env_id")]
+    named = [(environment, "env_id", "env_id"), (environment, "agent", "agent")]
     if isinstance(graders, list):
         named += [(g, "name", f"graders.{n}.name") for n, g in enumerate(graders) if isinstance(g, dict)]
     for owner, name, key in named:
         _replace_code_at(owner, name, key, found)
+    command = environment.get("agent")
+    if isinstance(command, list):
+        environment["agent"] = [
+            found(part, "agent") if isinstance(part, str) and part.endswith(".py") and part.isprintable() else part
+            for part in command
+        ]
 
 
 def _replace_code_at(owner: dict[str, Any], name: str, key: str, found: Callable[[str, str], str]) -> None:
@@ -302,6 +308,8 @@ def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:
         code = file_of(name)
         if code is not None:
             yield "code", code
+    if isinstance(environment.agent, list):
+        yield from (("code", Path(part)) for part in environment.agent if part.endswith(".py"))
 
 
 def check_allowed(config: RunConfig) -> None:
@@ -316,6 +324,9 @@ def _named_code(config: RunConfig) -> Iterator[tuple[str, str]]:
     named = {"environment.env_id": config.environment.env_id or "", **graders}
     named["selection_strategy.name"] = config.selection_strategy.strategy
     trackers = [("training.trackers", name) for name in config.training.trackers]
+    agent = config.environment.agent
+    if agent is not None:
+        yield "environment.agent", agent if isinstance(agent, str) else shlex.join(agent)
     yield from ((where, name) for where, name in [*named.items(), *trackers] if names_code(name))
 
 
