@@ -105,7 +105,7 @@ def run_program(program: Program, row: Mapping[str, Any], base_url: str, api_key
 
     Raises:
         EnvError: the program failed; the error ends with its own.
-        TimeoutError: a command took too long, and was ended.
+        TimeoutError: it took too long, and was ended.
     """
     if not callable(program):
         return _command(program, row, base_url, api_key, timeout)
@@ -115,6 +115,8 @@ def run_program(program: Program, row: Mapping[str, Any], base_url: str, api_key
                 return asyncio.run(_awaited(program, row, base_url, api_key, timeout))
             with client(base_url, api_key, timeout) as synchronous:
                 return program(synchronous, dict(row))
+    except TimeoutError:
+        raise
     except Exception as error:
         raise EnvError(_told(error)) from error
 
@@ -159,12 +161,13 @@ def _command(command: Sequence[str], row: Mapping[str, Any], base_url: str, api_
         )
     except OSError as error:
         raise EnvError(f"environment.agent: {command[0]} cannot be started: {error}") from error
-    try:
-        out, errors = process.communicate(json.dumps(dict(row), default=str), timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise TimeoutError(f"no result within {timeout:g} seconds") from None
-    finally:
-        _end(process)
+    with process:  # closes the pipes
+        try:
+            out, errors = process.communicate(json.dumps(dict(row), default=str), timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"no result within {timeout:g} seconds") from None
+        finally:
+            _end(process)
     if process.returncode:
         last = "\n".join(errors.strip().splitlines()[-_ERROR_LINES:])
         raise EnvError(f"{Path(command[0]).name} ended with status {process.returncode}: {last}")

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty
 from threading import Thread
@@ -24,6 +25,43 @@ _QUIET = 0.004
 _POLL = 0.05
 
 
+@dataclass(eq=False)
+class _Episode:
+    """One run of the program."""
+
+    number: int
+    """Position of its ask."""
+    session: Session
+    result: Any = None
+    error: Exception | None = None
+    messages: Sequence[dict[str, Any]] = ()
+    """The conversation."""
+    trajectories: list[Trajectory] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """What graders read: the result, or what the model said last."""
+        said = self.messages[-1].get("content", "") if self.messages else ""
+        return str(said if self.result is None else self.result)
+
+    @property
+    def row(self) -> GradedRow:
+        """The row as graders get it."""
+        last = self.session.calls[-1].completion
+        ids = last.token_ids if last is not None else []
+        own = {"messages": self.messages, "result": self.result, "completion_ids": ids}
+        row = GradedRow({**self.session.ask.place.row, **own})
+        row.state, row.group = self.session.ask.state, id(self.session.ask)
+        return row
+
+    def play(self, task: AgentTask, url: str, key: str) -> None:
+        """Run the program."""
+        try:
+            self.result = run_program(task.program, self.session.ask.place.row, url, key, task.limits.timeout)
+        finally:
+            self.session.over = True
+
+
 def collect_programs(
     engine: RolloutEngine, task: AgentTask, tokenizer: Any, asks: Sequence[Ask]
 ) -> tuple[list[list[Trajectory]], CollectReport]:
@@ -34,36 +72,25 @@ def collect_programs(
     """
     report, start = CollectReport(), perf_counter()
     of_slot = Counter(ask.slot for ask in asks for _ in range(ask.samples))
-    sessions, owners = list[Session](), list[int]()
-    most = max((ask.sampling(1).max_new_tokens for ask in asks), default=1)
+    sessions = list[Session]()
     endpoint = Endpoint(
         tokenizer,
         sessions,
         task.models(),
         context_length=min((ask.context_length for ask in asks), default=1),
-        most_new_tokens=most,
+        most_new_tokens=max((ask.sampling(1).max_new_tokens for ask in asks), default=1),
     )
+    episodes = []
     for number, ask in enumerate(asks):
         for sample in range(ask.samples):
             keeps = of_slot[ask.slot] <= UNIT_ROWS
             sessions.append(Session(ask, sample, task.limits, endpoint.chat_of, keeps))
-            owners.append(number)
-    results: list[Any] = [None] * len(sessions)
-
-    def play(number: int) -> None:
-        session = sessions[number]
-        try:
-            results[number] = run_program(
-                task.program, session.ask.place.row, endpoint.url(number), endpoint.key, task.limits.timeout
-            )
-        finally:
-            session.over = True
-
+            episodes.append(_Episode(number, sessions[-1]))
     with endpoint, Stepping(task.limits.timeout + 1, workers=task.limits.concurrency) as stepping:
-        for number in range(len(sessions)):
-            stepping.add(partial(play, number))
-        ended: list[Exception | None] = []
-        waiting = Thread(target=lambda: ended.extend(stepping.results()), daemon=True)
+        for number, episode in enumerate(episodes):
+            stepping.add(partial(episode.play, task, endpoint.url(number), endpoint.key))
+        errors: list[Exception | None] = []
+        waiting = Thread(target=lambda: errors.extend(stepping.results()), daemon=True)
         waiting.start()
         while waiting.is_alive():
             pending = _arrived(endpoint, sessions, task.limits.concurrency)
@@ -72,9 +99,14 @@ def collect_programs(
                 _answer(engine, endpoint, pending)
                 report.rollout += perf_counter() - begun
         waiting.join()
-    groups = _graded(task, tokenizer, sessions, owners, results, ended, report)
+    for episode, error in zip(episodes, errors, strict=True):
+        episode.error, episode.session.over = error, True
+    _grade(task, episodes, report)
     report.reward = perf_counter() - start - report.rollout
-    return [[t for k, own in zip(owners, groups) if k == number for t in own] for number in range(len(asks))], report
+    groups: list[list[Trajectory]] = [[] for _ in asks]
+    for episode in episodes:
+        groups[episode.number] += episode.trajectories
+    return groups, report
 
 
 def _arrived(endpoint: Endpoint, sessions: Sequence[Session], concurrency: int) -> list[Pending]:
@@ -117,52 +149,31 @@ def _answer(engine: RolloutEngine, endpoint: Endpoint, pending: list[Pending]) -
             p.answer.cancel()
 
 
-def _graded(
-    task: AgentTask,
-    tokenizer: Any,
-    sessions: Sequence[Session],
-    owners: Sequence[int],
-    results: Sequence[Any],
-    ended: Sequence[Exception | None],
-    report: CollectReport,
-) -> list[list[Trajectory]]:
-    """Return the trajectories of each session, graded; adds to the report what failed."""
-    transcripts = [session.transcript() for session in sessions]
-    texts, rows = [], []
-    for session, result, messages in zip(sessions, results, transcripts):
-        said = messages[-1].get("content", "") if messages else ""
-        texts.append(str(said if result is None else result))
-        row = GradedRow({**session.ask.place.row, "messages": messages, "result": result})
-        ids = session.calls[-1].completion.token_ids if session.calls and session.calls[-1].completion else []
-        row["completion_ids"] = ids
-        row.state, row.group = session.ask.state, id(session.ask)
-        rows.append(row)
-    whole = [n for n, error in enumerate(ended) if error is None and sessions[n].calls]
-    asks = [sessions[n].ask for n in whole]
-    graded = dict(zip(whole, verdicts_of(task.task, asks, [rows[n] for n in whole], [texts[n] for n in whole])))
-    groups = []
-    for n, (session, error) in enumerate(zip(sessions, ended)):
-        verdict, message = graded.get(n, Verdict()), None
-        if error is not None:
+def _grade(task: AgentTask, episodes: Sequence[_Episode], report: CollectReport) -> None:
+    """Set the trajectories of each episode, graded; adds to the report what failed."""
+    for episode in episodes:
+        episode.messages = episode.session.transcript()
+    whole = [e for e in episodes if e.error is None and e.session.calls]
+    asks = [e.session.ask for e in whole]
+    verdicts = dict(zip(map(id, whole), verdicts_of(task.task, asks, [e.row for e in whole], [e.text for e in whole])))
+    for episode in episodes:
+        verdict, message = verdicts.get(id(episode), Verdict()), None
+        if (error := episode.error) is not None:
             message = str(error) if isinstance(error, EnvError | TimeoutError) else f"{type(error).__name__}: {error}"
             kind: Any = "timeout" if isinstance(error, TimeoutError) else "reward_error"
-            report.failures.append(Failure(owners[n], kind, message))
-        elif not session.calls:
+            report.failures.append(Failure(episode.number, kind, message))
+        elif not episode.session.calls:
             message = "the program did not call the model"
-            report.failures.append(Failure(owners[n], "reward_error", message))
+            report.failures.append(Failure(episode.number, "reward_error", message))
         elif verdict.reward is None and verdict.error is not None:
-            report.failures.append(failure_of(owners[n], verdict.error))
-        groups.append(
-            session.trajectories(
-                None if message else verdict.reward,
-                _log(transcripts[n], texts[n]),
-                session.ask.place.row,
-                message,
-                scores=verdict.scores,
-                failed=verdict.failed,
-            )
+            report.failures.append(failure_of(episode.number, verdict.error))
+        episode.trajectories = episode.session.trajectories(
+            None if message else verdict.reward,
+            _log(episode.messages, episode.text),
+            message,
+            scores=verdict.scores,
+            failed=verdict.failed,
         )
-    return groups
 
 
 def _log(messages: Sequence[dict[str, Any]], text: str) -> str:

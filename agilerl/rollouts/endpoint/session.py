@@ -211,7 +211,7 @@ class Session:
         return [dict(message) for message in (*last.messages, last.reply or {})]
 
     def trajectories(
-        self, reward: float | None, text: str, row: Mapping[str, Any], error: str | None = None, **graded: Any
+        self, reward: float | None, text: str, error: str | None = None, **graded: Any
     ) -> list[Trajectory]:
         """Return the training rows with the reward, which belongs to the last call; NaN without one."""
         turns = len(self.calls)
@@ -233,7 +233,7 @@ class Session:
                 turn_ids=part.turn_ids,
                 finish_reason="error" if broken else finish or (last.finish_reason if last else "stop"),
                 text=text,
-                row=row,
+                row=self.ask.place.row,
                 episode=self.sample,
                 outcome=outcome,
                 **graded,
