@@ -177,7 +177,8 @@ def _grade(task: AgentTask, episodes: Sequence[_Episode], report: CollectReport)
 
 
 def _log(messages: Sequence[dict[str, Any]], text: str) -> str:
-    """Return a conversation as text, for logs."""
+    """Return a conversation of several replies as text, for logs; of one reply the text alone."""
+    if sum(m.get("role") == "assistant" for m in messages) < 2:
+        return text
     marks = [">" if m.get("role") == "assistant" else "<" for m in messages]
-    lines = [f"{mark} {m.get('content') or m.get('tool_calls', '')}" for mark, m in zip(marks, messages)]
-    return "\n".join(lines[1:] or [text])
+    return "\n".join(f"{mark} {m.get('content') or m.get('tool_calls', '')}" for mark, m in zip(marks, messages))
