@@ -19,7 +19,7 @@ from agilerl.envs.prompts import ChatFormat, decode_completions, text_ids
 from agilerl.envs.tools.parsers import TextTagParser, ToolCall, ToolCallParser, parser_for
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.padding import decoded
-from agilerl.rollouts.endpoint.session import Call, RefusedError, Session
+from agilerl.rollouts.endpoint.session import Call, RefusedError, Rendering, Session
 from agilerl.rollouts.engine import GenerationRequest, SamplingSettings
 
 LARGEST_BODY = 8 * 2**20
@@ -57,7 +57,7 @@ class Endpoint:
         self.context_length, self.most_new_tokens = context_length, most_new_tokens
         self.key = secrets.token_urlsafe(24)
         self.inbox: SimpleQueue[Pending] = SimpleQueue()
-        self._chats: dict[str, ChatFormat] = {}
+        self._chats: dict[str, Rendering] = {}
         self._parser: ToolCallParser | None = None
         self._others: dict[tuple[int | None, str], Session] = {}
         """Who counts the calls of other models, by episode."""
@@ -353,25 +353,38 @@ class Endpoint:
         key = (*session.ask.key, *call.key)
         return GenerationRequest(self.models[body["model"]], call.prompt_ids, 1, sampling, "other", key)
 
-    def chat_of(self, tools: str) -> ChatFormat:
-        """Return how conversations with these tools are rendered."""
+    def chat_of(self, tools: str) -> Rendering:
+        """Return how conversations with these tools are rendered: by the chat template, or told in a system message."""
         if tools not in self._chats:
-            self._chats[tools] = ChatFormat(self.tokenizer, tools=json.loads(tools))
+            schemas = json.loads(tools)
+            try:
+                self._chats[tools] = Rendering(ChatFormat(self.tokenizer, tools=schemas))
+            except ConfigError:
+                if not schemas:
+                    raise
+                lines = [json.dumps(schema.get("function", schema)) for schema in schemas]
+                told = "\n".join([f"You may call these functions. {self._calls().instruction}.", *lines])
+                self._chats[tools] = Rendering(ChatFormat(self.tokenizer), told)
         return self._chats[tools]
 
-    def _message(self, completion: Completion, text: str, with_tools: bool) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": text}
-        if not with_tools:
-            return message
+    def _calls(self) -> ToolCallParser:
+        """Return the parser of the model's tool calls: of its family, else of tags in the text."""
         if self._parser is None:
             try:
                 self._parser = parser_for(self.tokenizer)
             except ConfigError:
                 self._parser = TextTagParser()
-        parsed = self._parser.parse(completion.token_ids, text)
+        return self._parser
+
+    def _message(self, completion: Completion, text: str, with_tools: bool) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if not with_tools:
+            return message
+        parser = self._calls()
+        parsed = parser.parse(completion.token_ids, text)
         calls = [call for call in parsed if isinstance(call, ToolCall)]
         if calls and len(calls) == len(parsed):  # a call that cannot be read stays text, and the program sees it
-            tags = self._parser.tags or ("<tool_call>",)
+            tags = parser.tags or ("<tool_call>",)
             message["content"] = min((text.partition(tag)[0] for tag in tags), key=len).strip() or None
             message["tool_calls"] = [
                 {

@@ -52,6 +52,25 @@ class Call:
         return self if self.parent is None else self.parent.root
 
 
+@dataclass(frozen=True)
+class Rendering:
+    """How conversations with some tools become tokens."""
+
+    chat: ChatFormat
+    told: str | None = None
+    """What a system message says of the tools, for chat templates that do not show them; None: the template does."""
+
+    def messages(self, plain: Sequence[Message], *, begins: bool) -> list[Message]:
+        """Return messages in the form that the chat template takes; ``begins``: the first of them begin it."""
+        if self.told is None:
+            return [_for_template(message) for message in plain]
+        written = [_as_text(message) for message in plain]
+        if not begins:
+            return written
+        system = written.pop(0)["content"] if written[0]["role"] == "system" else ""
+        return [{"role": "system", "content": f"{system}\n\n{self.told}".strip()}, *written]
+
+
 @dataclass(eq=False)
 class Session:
     """The calls of one episode. Only the server's thread changes it, until the episode is over."""
@@ -59,7 +78,7 @@ class Session:
     ask: Ask
     sample: int
     limits: ProgramLimits
-    chat_of: Callable[[str], ChatFormat]
+    chat_of: Callable[[str], "Rendering"]
     """From tools, as JSON, to how conversations with them are rendered."""
     keeps: bool = True
     """Whether the engine may keep what it has computed of conversations."""
@@ -86,18 +105,18 @@ class Session:
         Raises RefusedError, ConfigError or EnvError for messages that cannot be rendered.
         """
         plain, described = [normalised(message) for message in messages], json.dumps(list(tools), sort_keys=True)
-        chat, best = self.chat_of(described), None
+        rendering, best = self.chat_of(described), None
         for call in self.calls:
             said = (*call.messages, call.reply) if call.messages else ()
             if said and call.tools == described and len(said) < len(plain) and list(said) == plain[: len(said)]:
                 best = call if best is None or len(call.ids) > len(best.ids) else best
         if best is None:
-            ids = chat.prompt([_for_template(message) for message in plain])
+            ids = rendering.chat.prompt(rendering.messages(plain, begins=True))
         else:
             assert best.completion is not None
-            new = plain[len(best.messages) + 1 :]
-            before = [_for_template(message) for message in best.messages]
-            ids = best.ids + chat.between(before, best.completion.token_ids, [_for_template(m) for m in new])
+            before = rendering.messages(best.messages, begins=True)
+            new = rendering.messages(plain[len(best.messages) + 1 :], begins=False)
+            ids = best.ids + rendering.chat.between(before, best.completion.token_ids, new)
         call = self.of_tokens(ids)
         call.messages, call.tools = tuple(plain), described
         return call
@@ -292,6 +311,17 @@ def _for_template(message: Message) -> Message:
         for c in message["tool_calls"]
     ]
     return {**message, "tool_calls": calls}
+
+
+def _as_text(message: Message) -> Message:
+    """Return a message for a chat template without tools: calls as the text of the family ``text``, results as said."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": message["content"]}
+    calls = [
+        f"<tool_call>{json.dumps({'name': c['name'], 'arguments': c['arguments']})}</tool_call>"
+        for c in message.get("tool_calls", ())
+    ]
+    return {"role": message["role"], "content": message["content"] + "".join(calls)}
 
 
 def _digest(ids: Sequence[int]) -> tuple[int, ...]:
