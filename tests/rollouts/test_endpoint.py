@@ -274,8 +274,9 @@ def test_what_is_no_program_is_refused(program: Any) -> None:
 class Served:
     """An endpoint whose engine answers in a thread, as a collection does."""
 
-    def __init__(self, episodes: int = 3, **limits: Any) -> None:
+    def __init__(self, episodes: int = 3, engine: Any = None, **limits: Any) -> None:
         self.runtime = Runtime.from_pretrained("embedded", seed=0)
+        self.engine = engine or self.runtime.engine
         self.agent = GRPO(runtime=self.runtime, index=0, group_size=2, batch_size=2, max_output_tokens=8, seed=0)
         self.sessions: list[Session] = []
         self.endpoint = Endpoint(
@@ -300,7 +301,7 @@ class Served:
         while not self.ended.is_set():
             pending = _arrived(self.endpoint, self.sessions, 1)
             if pending:
-                _answer(self.runtime.engine, self.endpoint, pending)
+                _answer(self.engine, self.endpoint, pending)
 
     def __exit__(self, *_: object) -> None:
         self.ended.set()
@@ -443,6 +444,101 @@ def test_no_port_is_left_open() -> None:
     for url in urls:
         with pytest.raises(httpx.ConnectError):
             httpx.get(url + "/models")
+
+
+# -- tools ------------------------------------------------------------------------------------------------------------
+
+
+class Says:
+    """An engine that says the same texts whatever it is asked, one each time; it takes requests in batches only."""
+
+    exact = False
+
+    def __init__(self, tokenizer: Any, *texts: str) -> None:
+        self.tokenizer, self.texts = tokenizer, list(texts)
+
+    def generate(self, requests: Any, on_completion: Any = None) -> list[list[Completion]]:
+        found = []
+        for _ in requests:
+            ids = [
+                *self.tokenizer(self.texts.pop(0), add_special_tokens=False)["input_ids"],
+                self.tokenizer.eos_token_id,
+            ]
+            found.append([Completion(ids, [-0.5] * len(ids), "stop")])
+        return found
+
+
+MULTIPLY = {
+    "type": "function",
+    "function": {
+        "name": "multiply",
+        "description": "Multiply two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+CALLED = 'Let me see. <tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
+
+
+def test_a_tool_is_called_and_its_result_continues_the_conversation() -> None:
+    """The chat template shows no tools: a system message does, and the result comes as a user's message."""
+    tokenizer = Runtime.from_pretrained("embedded").tokenizer
+    with Served(2, Says(tokenizer, CALLED, "42", "<tool_call>{broken", CALLED)) as served:
+        client, session = served.client(0), served.sessions[0]
+        asked: list[Any] = [{"role": "user", "content": "6 x 7?"}]
+        reply = client.chat.completions.create(model="policy", messages=asked, tools=[MULTIPLY])  # type: ignore[list-item]
+        assert reply.choices[0].finish_reason == "tool_calls"
+        message = reply.choices[0].message
+        (call,) = message.tool_calls or ()
+        assert message.content == "Let me see."
+        assert json.loads(call.function.arguments) == {"a": 6, "b": 7}  # type: ignore[union-attr]
+        asked += [message, {"role": "tool", "tool_call_id": call.id, "content": "42"}]
+        last = client.chat.completions.create(model="policy", messages=asked, tools=[MULTIPLY])  # type: ignore[list-item]
+        assert last.choices[0].message.content == "42"
+        (row,) = session.rows()
+        text = tokenizer.decode(row.ids)
+        assert '"name": "multiply", "parameters"' in text
+        assert text.count("Let me see.") == 1
+        assert [turn for turn, token in zip(row.turn_ids, row.token_ids) if turn >= 0].count(1) == 3
+        assert session.transcript()[-2]["content"] == "42"
+        broken = client.chat.completions.create(model="policy", messages=asked[:1], tools=[MULTIPLY])  # type: ignore[list-item]
+        assert (broken.choices[0].message.tool_calls, broken.choices[0].finish_reason) == (None, "stop")
+        streamed = client.chat.completions.create(
+            model="policy",
+            messages=asked[:1],
+            tools=[MULTIPLY],
+            stream=True,  # type: ignore[list-item]
+        )
+        calls = [c for chunk in streamed if chunk.choices for c in chunk.choices[0].delta.tool_calls or ()]
+        assert [c.function.name for c in calls if c.function] == ["multiply"]
+
+
+def test_an_agent_of_langgraph_learns_unchanged() -> None:
+    """A graph with a tool node, as its users write it; the model is LangChain's client of OpenAI."""
+    from langchain.agents import create_agent
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    @tool
+    def multiply(a: int, b: int) -> int:
+        """Multiply two numbers."""
+        return a * b
+
+    def graph(client: Any, row: Row) -> str:
+        model = ChatOpenAI(model="policy", base_url=str(client.base_url), api_key=client.api_key)
+        ended = create_agent(model, [multiply]).invoke({"messages": [("user", row["question"])]})
+        return str(ended["messages"][-1].content)
+
+    tokenizer = Runtime.from_pretrained("embedded").tokenizer
+    answers = iter([CALLED, "42"])
+    with Served(1, Says(tokenizer, *answers)) as served:
+        assert graph(served.client(0), {"question": "6 x 7?"}) == "42"
+        (row,) = served.sessions[0].rows()
+        assert set(row.turn_ids) == {-1, 0, 1}
+    trained = population(AgentTask(Letters(), graph), 1)
+    rollout = trained.rollout()
+    assert not rollout.failures
+    assert all(t.token_ids for t in rollout.trajectories[0])
+    trained.learn(rollout)
 
 
 # -- what is captured -------------------------------------------------------------------------------------------------
