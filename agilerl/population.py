@@ -23,6 +23,7 @@ from agilerl.envs.core import TRIED_ROWS, Lengths, Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.examples import DataTask, examples_at
 from agilerl.envs.graded import all_weights, check_evolving_weights
+from agilerl.envs.programs import AgentTask
 from agilerl.errors import ConfigError, MemoryExhaustedError
 from agilerl.functional import MetricReducer
 from agilerl.hpo.fitness import Fitness, ranking
@@ -175,6 +176,8 @@ class Population:
         self._lengths: dict[tuple[str, int, int], Lengths] = {}
         """Cached panels and lengths, by split, size and context."""
         task.fit(self.tokenizer, self.context_length - 1)
+        if isinstance(task, AgentTask):
+            task.models = self._models
 
     def __repr__(self) -> str:
         return f"Population({len(self.agents)} agents on {self.runtime.base.name!r}, next_index={self.next_index})"
@@ -189,6 +192,11 @@ class Population:
             if agent.index == index:
                 return agent
         raise ConfigError(f"no agent {index} in this population; found {[a.index for a in self.agents]}")
+
+    def _models(self) -> dict[str, int | None]:
+        """Return the slots of the models that programs may ask for by name."""
+        best = max(self.agents, key=lambda a: a.fitness[-1] if a.fitness else -math.inf)
+        return {"base": None, "elite": best.slot, **{f"agent-{a.index}": a.slot for a in self.agents}}
 
     @property
     def everyone(self) -> Sequence[Known]:

@@ -221,6 +221,7 @@ def named_by(node: ast.expr, names: dict[str, object]) -> Callable[..., object] 
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the manifests of the tutorials and of the pages, and the rows that some of them name."""
     shutil.copytree(ROOT / "tutorials" / "manifests", tmp_path / "tutorials" / "manifests")
+    shutil.copytree(ROOT / "tutorials" / "agents", tmp_path / "tutorials" / "agents")
     shutil.copytree(tiny_model_path(), tmp_path / "build" / "smollm2")  # in place of SmolLM2, which tests/real has
     for name, columns in (("rows.jsonl", ("question", "answer")), ("more.jsonl", ("problem", "solution"))):
         rows = ({columns[0]: f"{name} {i}", columns[1]: str(i)} for i in range(64))

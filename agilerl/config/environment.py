@@ -103,6 +103,19 @@ class GraderConfig(Section):
         return self.label or code_name(self.name)
 
 
+class AgentLimitsConfig(Section):
+    """What the program ``environment.agent`` may use."""
+
+    timeout: Annotated[float, Field(gt=0)] = 300.0
+    """Seconds of an episode; a program that needs more has no grade."""
+    concurrency: Annotated[int, Field(ge=1, le=1024)] = 64
+    """Episodes at a time. Results do not depend on it."""
+    max_calls: Annotated[int, Field(ge=1)] = 64
+    """Most calls of the model in an episode; further ones are refused."""
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    """Most tokens that an episode may generate; None: no limit beside that of each call."""
+
+
 def _as_list(value: Any) -> Any:
     """Let one dataset, or its path alone, stand for a list."""
     values = value if isinstance(value, list) else [value] if isinstance(value, str | Mapping) else value
@@ -141,6 +154,12 @@ class EnvironmentConfig(Section):
     env_id: str | None = None
     """``multiturn``: id of a text environment that is registered with gymnasium, ``agilerl/GuessTheNumber-v0``. With
     ``--allow-code`` also a custom class: ``env.py:MyEnv``, in the manifest's folder or below, or ``module:Name``."""
+    agent: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)] | None = None
+    """A program that answers the questions of ``task`` or ``dataset`` by calls of the run's OpenAI-compatible endpoint:
+    ``agent.py:agent``, a function of a client and a row, or a command line, ``[python, solve.py]``. Both need
+    ``--allow-code``."""
+    agent_limits: AgentLimitsConfig = AgentLimitsConfig()
+    """What such a program may use."""
     max_turns: Annotated[int | None, Field(ge=1)] = None
     """``multiturn``: most actions of an episode; None: the environment's own limit."""
     enable_sliding_window: bool = False
@@ -196,6 +215,12 @@ class EnvironmentConfig(Section):
             self._refuse(("answer_phrase",), f"for answer_format: after, found {self.answer_format}")
         if self.graders is None:
             self._refuse(("fitness_grader",), "for environment.graders, found none")
+        if self.agent is None:
+            self._refuse(("agent_limits",), "for environment.agent, found none")
+        else:
+            self._refuse(("conversation_template",), "not read by environment.agent, which writes its own prompts")
+            if self.env_type != "reasoning":
+                self._refuse(("agent",), f"for env_type: reasoning, found {self.env_type}")
         return self
 
     @model_validator(mode="after")

@@ -69,13 +69,19 @@ def locate(values: Mapping[str, Any], folder: Path | None = None) -> None:
             for root in (folder, Path.cwd()):
                 _check_inside(leads_to(text, root), text, f"environment.{key}", folder)
     graders = environment.get("graders")
-    coded = [(environment, "env_id", "environment.env_id"), (strategy, "name", "selection_strategy.name")]
+    coded = [(environment, name, f"environment.{name}") for name in ("env_id", "agent")]
+    coded.append((strategy, "name", "selection_strategy.name"))
     for number, grader in enumerate(graders if isinstance(graders, list) else ()):
         if isinstance(grader, dict):
             coded.append((grader, "name", f"environment.graders.{number}.name"))
     for owner, name, key in coded:
         if name in owner:
             owner[name] = _located_code(owner[name], key, folder)
+    if isinstance(command := environment.get("agent"), list):
+        environment["agent"] = [
+            _beside(part, "environment.agent", folder) if str(part).endswith(".py") and part.isprintable() else part
+            for part in command
+        ]
     trackers = training.get("trackers")
     if isinstance(trackers, str | list | dict):
         listed = [trackers] if isinstance(trackers, str) else trackers
@@ -247,6 +253,8 @@ def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:
         code = file_of(name)
         if code is not None:
             yield "code", code
+    if isinstance(environment.agent, list):
+        yield from (("code", Path(part)) for part in environment.agent if part.endswith(".py"))
 
 
 def check_allowed(config: RunConfig) -> None:
@@ -261,6 +269,9 @@ def _named_code(config: RunConfig) -> Iterator[tuple[str, str]]:
     named = {"environment.env_id": config.environment.env_id or "", **graders}
     named["selection_strategy.name"] = config.selection_strategy.strategy
     trackers = [("training.trackers", name) for name in config.training.trackers]
+    agent = config.environment.agent
+    if agent is not None:
+        yield "environment.agent", agent if isinstance(agent, str) else shlex.join(agent)
     yield from ((where, name) for where, name in [*named.items(), *trackers] if names_code(name))
 
 

@@ -44,6 +44,8 @@ class EpisodeOutcome:
     """What truncated the episode: the turn limit, a full context, or the environment; None: it ended by itself."""
     error: str | None = None
     """The error of the environment, if any; such an episode has no grade."""
+    breaks: int = 0
+    """Of an agent program: prompts that show another history of the model than was sampled."""
 
 
 @dataclass(slots=True)

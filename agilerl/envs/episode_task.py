@@ -48,7 +48,7 @@ class EpisodeLimits:
 
 
 @dataclass
-class _Row:
+class TrainingRow:
     """Tokens of one training row."""
 
     prompt_ids: list[int]
@@ -60,9 +60,11 @@ class _Row:
 
     @property
     def ids(self) -> list[int]:
+        """All tokens."""
         return self.prompt_ids + self.token_ids
 
     def append(self, ids: Sequence[int], turn: int, logprobs: Sequence[float] | None) -> None:
+        """Add what was sampled in a turn; with turn -1, what the environment wrote."""
         self.token_ids += ids
         self.turn_ids += [turn] * len(ids)
         # One unknown log-prob discards all of the row's: a made-up number would enter the loss.
@@ -84,7 +86,7 @@ class Episode:
         """What went wrong in the environment, or None."""
         self.rewards: list[float] = []
         self.info: dict[str, Any] = {}
-        self._rows: list[_Row] = []
+        self._rows: list[TrainingRow] = []
         self._turns: list[list[int]] = []
         """For each turn, its completion and what the environment wrote after it."""
         self._messages: list[dict[str, Any]] = []
@@ -117,7 +119,7 @@ class Episode:
         system = [] if self.env.system_prompt is None else [{"role": "system", "content": self.env.system_prompt}]
         self._opening = system + _observed(observation)
         self._messages = list(self._opening)
-        self._rows = [_Row(self.chat.prompt(self._opening, max_tokens=self.limits.prompt_length))]
+        self._rows = [TrainingRow(self.chat.prompt(self._opening, max_tokens=self.limits.prompt_length))]
 
     def act(self, completion: Completion, text: str) -> float:
         """Pass one completion, as tokens and as text, to the environment; return its reward.
@@ -205,7 +207,7 @@ class Episode:
             written = prompt[len(current.ids) :]
             current.append(written, -1, [0.0] * len(written))
         else:
-            self._rows.append(_Row(prompt))
+            self._rows.append(TrainingRow(prompt))
 
     def _window(self, budget: int) -> list[int]:
         """Return the first prompt and as many of the latest turns as fit the budget, at least one."""
@@ -437,8 +439,8 @@ class Stepping:
     Whoever adds a call may do something else until ``results``. Without a timeout nothing is called before that.
     """
 
-    def __init__(self, timeout: float | None) -> None:
-        self.timeout = timeout
+    def __init__(self, timeout: float | None, workers: int = _WORKERS) -> None:
+        self.timeout, self.most = timeout, workers
         self.seconds: list[float] = []
         """Those of each call that has ended in time."""
         self._calls: list[Callable[[], object]] = []
@@ -467,7 +469,7 @@ class Stepping:
         """Make a call as soon as one of the threads is free."""
         with self._lock:
             self._calls.append(call)
-            if self.timeout is not None and len(self._workers) < _WORKERS:
+            if self.timeout is not None and len(self._workers) < self.most:
                 self._start_worker()
 
     def results(self) -> list[Exception | None]:

@@ -1,8 +1,8 @@
 """Turns asks into graded trajectories; in a group of processes each does a share, and all of them get the whole."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from itertools import accumulate
 from time import perf_counter
 from typing import Any
@@ -10,18 +10,19 @@ from typing import Any
 import torch
 
 from agilerl.data import Completion, EpisodeOutcome, Trajectory
-from agilerl.envs.core import Row, Task, grade_completions, waiting_graders
+from agilerl.envs.core import Row, Task, waiting_graders
 from agilerl.envs.episode_task import EpisodeTask
+from agilerl.envs.programs import AgentTask
 from agilerl.envs.prompts import decode_completions
-from agilerl.errors import RewardError, RewardTimeoutError
 from agilerl.functional import MetricReducer
 from agilerl.models.sharding import Lockstep, agreed
 from agilerl.processes import Processes
-from agilerl.rewards.combine import weighted
-from agilerl.rewards.grader import AllGradesFailedError, Grade, GradedRow
+from agilerl.rewards.grader import GradedRow
 from agilerl.rewards.waiting import EarlyGrading
+from agilerl.rollouts.endpoint.collect import collect_programs
 from agilerl.rollouts.engine import Ask, CollectReport, Failure, GenerationRequest, RolloutEngine
 from agilerl.rollouts.episodes import collect_episodes
+from agilerl.rollouts.grading import Verdict, is_exam, verdicts_of
 
 Collected = tuple[list[list[Trajectory]], CollectReport]
 """The trajectories of each ask, in order, with the seconds spent and what failed."""
@@ -83,6 +84,8 @@ def generate_beside(
 def _collected(engine: RolloutEngine, task: Task | EpisodeTask, tokenizer: Any, asks: Sequence[Ask]) -> Collected:
     if isinstance(task, EpisodeTask):
         return collect_episodes(engine, task, tokenizer, asks)
+    if isinstance(task, AgentTask):
+        return collect_programs(engine, task, tokenizer, asks)
     return collect_answers(engine, task, tokenizer, asks)
 
 
@@ -114,7 +117,7 @@ def collect_answers(
     report = CollectReport()
     start = perf_counter()
     requests = [ask.generation(ask.place.prompt_ids, ask.samples) for ask in asks]
-    graders = waiting_graders(task, exam=_is_exam(asks))
+    graders = waiting_graders(task, exam=is_exam(asks))
     with EarlyGrading(graders, dict.fromkeys(key for ask in asks for key in (*ask.place.row, _IDS))) as grading:
         early = _Early(grading, task, tokenizer, asks)
         groups = engine.generate(requests, early) if grading.graders else engine.generate(requests)
@@ -126,15 +129,14 @@ def collect_answers(
         whole = [n for n, (_, completion) in enumerate(flat) if completion.finish_reason != "oom"]
         graded = [asks[flat[n][0]] for n in whole]
         rows = [early.row(n, flat[n][1]) or _graded_row(ask, flat[n][1]) for n, ask in zip(whole, graded)]
-        verdicts = dict(zip(whole, _verdicts(task, graded, rows, [texts[n] for n in whole])))
+        verdicts = dict(zip(whole, verdicts_of(task, graded, rows, [texts[n] for n in whole])))
     result: list[list[Trajectory]] = [[] for _ in asks]
     for n, (number, completion) in enumerate(flat):
-        verdict = verdicts.get(n, _Verdict())
+        verdict = verdicts.get(n, Verdict())
         if completion.finish_reason == "oom":
             report.failures.append(Failure(number, "oom", "memory does not hold a single completion"))
-        elif verdict.reward is None and verdict.error is not None:
-            late = isinstance(verdict.error, RewardTimeoutError)
-            report.failures.append(Failure(number, "timeout" if late else "reward_error", str(verdict.error)))
+        elif failure := verdict.failure(number):
+            report.failures.append(failure)
         trajectory = Trajectory(
             prompt_ids=list(asks[number].place.prompt_ids),
             token_ids=completion.token_ids,
@@ -163,10 +165,6 @@ def _graded_row(ask: Ask, completion: Completion) -> Row:
     return row
 
 
-def _is_exam(asks: Sequence[Ask]) -> bool:
-    return any(ask.split != "train" for ask in asks)
-
-
 class _Early:
     """Hands completions to the graders as they end."""
 
@@ -188,43 +186,6 @@ class _Early:
         """Return the row that was handed over with this completion: graders recognise it by object identity."""
         row = self._rows.get(number)
         return row if row is not None and row[_IDS] == completion.token_ids else None
-
-
-@dataclass(frozen=True)
-class _Verdict:
-    """The grades of one completion."""
-
-    reward: Grade = None
-    scores: Mapping[str, Grade] = field(default_factory=dict)
-    failed: tuple[str, ...] = ()
-    error: RewardError | None = None
-    """What went wrong first."""
-
-
-def _verdicts(task: Task, asks: Sequence[Ask], rows: Sequence[Row], texts: Sequence[str]) -> list[_Verdict]:
-    """Grade completions; if a grader fails on a whole batch, its error stands for each of them."""
-    numbers = range(len(asks))
-    try:
-        grades = grade_completions(task, rows, texts, exam=_is_exam(asks))
-    except AllGradesFailedError as error:
-        return [_Verdict(error=error.reasons.get(n, error)) for n in numbers]
-    except RewardError as error:
-        slots = {ask.slot for ask in asks}
-        if len(slots) < 2:
-            return [_Verdict(error=error) for _ in asks]
-        # The grader broke its protocol on the whole batch. Grade agent by agent, so that the texts of one agent do not
-        # cost the other agents their grades.
-        verdicts: dict[int, _Verdict] = {}
-        for slot in slots:
-            of_agent = [n for n in numbers if asks[n].slot == slot]
-            parts = [asks[n] for n in of_agent], [rows[n] for n in of_agent], [texts[n] for n in of_agent]
-            verdicts |= dict(zip(of_agent, _verdicts(task, *parts)))
-        return [verdicts[n] for n in numbers]
-    # An agent's asks share one mapping of weights, so one sum over the batch for each mapping is enough.
-    distinct = {id(ask.weights): ask.weights for ask in asks if ask.weights is not None}
-    sums = {key: weighted(grades, weights) for key, weights in distinct.items()}
-    rewards = [sums.get(id(ask.weights), grades.rewards)[n] for n, ask in enumerate(asks)]
-    return [_Verdict(rewards[n], grades.scores_at(n), grades.failed_at(n), grades.reasons.get(n)) for n in numbers]
 
 
 def grader_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -123,6 +123,10 @@ OnCompletion = Callable[[int, int, Completion], None]
 """Takes the number of a request, the number of a sample, and its completion."""
 
 
+Arrivals = Callable[[], Sequence[GenerationRequest]]
+"""Returns the requests that have arrived since it was asked last."""
+
+
 def of_part(on_completion: OnCompletion | None, places: Sequence[int]) -> OnCompletion | None:
     """Return a callback for a part of the requests; ``places`` are their positions among all requests."""
     if on_completion is None:

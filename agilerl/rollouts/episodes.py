@@ -117,6 +117,8 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if played:
         metrics["env/turns_mean"] = fmean(o.turns for o in played)
         metrics["env/truncated_rate"] = fmean(o.truncated is not None for o in played)
+    if any(o.breaks for o in played):
+        metrics["env/history_breaks"] = sum(o.breaks for o in played) / sum(o.turns for o in played)
     if judged:
         metrics["env/success_rate"] = fmean(judged)
     return metrics

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, groupby
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.padding import decoded
 from agilerl.rollouts.activated import Beginnings, PromptCache, invocations
-from agilerl.rollouts.engine import GenerationRequest, OnCompletion, SamplingSettings, of_part
+from agilerl.rollouts.engine import Arrivals, GenerationRequest, OnCompletion, SamplingSettings, of_part
 from agilerl.rollouts.kv_cache import GroupedCache, RaggedCache
 from agilerl.sizes import CPU_ROWS, LENGTH_MULTIPLE, MAX_ROWS, UNIT_ROWS, padded_length
 
@@ -46,6 +46,8 @@ class _Unit(NamedTuple):
 
     slot: int | None
     rows: list[Row]
+    filling: int = 0
+    """Rows after them that only fill up the matrix products."""
 
 
 class Stops:
@@ -76,6 +78,8 @@ class TorchEngine:
     """
 
     exact = True
+    takes_arrivals = True
+    """Whether ``generate`` has the argument ``arrivals``."""
 
     def __init__(
         self,
@@ -107,9 +111,16 @@ class TorchEngine:
 
     @torch.no_grad()
     def generate(
-        self, requests: Sequence[GenerationRequest], on_completion: OnCompletion | None = None
+        self,
+        requests: Sequence[GenerationRequest],
+        on_completion: OnCompletion | None = None,
+        arrivals: Arrivals | None = None,
     ) -> list[list[Completion]]:
         """Return the completions of each request, in order; ``on_completion`` gets each when it ends.
+
+        ``arrivals`` is asked between two decoding steps for further requests, which are numbered on. With it, the bits
+        of a completion depend on its own request alone, not on what is decoded beside it; in exchange, only equal
+        prompts are computed once. What their conversations keep is there when ``on_completion`` is called.
 
         Raises EngineError when a prompt is empty or leaves no room in the context, and for a base that cannot be
         decoded in this way.
@@ -121,14 +132,8 @@ class TorchEngine:
             except EngineError:
                 self._decodes = False
                 raise
-        for request in requests:
-            length, limit = len(request.prompt_ids), self.base.context_length
-            if not 0 < length < limit:
-                raise EngineError(
-                    f"a prompt of {length} tokens cannot be continued: the context holds {limit}, prompt and "
-                    "completion together"
-                )
-        chunk = self.prompts_at_once or len(requests)
+        self._check_prompts(requests)
+        chunk = len(requests) if arrivals is not None else self.prompts_at_once or len(requests)
         if chunk < len(requests):
             parts = [range(start, min(start + chunk, len(requests))) for start in range(0, len(requests), chunk)]
             generated = [self.generate([requests[k] for k in part], of_part(on_completion, part)) for part in parts]
@@ -140,11 +145,22 @@ class TorchEngine:
             if on_completion is not None:
                 on_completion(*row, completion)
 
-        every = [(number, sample) for number, request in enumerate(requests) for sample in range(request.samples)]
+        requests, first = list(requests), len(requests)
+        every = _rows(requests, 0)
         before = self.limits.decode_rows
+
+        def arrived() -> list[Row]:
+            """Take what has arrived; returns its rows."""
+            further = arrivals() if arrivals is not None else ()
+            self._check_prompts(further)
+            requests.extend(further)
+            every.extend(rows := _rows(requests, len(requests) - len(further)))
+            return rows
+
         # Rows that had ended before memory ran out keep their completions, which may be with a grader by now.
         while left := [row for row in every if row not in completions]:
-            decoder = _Decoder(self, requests, self._units(requests, left), end)
+            units = self._units(requests, left, apart=arrivals is not None)
+            decoder = _Decoder(self, requests, units, end, None if arrivals is None else arrived)
             if attempt(decoder.run) is not None:
                 break
             flying = decoder.in_flight
@@ -157,7 +173,18 @@ class TorchEngine:
             elif not kept:  # this one row does not fit alone; the limit for the other rows stays
                 self.limits.decode_rows = before
                 end(flying[0], Completion([], [], "oom"))
-        return [[completions[number, sample] for sample in range(r.samples)] for number, r in enumerate(requests)]
+        return [
+            [completions[number, sample] for sample in range(r.samples)] for number, r in enumerate(requests[:first])
+        ]
+
+    def _check_prompts(self, requests: Sequence[GenerationRequest]) -> None:
+        for request in requests:
+            length, limit = len(request.prompt_ids), self.base.context_length
+            if not 0 < length < limit:
+                raise EngineError(
+                    f"a prompt of {length} tokens cannot be continued: the context holds {limit}, prompt and "
+                    "completion together"
+                )
 
     def _check_decoding(self) -> None:
         """Raise EngineError unless a few decoded tokens have the log-probs of a forward pass over them.
@@ -182,8 +209,11 @@ class TorchEngine:
                 why = f"its log-probs differ by {apart:.2g} from those of a forward pass"
                 raise EngineError(_UNDECODABLE.format(name, why))
 
-    def _units(self, requests: Sequence[GenerationRequest], rows: Sequence[Row]) -> list[_Unit]:
-        """Cut the rows of each slot into units: the first ones of all slots, then the second ones, and so on."""
+    def _units(self, requests: Sequence[GenerationRequest], rows: Sequence[Row], *, apart: bool = False) -> list[_Unit]:
+        """Cut the rows of each slot into units: the first ones of all slots, then the second ones, and so on.
+
+        With ``apart`` units are filled up, so that a row is multiplied alike in a unit of any size.
+        """
         size = self.limits.decoding(min(self.unit_rows, self.max_rows))
         of_slot: dict[int | None, list[Row]] = {}
         for row in rows:
@@ -191,7 +221,8 @@ class TorchEngine:
         order = sorted(of_slot, key=lambda slot: (slot is None, slot or 0))
         longest = max((len(slot_rows) for slot_rows in of_slot.values()), default=0)
         starts = [(start, slot) for start in range(0, longest, size) for slot in order if start < len(of_slot[slot])]
-        return [_Unit(slot, of_slot[slot][start : start + size]) for start, slot in starts]
+        units = [_Unit(slot, of_slot[slot][start : start + size]) for start, slot in starts]
+        return [u._replace(filling=-len(u.rows) % self._row_multiple) for u in units] if apart else units
 
 
 class _Block:
@@ -200,9 +231,9 @@ class _Block:
     def __init__(self, engine: TorchEngine, requests: Sequence[GenerationRequest], units: Sequence[_Unit]) -> None:
         device, context = engine.base.device, engine.base.context_length
         self.slots = [u.slot for u in units]
-        self.counts = [len(u.rows) for u in units]
+        self.counts = [len(u.rows) + u.filling for u in units]
         """Of each unit, the rows that are left."""
-        self.rows = [row for u in units for row in u.rows]
+        self.rows = [row for u in units for row in (*u.rows, *u.rows[-1:] * u.filling)]
         self.unit_of = torch.arange(len(units)).repeat_interleave(torch.tensor(self.counts))
         settings = [requests[r].sampling for r, _ in self.rows]
         lengths = [len(requests[r].prompt_ids) for r, _ in self.rows]
@@ -216,7 +247,7 @@ class _Block:
         self.step = 0
         self.live = torch.arange(len(self.rows))
         """The rows that are left in the batch; those of them that have not ended are ``running``."""
-        self.running = torch.ones(len(self.rows), dtype=torch.bool)
+        self.running = torch.tensor([k < len(u.rows) for u in units for k in range(len(u.rows) + u.filling)])
         # From here on: state of the rows that are left, on the device.
         self.lengths = torch.tensor(lengths, device=device)
         self.settings = RowSettings.of(settings, device)
@@ -305,8 +336,9 @@ class _Decoder:
         requests: Sequence[GenerationRequest],
         units: Sequence[_Unit],
         end: Callable[[Row, Completion], None],
+        arrived: Callable[[], list[Row]] | None = None,
     ) -> None:
-        self.engine, self.base, self.requests, self._end = engine, engine.base, requests, end
+        self.engine, self.base, self.requests, self._end, self._arrived = engine, engine.base, requests, end, arrived
         self.waiting = deque(units)
         self.blocks: list[_Block] = []
         """Blocks with adapters come first: rows of a batch beyond the route use the base model alone."""
@@ -321,7 +353,7 @@ class _Decoder:
             self.cache = RaggedCache(layers, multiple, self.base.activation_dtype, self.base.window)
         self._eos = engine._eos.cpu()
         self._route: Route | None = None
-        self._trees, self._tree_rows = _trees(requests if self.base.flattens else [])
+        self._trees, self._tree_rows = _trees(requests if self.base.flattens and arrived is None else [])
         self._kept: dict[Row, tuple[Kept, Sequence[int]]] = {}
         """For rows that have ended: what their conversations keep once all rows have succeeded."""
 
@@ -330,6 +362,8 @@ class _Decoder:
         # Each round draws a token for every row before it computes the next logits, so that rows that have ended leave,
         # and waiting ones enter, before the forward pass that they would take part in.
         while self.blocks or self.waiting:
+            if self._arrived is not None:
+                self.waiting.extend(self.engine._units(self.requests, self._arrived(), apart=True))
             self._admit()
             for block in list(self.blocks):
                 block.draw(self.engine._eos)
@@ -338,10 +372,7 @@ class _Decoder:
             if self.blocks:
                 self._step()
         for (number, _), (kept, ids) in self._kept.items():
-            conversation = self.requests[number].conversation
-            assert conversation is not None
-            conversation.slot, conversation.kept = self.requests[number].slot, kept
-            conversation.token_ids = [*self.requests[number].prompt_ids, *ids]
+            _keep(self.requests[number], kept, ids)
         return True
 
     def _admit(self) -> None:
@@ -350,31 +381,53 @@ class _Decoder:
         # Not a few rows at a time: each block costs a prefill, and a separate attention call at every step.
         if not self.waiting or there > (1 - _ENTER_FROM) * self._most or (there and not self.base.flattens):
             return
+        running = sum(int(block.running.sum()) for block in self.blocks)
+        if self._arrived is not None and sum(len(unit.rows) for unit in self.waiting) < _ENTER_FROM * running:
+            return
         entering: list[_Unit] = []
         while self.waiting and (not there or there + len(self.waiting[0].rows) <= self._most):
             entering.append(self.waiting.popleft())
             there += len(entering[-1].rows)
         if not entering:
             return
-        self.in_flight = [block.rows[i] for block in self.blocks for i in block.live.tolist()]
+        self.in_flight = [block.rows[i] for block in self.blocks for i in block.live[block.running].tolist()]
         self.in_flight += [row for unit in entering for row in unit.rows]
         with_adapter = [unit for unit in entering if unit.slot is not None]
         of_base = [unit for unit in entering if unit.slot is None]
         if not self.base.flattens:  # one block, in which the base model's rows come last as well
             self._enter([*with_adapter, *of_base], 0)
             return
-        if with_adapter:
-            self._enter(with_adapter, sum(block.slots[0] is not None for block in self.blocks))
-        if of_base:
-            self._enter(of_base, len(self.blocks))
+        for units in self._divided(with_adapter):
+            self._enter(units, sum(block.slots[0] is not None for block in self.blocks))
+        for units in self._divided(of_base):
+            self._enter(units, len(self.blocks))
+
+    def _divided(self, units: list[_Unit]) -> list[list[_Unit]]:
+        """Return the units that are prefilled together: one list, or those of new and of continued conversations."""
+        if self._arrived is None:
+            return [units] if units else []
+        continued = [row for unit in units for row in unit.rows if _known(self.requests[row[0]])]
+        fresh = [row for unit in units for row in unit.rows if row not in continued]
+        parts = [self.engine._units(self.requests, rows, apart=True) for rows in (fresh, continued)]
+        return [part for part in parts if part]
+
+    def _alike(self, asked: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Replace each request by the first one of its unit with the same prompt, of new conversations."""
+        first: dict[Any, tuple[int, int]] = {}
+        return [
+            key if _known(self.requests[key[1]]) else first.setdefault((key[0], *self.requests[key[1]].prompt_ids), key)
+            for key in asked
+        ]
 
     def _enter(self, units: Sequence[_Unit], index: int) -> None:
         """Insert some units as a new block, whose first logits come from each prompt computed once per unit."""
         block = _Block(self.engine, self.requests, units)
         self.blocks.insert(index, block)
         asked = list(zip(block.unit_of.tolist(), (request for request, _ in block.rows)))
-        prompts = [key for key, _ in groupby(asked)]
-        prompt_of = torch.tensor([i for i, (_, rows) in enumerate(groupby(asked)) for _ in rows])
+        if self._arrived is not None:
+            asked = self._alike(asked)
+        numbered = {key: i for i, key in enumerate(dict.fromkeys(asked))}
+        prompts, prompt_of = list(numbered), torch.tensor([numbered[key] for key in asked])
         per_unit = torch.bincount(torch.tensor([unit for unit, _ in prompts]), minlength=len(block.slots)).tolist()
         numbers, line = [request for _, request in prompts], PromptLine(self.base.num_layers)
         requests = [self.requests[number] for number in numbers]
@@ -382,8 +435,12 @@ class _Decoder:
         lengths, device = torch.tensor([len(request.prompt_ids) for request in requests]), self.base.device
         last = hidden[places[:, -1].to(device)]
         last = torch.cat([last, last[:1].expand(-len(last) % self.engine._row_multiple, -1)])
-        self.cache.admit(index, line, places.to(device), lengths, prompt_of, block.steps)
         there = prompt_of.to(device)
+        if self._arrived is None:
+            self.cache.admit(index, line, places.to(device), lengths, prompt_of, block.steps)
+        else:  # a copy of the prompt for each row: attention of several rows to one prompt has other bits than of one
+            each = torch.arange(len(block.rows))
+            self.cache.admit(index, line, places.to(device)[there], lengths[prompt_of], each, block.steps)
         if bool((block.settings.repetition_penalty != 1).any()):
             seen = torch.zeros((len(prompts), self.base.vocabulary_size), dtype=torch.bool, device=device)
             for i, request in enumerate(requests):
@@ -408,8 +465,11 @@ class _Decoder:
             line.known = _kept(requests, known.tolist())
             continued = line.known is not None
             at = (known.cumsum(0) - known)[:, None] + torch.arange(width)
-            rows_of_units = torch.split(self._tree_rows[torch.tensor(numbers)], list(per_unit))
-            trees = [self._trees[slot].select(rows) for slot, rows in zip(slots, rows_of_units)]
+            if self._arrived is None:
+                rows_of_units = torch.split(self._tree_rows[torch.tensor(numbers)], list(per_unit))
+                trees = [self._trees[slot].select(rows) for slot, rows in zip(slots, rows_of_units)]
+            else:
+                trees = [_nothing_in_common(count) for count in per_unit]
             if activated := bool(self.engine.invocation) and slots[0] is not None:
                 known, at = self._activate(requests, ids, known, at, trees, line)
             of_units = []
@@ -455,6 +515,8 @@ class _Decoder:
         ended = block.read(self._eos, self.engine.stops)
         for row, why in ended:
             count = block.produced[row]
+            if self._arrived is not None:
+                self._let_keep(block, int((block.live == row).nonzero()[0]))
             ids, logps = block.tokens[row, :count].tolist(), block.logps[row, :count].tolist()
             self._end(block.rows[row], Completion(ids, logps, why))  # type: ignore[arg-type]
         if not ended:
@@ -464,17 +526,26 @@ class _Decoder:
         if keep is None:
             return
         leaving = torch.isin(torch.arange(len(block)), keep, invert=True)
-        for i in torch.nonzero(leaving)[:, 0].tolist():
-            row = int(block.live[i])
-            count = block.produced[row] - 1  # the last token was drawn but never fed, so it has no keys and values
-            if self.base.flattens and self.requests[block.rows[row][0]].conversation is not None:
-                ids = block.tokens[row, :count].tolist()
-                self._kept[block.rows[row]] = self.cache.of_row(index, i, count), ids
+        for i in torch.nonzero(leaving)[:, 0].tolist() if self._arrived is None else ():
+            self._let_keep(block, i)
         self.cache.select(index, keep)
         if len(keep):
             block.select(keep)
         else:
             del self.blocks[index]
+
+    def _let_keep(self, block: _Block, i: int) -> None:
+        """Remember what the conversation of a row that has ended, the i-th that is left, keeps."""
+        row = int(block.live[i])
+        request = self.requests[block.rows[row][0]]
+        if not self.base.flattens or request.conversation is None:
+            return
+        count = block.produced[row] - 1  # the last token was drawn but never fed, so it has no keys and values
+        kept, said = self.cache.of_row(self.blocks.index(block), i, count), block.tokens[row, :count].tolist()
+        if self._arrived is None:
+            self._kept[block.rows[row]] = kept, said
+        else:
+            _keep(request, kept, said)
 
     def _step(self) -> None:
         """Feed every row's last token at its own position: all blocks have their next logits."""
@@ -514,6 +585,24 @@ def _trees(requests: Sequence[GenerationRequest]) -> tuple[dict[int | None, Toke
         rows[number] = len(prompts)
         prompts.append(request.prompt_ids)
     return {slot: token_tree(*_padded(prompts)) for slot, prompts in of_slot.items()}, rows
+
+
+def _nothing_in_common(rows: int) -> TokenTree:
+    """Return the tree of rows that are all computed by themselves."""
+    nothing = torch.empty(0, dtype=torch.int64)
+    return TokenTree(nothing, nothing, nothing, nothing, torch.full((rows,), -1))
+
+
+def _rows(requests: Sequence[GenerationRequest], first: int) -> list[Row]:
+    """Return the rows of the requests from a number on."""
+    return [(k, sample) for k in range(first, len(requests)) for sample in range(requests[k].samples)]
+
+
+def _keep(request: GenerationRequest, kept: Kept, said: Sequence[int]) -> None:
+    """Let a request's conversation keep the keys and values of its prompt and of what was said."""
+    conversation = request.conversation
+    assert conversation is not None
+    conversation.slot, conversation.kept, conversation.token_ids = request.slot, kept, [*request.prompt_ids, *said]
 
 
 def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

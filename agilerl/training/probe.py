@@ -158,7 +158,8 @@ def answered(population: Population, asks: Sequence[Ask]) -> Probe:
     for ask, group in zip(asks, groups):
         answers, row = answers_of(group, ask.samples), ask.place.row
         read = [task.graded_text(a.text, row) if isinstance(task, Task) else a.text for a in answers]
-        prompt = tokenizer.decode(ask.place.prompt_ids) if ask.place.prompt_ids else f"seed {row.get('seed')}"
+        ids = ask.place.prompt_ids
+        prompt = tokenizer.decode(ids) if ids else str(row.get("question", f"seed {row.get('seed')}"))
         expected = None if row.get("answer") is None else str(row["answer"])
         results.append(Group(prompt, expected, answers, read))
     return Probe(results, isinstance(population.agents[0].config, GroupConfig))

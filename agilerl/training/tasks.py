@@ -14,7 +14,7 @@ from agilerl.addresses import OPENAI, check_key
 from agilerl.arguments import nearest, shown
 from agilerl.config.environment import DatasetConfig, EnvironmentConfig, GraderConfig
 from agilerl.config.run import RunConfig
-from agilerl.custom_code import code_name, contained, load_code, names_code
+from agilerl.custom_code import code_name, contained, load_code, names_code, not_allowed
 from agilerl.envs import ENVIRONMENTS
 from agilerl.envs.adapters import make_env
 from agilerl.envs.answer_format import AnswerFormatTask
@@ -25,6 +25,7 @@ from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.examples import Mistake, PreferenceTask, SFTTask, UnpairedTask
 from agilerl.envs.graded import GradedTask, TaskGrader, check_parts
 from agilerl.envs.procedural import Curriculum, ReasoningGymTask
+from agilerl.envs.programs import AgentTask, ProgramLimits
 from agilerl.envs.sources import Rows, mix, read_dataset
 from agilerl.envs.upstream import known_tasks
 from agilerl.errors import ConfigError, EnvError
@@ -74,7 +75,13 @@ def _wrapped(config: RunConfig, task: Task, mistake: Mistake | None, allow_code:
         kind = PreferenceTask if e.env_type == "preference" else UnpairedTask
         return kind(task, mistake=mistake, seed=config.training.seed)
     task = graded(e, task, allow_code=allow_code, typed_addresses=config.typed_addresses)
-    return task if e.answer_format == "whole" else AnswerFormatTask(task, e.answer_format, e.answer_phrase)
+    task = task if e.answer_format == "whole" else AnswerFormatTask(task, e.answer_format, e.answer_phrase)
+    if e.agent is None:
+        return task
+    if not allow_code:
+        raise not_allowed("environment.agent", str(e.agent))
+    program = load_code("environment.agent", e.agent, allowed=True) if isinstance(e.agent, str) else e.agent
+    return AgentTask(task, program, ProgramLimits(**e.agent_limits.model_dump()))
 
 
 def _procedural(config: RunConfig, name: str, second: int) -> _TemplateTask:

@@ -111,6 +111,7 @@ LONG = ("runs/eight", "runs/sweep", "runs/other")
 """Commands that take most of a minute, or differ in a rate only; the others start, die and finish in the same ways."""
 SHORTER = {
     "mine.yaml": " training.max_steps=2048",
+    "spell.yaml": " training.max_steps=768 environment.test_prompts=50",
     # The embedded model stands in for SmolLM2, and has no answer to its task.
     "smollm2.yaml": " training.preflight=off training.threads=1 training.max_steps=2048",
 }

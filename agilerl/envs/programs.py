@@ -1,0 +1,191 @@
+"""Agent programs: a task whose questions a user's own program answers, by calls of the run's endpoint."""
+
+import asyncio
+import inspect
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from agilerl.arguments import Count, Positive, check_fields, checked
+from agilerl.custom_code import contained
+from agilerl.envs.core import AnyTask, Lengths, Place, Split, TaskWrapper
+from agilerl.envs.prompts import PromptTooLongError, render_prompt
+from agilerl.errors import AgileRLError, ConfigError, EnvError
+
+Program = Callable[..., Any] | Sequence[str]
+"""``agent(client, row)``, plain or ``async``, or a command line."""
+MODEL = "policy"
+"""The name under which a program asks for the policy of its episode."""
+_ERROR_LINES = 20
+
+
+@dataclass(frozen=True)
+class ProgramLimits:
+    """What the program of one episode may use."""
+
+    timeout: Positive = 300.0
+    """Seconds of an episode."""
+    concurrency: Count = 64
+    """Episodes at a time."""
+    max_calls: Count = 64
+    """Most calls of an episode; further ones are refused."""
+    max_tokens: Count | None = None
+    """Most tokens that an episode may generate; None for no limit."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+class AgentTask(TaskWrapper):
+    """The questions and graders of another task, answered by a program.
+
+    The program gets an OpenAI client of the run's endpoint and the row. It may call the model as often as its limits
+    allow, with or without tools, and returns its result, which the graders read; None stands for the last answer of the
+    model. Graders get the columns of the row, ``messages`` (the conversation) and ``result``.
+    """
+
+    multi_turn: ClassVar[bool] = True
+
+    @checked
+    def __init__(self, task: AnyTask, program: Any, limits: ProgramLimits | None = None) -> None:
+        """Take the task whose rows and graders are used, and the program.
+
+        Raises ConfigError for what is neither a function of two arguments nor a command line.
+        """
+        super().__init__(task)
+        self.program, self.limits = _checked(program), limits or ProgramLimits()
+        self.grader = task.grader
+        self.models: Callable[[], Mapping[str, int | None]] = dict
+        """The adapter slots by the names of models that programs may ask for, beside that of their episode."""
+
+    def place_at(self, split: Split, index: int, tokenizer: Any, context_length: int) -> Place:
+        """Return the row at a place, without a prompt: the program writes that."""
+        row = self.row(split, index)
+        return Place(row, (), 0, self.level(index) if split == "train" else None)
+
+    def lengths(self, places: Sequence[Place], tokenizer: Any, context_length: int) -> Lengths:
+        """Return the lengths of the questions, by which the plan estimates; a program may ask anything."""
+        found = []
+        for place in places[:8]:
+            try:
+                found.append(len(render_prompt(tokenizer, self.messages(place.row), context_length - 1)))
+            except PromptTooLongError:
+                found.append(context_length - 1)
+            except (KeyError, AgileRLError):
+                found.append(1)
+        return Lengths(found or [1], turns=self.limits.max_calls)
+
+    def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
+        """Leave the rows as they are: the program decides what is a prompt."""
+
+
+def _checked(program: Any) -> Program:
+    if isinstance(program, list | tuple) and program and all(isinstance(part, str) for part in program):
+        return tuple(program)
+    try:
+        arguments = inspect.signature(program)
+        arguments.bind(None, None)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"environment.agent: expected a function agent(client, row) or a command line as a list of texts, found "
+            f"{program!r}: {error}"
+        ) from error
+    return program  # type: ignore[no-any-return]
+
+
+def run_program(program: Program, row: Mapping[str, Any], base_url: str, api_key: str, timeout: float) -> Any:
+    """Run a program on a row until it returns its result.
+
+    Raises:
+        EnvError: the program failed; the error ends with its own.
+        TimeoutError: it took too long, and was ended.
+    """
+    if not callable(program):
+        return _command(program, row, base_url, api_key, timeout)
+    try:
+        with contained():
+            if inspect.iscoroutinefunction(program):
+                return asyncio.run(_awaited(program, row, base_url, api_key, timeout))
+            with client(base_url, api_key, timeout) as synchronous:
+                return program(synchronous, dict(row))
+    except TimeoutError:
+        raise
+    except Exception as error:
+        raise EnvError(_told(error)) from error
+
+
+def client(base_url: str, api_key: str, timeout: float, *, asynchronous: bool = False) -> Any:
+    """Return an OpenAI client of an endpoint; raises ConfigError if the package is missing."""
+    try:
+        import httpx
+        import openai
+    except ImportError as error:
+        raise ConfigError(
+            "environment.agent: functions get a client of the package openai, which is missing; "
+            "pip install 'agilerl[agents]'"
+        ) from error
+    # The address is this machine's: without certificates, a client takes a millisecond instead of thirty.
+    if asynchronous:
+        http: Any = httpx.AsyncClient(verify=False, timeout=timeout, trust_env=False)
+        return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http, max_retries=0)
+    http = httpx.Client(verify=False, timeout=timeout, trust_env=False)
+    return openai.OpenAI(base_url=base_url, api_key=api_key, http_client=http, max_retries=0)
+
+
+async def _awaited(program: Callable[..., Any], row: Mapping[str, Any], url: str, key: str, timeout: float) -> Any:
+    async with client(url, key, timeout, asynchronous=True) as asynchronous:
+        async with asyncio.timeout(timeout):
+            return await program(asynchronous, dict(row))
+
+
+def _command(command: Sequence[str], row: Mapping[str, Any], base_url: str, api_key: str, timeout: float) -> str:
+    """Run a command line with the row on its standard input; returns what it printed."""
+    variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
+    command = [sys.executable if command[0] in ("python", "python3") else command[0], *command[1:]]
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **variables},
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise EnvError(f"environment.agent: {command[0]} cannot be started: {error}") from error
+    with process:  # closes the pipes
+        try:
+            out, errors = process.communicate(json.dumps(dict(row), default=str), timeout=timeout)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"no result within {timeout:g} seconds") from None
+        finally:
+            _end(process)
+    if process.returncode:
+        last = "\n".join(errors.strip().splitlines()[-_ERROR_LINES:])
+        raise EnvError(f"{Path(command[0]).name} ended with status {process.returncode}: {last}")
+    return out.rstrip("\n")
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """End a command and what it has started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (OSError, AttributeError):
+        process.kill()
+    process.wait()
+
+
+def _told(error: BaseException) -> str:
+    """Return an error of a program with the lines of its traceback that are the program's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [frame for frame in frames if Path(frame.filename).resolve() != Path(__file__).resolve()]
+    where = f" ({Path(theirs[0].filename).name}:{theirs[0].lineno})" if theirs else ""
+    return f"{type(error).__name__}: {error}{where}"

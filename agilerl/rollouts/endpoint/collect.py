@@ -1,0 +1,184 @@
+"""Asks of an agent task: programs play the episodes, and the engine answers their calls as they come."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty
+from threading import Thread
+from time import perf_counter
+from typing import Any
+
+from agilerl.data import Completion, Trajectory
+from agilerl.envs.episode_task import Stepping
+from agilerl.envs.programs import AgentTask, run_program
+from agilerl.errors import EnvError
+from agilerl.rewards.grader import GradedRow
+from agilerl.rollouts.endpoint.server import Endpoint, Pending
+from agilerl.rollouts.endpoint.session import Session
+from agilerl.rollouts.engine import Ask, CollectReport, Failure, RolloutEngine
+from agilerl.rollouts.grading import Verdict, verdicts_of
+from agilerl.sizes import UNIT_ROWS
+
+_QUIET = 0.004
+"""Seconds without a further request after which those that wait are answered."""
+_POLL = 0.05
+
+
+@dataclass(eq=False)
+class _Episode:
+    """One run of the program."""
+
+    number: int
+    """Position of its ask."""
+    session: Session
+    result: Any = None
+    error: Exception | None = None
+    messages: Sequence[dict[str, Any]] = ()
+    """The conversation."""
+    trajectories: list[Trajectory] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """What graders read: the result, or what the model said last."""
+        said = self.messages[-1].get("content", "") if self.messages else ""
+        return str(said if self.result is None else self.result)
+
+    @property
+    def row(self) -> GradedRow:
+        """The row as graders get it."""
+        last = self.session.calls[-1].completion
+        ids = last.token_ids if last is not None else []
+        own = {"messages": self.messages, "result": self.result, "completion_ids": ids}
+        row = GradedRow({**self.session.ask.place.row, **own})
+        row.state, row.group = self.session.ask.state, id(self.session.ask)
+        return row
+
+    def play(self, task: AgentTask, url: str, key: str) -> None:
+        """Run the program."""
+        try:
+            self.result = run_program(task.program, self.session.ask.place.row, url, key, task.limits.timeout)
+        finally:
+            self.session.over = True
+
+
+def collect_programs(
+    engine: RolloutEngine, task: AgentTask, tokenizer: Any, asks: Sequence[Ask]
+) -> tuple[list[list[Trajectory]], CollectReport]:
+    """Return the trajectories of each ask, in order, with the seconds of decoding and of the programs.
+
+    A sample is one trajectory, or several if its calls are not one growing conversation. A program that raises, or does
+    not end in time, is an episode without a grade; the report names it.
+    """
+    report, start = CollectReport(), perf_counter()
+    of_slot = Counter(ask.slot for ask in asks for _ in range(ask.samples))
+    sessions = list[Session]()
+    endpoint = Endpoint(
+        tokenizer,
+        sessions,
+        task.models(),
+        context_length=min((ask.context_length for ask in asks), default=1),
+        most_new_tokens=max((ask.sampling(1).max_new_tokens for ask in asks), default=1),
+    )
+    episodes = []
+    for number, ask in enumerate(asks):
+        for sample in range(ask.samples):
+            keeps = of_slot[ask.slot] <= UNIT_ROWS
+            sessions.append(Session(ask, sample, task.limits, endpoint.chat_of, keeps))
+            episodes.append(_Episode(number, sessions[-1]))
+    with endpoint, Stepping(task.limits.timeout + 1, workers=task.limits.concurrency) as stepping:
+        for number, episode in enumerate(episodes):
+            stepping.add(partial(episode.play, task, endpoint.url(number), endpoint.key))
+        errors: list[Exception | None] = []
+        waiting = Thread(target=lambda: errors.extend(stepping.results()), daemon=True)
+        waiting.start()
+        while waiting.is_alive():
+            pending = _arrived(endpoint, sessions, task.limits.concurrency)
+            if pending:
+                begun = perf_counter()
+                _answer(engine, endpoint, pending)
+                report.rollout += perf_counter() - begun
+        waiting.join()
+    for episode, error in zip(episodes, errors, strict=True):
+        episode.error, episode.session.over = error, True
+    _grade(task, episodes, report)
+    report.reward = perf_counter() - start - report.rollout
+    groups: list[list[Trajectory]] = [[] for _ in asks]
+    for episode in episodes:
+        groups[episode.number] += episode.trajectories
+    return groups, report
+
+
+def _arrived(endpoint: Endpoint, sessions: Sequence[Session], concurrency: int) -> list[Pending]:
+    """Return the requests that wait, once all programs wait or none has asked for a while; none after a while."""
+    pending: list[Pending] = []
+    while len(pending) < min(sum(not session.over for session in sessions), concurrency):
+        try:
+            pending.append(endpoint.inbox.get(timeout=_QUIET if pending else _POLL))
+        except Empty:
+            break
+    return pending
+
+
+def _answer(engine: RolloutEngine, endpoint: Endpoint, pending: list[Pending]) -> None:
+    """Let the engine complete requests, and those that arrive meanwhile if it takes them."""
+
+    def deliver(number: int, sample: int, completion: Completion) -> None:
+        if pending[number].answer.set_running_or_notify_cancel():
+            pending[number].answer.set_result(completion)
+
+    def arrivals() -> list[Any]:
+        further: list[Pending] = []
+        while True:
+            try:
+                further.append(endpoint.inbox.get_nowait())
+            except Empty:
+                break
+        pending.extend(further)
+        return [p.request for p in further]
+
+    requests = [p.request for p in pending]
+    try:
+        if getattr(engine, "takes_arrivals", False):
+            engine.generate(requests, deliver, arrivals)  # type: ignore[call-arg]
+            return
+        for number, (completion,) in enumerate(engine.generate(requests)):
+            deliver(number, 0, completion)
+    finally:
+        for p in pending:
+            p.answer.cancel()
+
+
+def _grade(task: AgentTask, episodes: Sequence[_Episode], report: CollectReport) -> None:
+    """Set the trajectories of each episode, graded; adds to the report what failed."""
+    for episode in episodes:
+        episode.messages = episode.session.transcript()
+    whole = [e for e in episodes if e.error is None and e.session.calls]
+    asks = [e.session.ask for e in whole]
+    verdicts = dict(zip(map(id, whole), verdicts_of(task.task, asks, [e.row for e in whole], [e.text for e in whole])))
+    for episode in episodes:
+        verdict, message = verdicts.get(id(episode), Verdict()), None
+        if (error := episode.error) is not None:
+            message = str(error) if isinstance(error, EnvError | TimeoutError) else f"{type(error).__name__}: {error}"
+            kind: Any = "timeout" if isinstance(error, TimeoutError) else "reward_error"
+            report.failures.append(Failure(episode.number, kind, message))
+        elif not episode.session.calls:
+            message = "the program did not call the model"
+            report.failures.append(Failure(episode.number, "reward_error", message))
+        elif failure := verdict.failure(episode.number):
+            report.failures.append(failure)
+        episode.trajectories = episode.session.trajectories(
+            None if message else verdict.reward,
+            _log(episode.messages, episode.text),
+            message,
+            scores=verdict.scores,
+            failed=verdict.failed,
+        )
+
+
+def _log(messages: Sequence[dict[str, Any]], text: str) -> str:
+    """Return a conversation of several replies as text, for logs; of one reply the text alone."""
+    if sum(m.get("role") == "assistant" for m in messages) < 2:
+        return text
+    marks = [">" if m.get("role") == "assistant" else "<" for m in messages]
+    return "\n".join(f"{mark} {m.get('content') or m.get('tool_calls', '')}" for mark, m in zip(marks, messages))

@@ -1,0 +1,453 @@
+"""The HTTP side of the endpoint: OpenAI's dialects, and tokens in, tokens out, on the loopback address."""
+
+import asyncio
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from itertools import count
+from queue import Empty, SimpleQueue
+from typing import Any, Self
+
+from agilerl.data import Completion
+from agilerl.envs.programs import MODEL
+from agilerl.envs.prompts import ChatFormat, decode_completions, text_ids
+from agilerl.envs.tools.parsers import TextTagParser, ToolCall, ToolCallParser, parser_for
+from agilerl.errors import AgileRLError, ConfigError
+from agilerl.padding import decoded
+from agilerl.rollouts.endpoint.session import Call, RefusedError, Rendering, Session
+from agilerl.rollouts.engine import GenerationRequest, SamplingSettings
+
+LARGEST_BODY = 8 * 2**20
+"""Bytes of a request."""
+_REASONS = {"stop": "stop", "length": "length", "context": "length"}
+_STARTED = 10.0
+"""Seconds until the server must listen."""
+
+
+@dataclass(eq=False)
+class Pending:
+    """A request that waits for the engine."""
+
+    request: GenerationRequest
+    answer: "Future[Completion]" = field(default_factory=Future)
+
+
+class Endpoint:
+    """A server of one collection: it lives while a rollout or an exam runs, in a thread of its own.
+
+    Its requests wait in ``inbox`` for the thread that has the engine. Each episode has a path of its own, so a stock
+    client needs a base URL and the key and nothing else.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        sessions: Sequence[Session],
+        models: Mapping[str, int | None],
+        *,
+        context_length: int,
+        most_new_tokens: int,
+    ) -> None:
+        self.tokenizer, self.sessions, self.models = tokenizer, sessions, dict(models)
+        self.context_length, self.most_new_tokens = context_length, most_new_tokens
+        self.key = secrets.token_urlsafe(24)
+        self.inbox: SimpleQueue[Pending] = SimpleQueue()
+        self._chats: dict[str, Rendering] = {}
+        self._parser: ToolCallParser | None = None
+        self._others: dict[tuple[int | None, str], Session] = {}
+        """Who counts the calls of other models, by episode."""
+        self._numbers = count()
+        self._port = 0
+        self._server: Any = None
+        self._thread: threading.Thread | None = None
+
+    # -- its life -------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        try:
+            import uvicorn
+        except ImportError as error:
+            raise ConfigError(
+                "environment.agent: the endpoint needs the packages uvicorn and starlette, which are missing; "
+                "pip install 'agilerl[agents]'"
+            ) from error
+        listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        listening.bind(("127.0.0.1", 0))
+        self._port = listening.getsockname()[1]
+        config = uvicorn.Config(self.app(), log_config=None, access_log=False, lifespan="off", ws="none")
+        self._server = uvicorn.Server(config)
+
+        def serve() -> None:
+            with listening:
+                asyncio.run(self._server.serve(sockets=[listening]))
+
+        self._thread = threading.Thread(target=serve, name="agilerl-endpoint", daemon=True)
+        self._thread.start()
+        deadline = time.monotonic() + _STARTED
+        while not self._server.started:
+            if not self._thread.is_alive() or time.monotonic() > deadline:
+                raise ConfigError("environment.agent: the endpoint did not start on 127.0.0.1")
+            time.sleep(0.001)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for session in self.sessions:
+            session.over = True
+        self._server.should_exit = self._server.force_exit = True
+        while True:  # nobody answers these any more
+            try:
+                self.inbox.get_nowait().answer.cancel()
+            except Empty:
+                break
+        assert self._thread is not None
+        self._thread.join(_STARTED)
+
+    def url(self, number: int) -> str:
+        """Return the base URL of an episode."""
+        return f"http://127.0.0.1:{self._port}/e/{number}/v1"
+
+    def app(self) -> Any:
+        """Return the ASGI application."""
+        from starlette.applications import Starlette
+        from starlette.routing import Mount, Route
+
+        def posted(answer: Callable[..., Any]) -> Callable[..., Any]:
+            async def endpoint(request: Any) -> Any:
+                return await self._posted(request, answer)
+
+            return endpoint
+
+        routes = [
+            Route("/v1/chat/completions", posted(self._chat), methods=["POST"]),
+            Route("/v1/completions", posted(self._text), methods=["POST"]),
+            Route("/inference/v1/generate", posted(self._tokens), methods=["POST"]),
+            Route("/v1/models", self._listed),
+        ]
+        return Starlette(routes=[Mount("/e/{episode:int}", routes=routes), *routes])
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    async def _posted(self, request: Any, answer: Callable[..., Any], *, with_body: bool = True) -> Any:
+        """Answer a request with the object, or the stream, that ``answer`` makes of its body."""
+        from starlette.responses import JSONResponse
+
+        try:
+            self._admit(request)
+            return await answer(request, await self._body(request) if with_body else {})
+        except RefusedError as error:
+            told = {"message": str(error), "type": "invalid_request_error", "code": error.code}
+            return JSONResponse({"error": told}, status_code=error.status)
+        except AgileRLError as error:
+            told = {"message": str(error), "type": "invalid_request_error", "code": "invalid_request_error"}
+            return JSONResponse({"error": told}, status_code=400)
+
+    def _admit(self, request: Any) -> None:
+        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        if not secrets.compare_digest(given.encode(), self.key.encode()):
+            raise RefusedError("wrong or missing API key", status=401, code="invalid_api_key")
+
+    async def _body(self, request: Any) -> dict[str, Any]:
+        data = bytearray()
+        async for part in request.stream():
+            data += part
+            if len(data) > LARGEST_BODY:
+                raise RefusedError(f"expected a body of at most {LARGEST_BODY:,} bytes", status=413, code="too_large")
+        try:
+            body = json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise RefusedError(f"expected a JSON object, found none: {error}") from error
+        if not isinstance(body, dict):
+            raise RefusedError(f"expected a JSON object, found {str(body)[:80]}")
+        return body
+
+    def _session(self, request: Any, body: Mapping[str, Any]) -> Session | None:
+        """Return the episode whose policy a request asks for, or None for another model."""
+        number, model = request.path_params.get("episode"), str(body.get("model", MODEL))
+        if number is not None and not number < len(self.sessions):
+            raise RefusedError(f"there is no episode {number}", status=404, code="episode_not_found")
+        slots = dict(self.models)
+        if number is not None:
+            slots[MODEL] = self.sessions[number].ask.slot
+        if model not in slots:
+            known = ", ".join(slots)
+            raise RefusedError(f"unknown model {model!r}; there are {known}", status=404, code="model_not_found")
+        return self.sessions[number] if number is not None and slots[model] == slots[MODEL] else None
+
+    async def _listed(self, request: Any) -> Any:
+        from starlette.responses import JSONResponse
+
+        async def models(request: Any, body: Any) -> Any:
+            names = [*((MODEL,) if "episode" in request.path_params else ()), *self.models]
+            facts = {"object": "model", "created": 0, "owned_by": "agilerl", "max_model_len": self.context_length}
+            return JSONResponse({"object": "list", "data": [{"id": name, **facts} for name in names]})
+
+        return await self._posted(request, models, with_body=False)
+
+    # -- the dialects ---------------------------------------------------------------------------------------------
+
+    async def _chat(self, request: Any, body: dict[str, Any]) -> Any:
+        messages, tools = body.get("messages"), body.get("tools") or []
+        if not isinstance(messages, list) or not messages:
+            raise RefusedError("messages: expected a list of messages, found none")
+        if body.get("tool_choice") not in (None, "auto", "none"):
+            raise RefusedError(
+                "tool_choice: expected auto or none; a model that learns cannot be forced to call a tool"
+            )
+        if (body.get("response_format") or {}).get("type", "text") != "text":
+            raise RefusedError("response_format: expected text; a model that learns is not constrained")
+        session = self._session(request, body)
+
+        def asked() -> Call:
+            at = session or self._other(request, body)
+            return at.of_messages(messages, [] if body.get("tool_choice") == "none" else tools)
+
+        def choice(index: int, call: Call, completion: Completion, text: str) -> dict[str, Any]:
+            message = self._message(completion, text, bool(tools))
+            reason = "tool_calls" if "tool_calls" in message else _REASONS[completion.finish_reason]
+            found = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
+            if body.get("logprobs"):
+                found["logprobs"] = {"content": self._logprobs(completion)}
+            return found
+
+        return await self._answered(request, body, session, asked, choice, "chat.completion")
+
+    async def _text(self, request: Any, body: dict[str, Any]) -> Any:
+        prompt, session = body.get("prompt", ""), self._session(request, body)
+        ids = text_ids(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
+        self._check_ids(ids, "prompt")
+
+        def choice(index: int, call: Call, completion: Completion, text: str) -> dict[str, Any]:
+            found = {
+                "index": index,
+                "text": text,
+                "finish_reason": _REASONS[completion.finish_reason],
+                "logprobs": None,
+            }
+            if body.get("logprobs") is not None:
+                parts = self._logprobs(completion)
+                found["logprobs"] = {
+                    "tokens": [part["token"] for part in parts],
+                    "token_logprobs": [part["logprob"] for part in parts],
+                }
+            return found
+
+        def asked() -> Call:
+            return (session or self._other(request, body)).of_tokens(ids, body.get("seed"))
+
+        return await self._answered(request, body, session, asked, choice, "text_completion")
+
+    async def _tokens(self, request: Any, body: dict[str, Any]) -> Any:
+        ids: Any = body.get("token_ids")
+        self._check_ids(ids, "token_ids")
+        body = {**body, **(body.get("sampling_params") or {})}
+        session = self._session(request, body)
+
+        def choice(index: int, call: Call, completion: Completion, text: str) -> dict[str, Any]:
+            pairs = zip(completion.token_ids, completion.logprobs or [])
+            parts = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
+            return {
+                "index": index,
+                "token_ids": completion.token_ids,
+                "finish_reason": _REASONS[completion.finish_reason],
+                "logprobs": {"content": parts},
+            }
+
+        def asked() -> Call:
+            return (session or self._other(request, body)).of_tokens(ids, body.get("seed"))
+
+        return await self._answered(request, body, session, asked, choice, "generate")
+
+    def _check_ids(self, ids: Any, key: str) -> None:
+        size = len(self.tokenizer)
+        if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < size for i in ids):
+            raise RefusedError(f"{key}: expected token ids from 0 to {size - 1}, found {str(ids)[:80]}")
+
+    # -- an answer ------------------------------------------------------------------------------------------------
+
+    async def _answered(
+        self,
+        request: Any,
+        body: Mapping[str, Any],
+        session: Session | None,
+        asked: Callable[[], Call],
+        choice: Callable[[int, Call, Completion, str], dict[str, Any]],
+        kind: str,
+    ) -> Any:
+        """Let the engine complete what was asked, ``n`` times, and put the answers in the form of a dialect."""
+        from starlette.responses import JSONResponse, StreamingResponse
+
+        samples = _whole(body, "n", 1, 64)
+        longest = _whole(body, "max_completion_tokens", _whole(body, "max_tokens", None))
+        stops = body.get("stop") or []
+        stops = [stops] if isinstance(stops, str) else list(stops)
+        calls = [asked() for _ in range(samples)]
+        pending = []
+        for call in calls:
+            if session is not None:
+                wanted = session.request(call, longest)
+            else:
+                wanted = self._of_other(self._other(request, body), body, call, longest)
+            pending.append(Pending(wanted))
+            self.inbox.put(pending[-1])
+        try:
+            completions = [await asyncio.wrap_future(p.answer) for p in pending]
+        except asyncio.CancelledError:
+            raise RefusedError("this episode is over", status=410, code="episode_over") from None
+        for completion in completions:
+            if completion.finish_reason not in _REASONS:
+                raise RefusedError(f"the model failed: {completion.finish_reason}", status=503, code="model_failed")
+        completions = [_cut(self.tokenizer, completion, stops) for completion in completions]
+        texts = decode_completions(self.tokenizer, [c.token_ids for c in completions])
+        for stop in stops:
+            texts = [text.partition(stop)[0] for text in texts]
+        choices = [choice(i, *parts) for i, parts in enumerate(zip(calls, completions, texts))]
+        # A program that has gone would not know what it is rewarded for.
+        if session is not None and not await request.is_disconnected():
+            for call, completion, found in zip(calls, completions, choices):
+                session.answered(call, completion, found.get("message"))
+        used = sum(len(completion.token_ids) for completion in completions)
+        document = {
+            "id": f"{kind}-{next(self._numbers)}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": body.get("model", MODEL),
+            "choices": choices,
+            "usage": {
+                "prompt_tokens": len(calls[0].prompt_ids),
+                "completion_tokens": used,
+                "total_tokens": len(calls[0].prompt_ids) + used,
+            },
+        }
+        if body.get("return_token_ids"):
+            document["prompt_token_ids"] = calls[0].prompt_ids
+            for found, completion in zip(choices, completions):
+                found["token_ids"] = completion.token_ids
+        if body.get("stream"):
+            return StreamingResponse(_streamed(document), media_type="text/event-stream")
+        return JSONResponse(document)
+
+    def _other(self, request: Any, body: Mapping[str, Any]) -> Session:
+        """Return the session of calls that are not trained on: of another model, or outside of an episode."""
+        number = request.path_params.get("episode")
+        of = self.sessions[number or 0]
+        if number is not None and of.over:
+            raise RefusedError("this episode is over", status=410, code="episode_over")
+        key = number, str(body["model"])
+        if key not in self._others:
+            self._others[key] = Session(of.ask, of.sample, of.limits, self.chat_of, keeps=False)
+        return self._others[key]
+
+    def _of_other(
+        self, session: Session, body: Mapping[str, Any], call: Call, longest: int | None
+    ) -> GenerationRequest:
+        sampling = SamplingSettings(
+            min(longest or self.most_new_tokens, self.most_new_tokens),
+            temperature=_number(body, "temperature", 1.0),
+            top_p=_number(body, "top_p", 1.0),
+        )
+        key = (*session.ask.key, *call.key)
+        return GenerationRequest(self.models[body["model"]], call.prompt_ids, 1, sampling, "other", key)
+
+    def chat_of(self, tools: str) -> Rendering:
+        """Return how conversations with these tools are rendered: by the chat template, or told in a system message."""
+        if tools not in self._chats:
+            schemas = json.loads(tools)
+            try:
+                self._chats[tools] = Rendering(ChatFormat(self.tokenizer, tools=schemas))
+            except ConfigError:
+                if not schemas:
+                    raise
+                lines = [json.dumps(schema.get("function", schema)) for schema in schemas]
+                told = "\n".join([f"You may call these functions. {self._calls().instruction}.", *lines])
+                self._chats[tools] = Rendering(ChatFormat(self.tokenizer), told)
+        return self._chats[tools]
+
+    def _calls(self) -> ToolCallParser:
+        """Return the parser of the model's tool calls: of its family, else of tags in the text."""
+        if self._parser is None:
+            try:
+                self._parser = parser_for(self.tokenizer)
+            except ConfigError:
+                self._parser = TextTagParser()
+        return self._parser
+
+    def _message(self, completion: Completion, text: str, with_tools: bool) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if not with_tools:
+            return message
+        parser = self._calls()
+        parsed = parser.parse(completion.token_ids, text)
+        calls = [call for call in parsed if isinstance(call, ToolCall)]
+        if calls and len(calls) == len(parsed):  # a call that cannot be read stays text, and the program sees it
+            tags = parser.tags or ("<tool_call>",)
+            message["content"] = min((text.partition(tag)[0] for tag in tags), key=len).strip() or None
+            message["tool_calls"] = [
+                {
+                    "id": call.call_id or f"call_{next(self._numbers)}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
+                }
+                for call in calls
+            ]
+        return message
+
+    def _logprobs(self, completion: Completion) -> list[dict[str, Any]]:
+        tokens = [decoded(self.tokenizer, [token]) for token in completion.token_ids]
+        pairs = zip(tokens, completion.logprobs or [])
+        return [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
+
+
+def _whole(body: Mapping[str, Any], key: str, default: Any, most: int | None = None) -> Any:
+    value = body.get(key)
+    if value is None:
+        return default
+    if type(value) is not int or value < 1 or (most is not None and value > most):
+        raise RefusedError(
+            f"{key}: expected a whole number of 1 or more{f', at most {most}' if most else ''}, found {value!r}"
+        )
+    return value
+
+
+def _number(body: Mapping[str, Any], key: str, default: float) -> float:
+    value = body.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, int | float):
+        raise RefusedError(f"{key}: expected a number, found {value!r}")
+    return float(value)
+
+
+def _cut(tokenizer: Any, completion: Completion, stops: Sequence[str]) -> Completion:
+    """Return a completion up to the token that completes one of the texts."""
+    if not stops:
+        return completion
+    for size in range(1, len(completion.token_ids) + 1):
+        text = decoded(tokenizer, completion.token_ids[:size], skip_special_tokens=True)
+        if any(stop in text for stop in stops):
+            logprobs = None if completion.logprobs is None else completion.logprobs[:size]
+            return Completion(completion.token_ids[:size], logprobs, "stop")
+    return completion
+
+
+async def _streamed(document: Mapping[str, Any]) -> AsyncIterator[str]:
+    """Yield an answer as server-sent events: what was said in one piece, then why it ended."""
+    kind = {"chat.completion": "chat.completion.chunk"}.get(document["object"], document["object"])
+    shared = {key: value for key, value in document.items() if key not in ("choices", "usage")} | {"object": kind}
+    for choice in document["choices"]:
+        if "message" in choice:
+            message = dict(choice["message"])
+            if "tool_calls" in message:
+                message["tool_calls"] = [{"index": i, **call} for i, call in enumerate(message["tool_calls"])]
+            parts = [{"delta": message, "finish_reason": None}, {"delta": {}, "finish_reason": choice["finish_reason"]}]
+            parts[0]["logprobs"] = choice["logprobs"]
+        else:
+            parts = [choice]
+        for part in parts:
+            yield f"data: {json.dumps({**shared, 'choices': [{'index': choice['index'], **part}]})}\n\n"
+    yield f"data: {json.dumps({**shared, 'choices': [], 'usage': document['usage']})}\n\n"
+    yield "data: [DONE]\n\n"

@@ -1,0 +1,331 @@
+"""One episode of an agent program: the calls that it makes of the endpoint, and the training rows that come of them."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from typing import Any
+
+from agilerl.data import Completion, EpisodeOutcome, Trajectory
+from agilerl.envs.episode_task import TrainingRow
+from agilerl.envs.programs import ProgramLimits
+from agilerl.envs.prompts import ChatFormat
+from agilerl.errors import AgileRLError
+from agilerl.rollouts.engine import Ask, Conversation, GenerationRequest
+
+Message = dict[str, Any]
+
+
+class RefusedError(AgileRLError):
+    """A call that cannot be answered, with the status and the code of OpenAI's API."""
+
+    def __init__(self, message: str, *, status: int = 400, code: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code
+
+
+@dataclass(eq=False)
+class Call:
+    """One completion that a program asked for."""
+
+    prompt_ids: list[int]
+    parent: "Call | None"
+    """The call whose transcript the prompt continues token by token."""
+    key: tuple[int, ...]
+    """Of its draws, beside those of the episode: its depth, and what tells it from other calls of that depth."""
+    conversation: Conversation | None = None
+    messages: tuple[Message, ...] = ()
+    """The prompt as messages, normalised; empty if it came as tokens or text."""
+    tools: str = "[]"
+    reply: Message | None = None
+    completion: Completion | None = None
+    """None until it has been answered."""
+
+    @property
+    def ids(self) -> list[int]:
+        """Prompt and completion."""
+        return self.prompt_ids + (self.completion.token_ids if self.completion else [])
+
+    @property
+    def root(self) -> "Call":
+        """The first call of its line."""
+        return self if self.parent is None else self.parent.root
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """How conversations with some tools become tokens."""
+
+    chat: ChatFormat
+    told: str | None = None
+    """What a system message says of the tools, for chat templates that do not show them; None: the template does."""
+
+    def messages(self, plain: Sequence[Message], *, begins: bool) -> list[Message]:
+        """Return messages in the form that the chat template takes; ``begins``: the first of them begin it."""
+        if self.told is None:
+            return [_for_template(message) for message in plain]
+        written = [_as_text(message) for message in plain]
+        if not begins:
+            return written
+        system = written.pop(0)["content"] if written[0]["role"] == "system" else ""
+        return [{"role": "system", "content": f"{system}\n\n{self.told}".strip()}, *written]
+
+
+@dataclass(eq=False)
+class Session:
+    """The calls of one episode. Only the server's thread changes it, until the episode is over."""
+
+    ask: Ask
+    sample: int
+    limits: ProgramLimits
+    chat_of: Callable[[str], "Rendering"]
+    """From tools, as JSON, to how conversations with them are rendered."""
+    keeps: bool = True
+    """Whether the engine may keep what it has computed of conversations."""
+    calls: list[Call] = field(default_factory=list)
+    """Answered and delivered, in the order in which they ended."""
+    asked: int = 0
+    """Calls so far, those included that are still being answered."""
+    tokens: int = 0
+    """Tokens that were generated."""
+    truncated: str | None = None
+    over: bool = False
+    _prompts: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """How often each prompt was asked for."""
+    _first_root: tuple[int, ...] | None = None
+
+    # -- a call ---------------------------------------------------------------------------------------------------
+
+    def of_messages(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Call:
+        """Return a call whose prompt is a conversation.
+
+        The transcript of an earlier call that it continues is kept as it was sampled, never rendered again; a history
+        that was changed is rendered anew and begins a line of its own.
+
+        Raises RefusedError, ConfigError or EnvError for messages that cannot be rendered.
+        """
+        plain, described = [normalised(message) for message in messages], json.dumps(list(tools), sort_keys=True)
+        rendering, best = self.chat_of(described), None
+        for call in self.calls:
+            said = (*call.messages, call.reply) if call.messages else ()
+            if said and call.tools == described and len(said) < len(plain) and list(said) == plain[: len(said)]:
+                best = call if best is None or len(call.ids) > len(best.ids) else best
+        if best is None:
+            ids = rendering.chat.prompt(rendering.messages(plain, begins=True))
+        else:
+            assert best.completion is not None
+            before = rendering.messages(best.messages, begins=True)
+            new = rendering.messages(plain[len(best.messages) + 1 :], begins=False)
+            ids = best.ids + rendering.chat.between(before, best.completion.token_ids, new)
+        call = self.of_tokens(ids)
+        call.messages, call.tools = tuple(plain), described
+        return call
+
+    def of_tokens(self, prompt_ids: Sequence[int], seed: int | None = None) -> Call:
+        """Return a call whose prompt is given as tokens; raises RefusedError where the episode's limits end."""
+        ids = list(prompt_ids)
+        if self.over:
+            raise RefusedError("this episode is over", status=410, code="episode_over")
+        if self.asked >= self.limits.max_calls:
+            self.truncated = "turns"
+            raise RefusedError(f"an episode may make {self.limits.max_calls} calls", code="too_many_calls")
+        if self.limits.max_tokens is not None and self.tokens >= self.limits.max_tokens:
+            self.truncated = "turns"
+            raise RefusedError(f"an episode may generate {self.limits.max_tokens} tokens", code="too_many_tokens")
+        if len(ids) + 1 > self.ask.context_length:
+            self.truncated = "context"
+            raise RefusedError(
+                f"a prompt of {len(ids)} tokens leaves no room in a context of {self.ask.context_length}",
+                code="context_length_exceeded",
+            )
+        fits = [call for call in self.calls if len(call.ids) < len(ids) and call.ids == ids[: len(call.ids)]]
+        parent = max(fits, key=lambda call: len(call.ids), default=None)
+        self.asked += 1
+        return Call(ids, parent, self._key(ids, parent, seed), self._conversation(parent))
+
+    def _key(self, ids: Sequence[int], parent: Call | None, seed: int | None) -> tuple[int, ...]:
+        """Return what the draws of a call depend on: its prompt and its place in its line, never the time it came.
+
+        A line of calls draws as the turns of an environment do; other lines are told apart by their first prompt.
+        """
+        depth, call = 0, parent
+        while call is not None:
+            depth, call = depth + 1, call.parent
+        first = _digest(ids if parent is None else parent.root.prompt_ids)
+        if self._first_root is None:
+            self._first_root = first
+        key = (depth, self.sample, *(first if first != self._first_root else ()))
+        if seed is not None:
+            key += (seed & 0xFFFFFFFF,)
+        asked = (*key, *_digest(ids))
+        self._prompts[asked] = again = self._prompts.get(asked, -1) + 1
+        return (*key, again) if again else key
+
+    def _conversation(self, parent: Call | None) -> Conversation | None:
+        if not self.keeps:
+            return None
+        known = None if parent is None else parent.conversation
+        return Conversation() if known is None else replace(known)
+
+    def request(self, call: Call, max_tokens: int | None) -> GenerationRequest:
+        """Return what the engine is asked for; the run's settings decide how tokens are drawn."""
+        request = self.ask.generation(
+            call.prompt_ids,
+            1,
+            *call.key,
+            conversation=call.conversation,
+            first_prompt=len(call.root.prompt_ids),
+        )
+        most = min(request.sampling.max_new_tokens, max_tokens or request.sampling.max_new_tokens)
+        if self.limits.max_tokens is not None:
+            most = min(most, max(self.limits.max_tokens - self.tokens, 1))
+        least = min(request.sampling.min_new_tokens, most)
+        return replace(request, sampling=replace(request.sampling, max_new_tokens=most, min_new_tokens=least))
+
+    def answered(self, call: Call, completion: Completion, reply: Mapping[str, Any] | None = None) -> None:
+        """Record a call whose completion has reached the program."""
+        if self.over:
+            return
+        call.completion, call.reply = completion, None if reply is None else normalised(reply)
+        self.tokens += len(completion.token_ids)
+        if completion.finish_reason == "context":
+            self.truncated = "context"
+        self.calls.append(call)
+
+    # -- the episode ----------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[TrainingRow]:
+        """Return the training rows: each sampled token is trained on in one of them.
+
+        A call that continues the last transcript of a row extends it; others begin a row, whose prompt may hold what
+        was sampled before. The order does not depend on when calls that ran side by side have ended.
+        """
+        rows: list[TrainingRow] = []
+        tails: dict[int, TrainingRow] = {}
+        for turn, call in enumerate(sorted(self.calls, key=lambda c: (len(c.prompt_ids), c.prompt_ids, c.key))):
+            assert call.completion is not None
+            row = tails.pop(id(call.parent), None)
+            if row is None:
+                rows.append(row := TrainingRow(list(call.prompt_ids)))
+            else:
+                heard = call.prompt_ids[len(row.ids) :]
+                row.append(heard, -1, [0.0] * len(heard))
+            row.append(call.completion.token_ids, turn, call.completion.logprobs)
+            tails[id(call)] = row
+        return rows
+
+    @property
+    def breaks(self) -> int:
+        """Calls whose prompt shows a history of the assistant that is not, token by token, what was sampled."""
+        return sum(
+            call.parent is None and any(message["role"] == "assistant" for message in call.messages[:-1])
+            for call in self.calls
+        )
+
+    def transcript(self) -> list[Message]:
+        """Return the messages of the longest conversation, the last reply included."""
+        told = [call for call in self.calls if call.messages]
+        if not told:
+            return []
+        last = max(enumerate(told), key=lambda pair: (len(pair[1].messages), pair[0]))[1]
+        return [dict(message) for message in (*last.messages, last.reply or {})]
+
+    def trajectories(
+        self, reward: float | None, text: str, error: str | None = None, **graded: Any
+    ) -> list[Trajectory]:
+        """Return the training rows with the reward, which belongs to the last call; NaN without one."""
+        turns = len(self.calls)
+        rewards = [0.0] * max(turns - 1, 0) + [float("nan") if reward is None else reward]
+        if reward is None:
+            rewards = [float("nan")] * len(rewards)
+        outcome = EpisodeOutcome(turns, truncated=self.truncated, error=error, breaks=self.breaks)  # type: ignore[arg-type]
+        last = self.calls[-1].completion if self.calls else None
+        finish: Any = "length" if self.truncated == "turns" else self.truncated
+        broken = any(call.completion and call.completion.finish_reason == "error" for call in self.calls)
+        return [
+            Trajectory(
+                prompt_ids=part.prompt_ids,
+                token_ids=part.token_ids,
+                action_mask=[turn >= 0 for turn in part.turn_ids],
+                logprobs=part.logprobs,
+                rewards=list(rewards),
+                group=self.ask.group,
+                turn_ids=part.turn_ids,
+                finish_reason="error" if broken else finish or (last.finish_reason if last else "stop"),
+                text=text,
+                row=self.ask.place.row,
+                episode=self.sample,
+                outcome=outcome,
+                **graded,
+            )
+            for part in self.rows()
+        ]
+
+
+def normalised(message: Mapping[str, Any]) -> Message:
+    """Return what counts of a message: role, text, tool calls with their arguments read, and the id of a tool's call.
+
+    Raises RefusedError for anything but text.
+    """
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RefusedError(f"a message is an object with role and content, found {str(message)[:80]!r}")
+    content = message.get("content")
+    if isinstance(content, list):
+        kinds = {part.get("type") if isinstance(part, Mapping) else None for part in content}
+        if not kinds <= {"text", "input_text"}:
+            raise RefusedError(f"this model reads text only, found content of type {kinds - {'text'}}")
+        content = "".join(str(part.get("text", "")) for part in content)
+    if not isinstance(content, str | None):
+        raise RefusedError(f"the content of a message is text, found {str(content)[:80]!r}")
+    role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
+    plain: Message = {"role": role, "content": content or ""}
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = call.get("function", {}) if isinstance(call, Mapping) else {}
+        calls.append(
+            {"id": call.get("id"), "name": function.get("name"), "arguments": _read(function.get("arguments"))}
+        )
+    if calls:
+        plain["tool_calls"] = calls
+    for key in ("tool_call_id", "name"):
+        if message.get(key) and role != "assistant":
+            plain[key] = message[key]
+    return plain
+
+
+def _read(arguments: Any) -> Any:
+    """Return the arguments of a call, which are JSON in a string, as chat templates take them."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def _for_template(message: Message) -> Message:
+    """Return a message in the form that chat templates know."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}
+        for c in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _as_text(message: Message) -> Message:
+    """Return a message for a chat template without tools: calls as the text of the family ``text``, results as said."""
+    if message["role"] == "tool":
+        return {"role": "user", "content": message["content"]}
+    calls = [
+        f"<tool_call>{json.dumps({'name': c['name'], 'arguments': c['arguments']})}</tool_call>"
+        for c in message.get("tool_calls", ())
+    ]
+    return {"role": message["role"], "content": message["content"] + "".join(calls)}
+
+
+def _digest(ids: Sequence[int]) -> tuple[int, ...]:
+    """Return two words that stand for token ids."""
+    packed = blake2b(b"".join(token.to_bytes(4, "little") for token in ids), digest_size=8).digest()
+    return int.from_bytes(packed[:4], "little"), int.from_bytes(packed[4:], "little")

@@ -1,0 +1,612 @@
+"""The endpoint of a population: programs with the stock openai client, and what is captured of them."""
+
+import asyncio
+import json
+import random
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+
+from agilerl import GRPO, Population, Runtime
+from agilerl.data import Completion
+from agilerl.envs.core import Place, Row, Split, Task
+from agilerl.envs.episode_task import EpisodeTask
+from agilerl.envs.games import GuessTheNumber
+from agilerl.envs.programs import AgentTask, ProgramLimits, run_program
+from agilerl.envs.prompts import ChatFormat
+from agilerl.errors import ConfigError, EnvError
+from agilerl.rollouts.endpoint.collect import _answer, _arrived
+from agilerl.rollouts.endpoint.server import LARGEST_BODY, Endpoint
+from agilerl.rollouts.endpoint.session import Session
+from agilerl.rollouts.engine import Ask, Conversation, GenerationRequest, SamplingSettings
+
+pytestmark = pytest.mark.model
+
+
+class Letters(Task):
+    """Answers that begin with a digit earn 1."""
+
+    name, exam_prompts, test_prompts = "letters", 4, 4
+
+    def row(self, split: Split, index: int) -> Row:
+        return {"question": f"{index % 7}, {index % 5 + 1}.", "answer": "1", "index": index}
+
+    def reward(self, completion: str, row: Mapping[str, Any]) -> float:
+        return float(completion[:1].isdigit())
+
+
+def population(task: Any, agents: int = 2, **settings: Any) -> Population:
+    runtime = Runtime.from_pretrained("embedded", seed=0)
+    shared = {"group_size": 4, "batch_size": 8, "max_output_tokens": 6, "lr": 1e-2, "beta": 0.0} | settings
+    members = [GRPO(runtime=runtime, index=i, seed=0, **shared) for i in range(agents)]
+    return Population(members, task, prompts_per_step=2, eval_max_new_tokens=6)
+
+
+async def asks_once(client: Any, row: Row) -> str:
+    reply = await client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": row["question"]}]
+    )
+    return str(reply.choices[0].message.content)
+
+
+# -- the engine: bits that depend on a request alone ------------------------------------------------------------------
+
+
+def test_bits_do_not_depend_on_what_arrives_when() -> None:
+    """Two turns of 12 conversations of three agents and the base: alone, all at once, and a few at a time."""
+    agents = population(Letters(), 3).agents
+    runtime, draw = agents[0].runtime, random.Random(0)
+    runtime.store.theta += 0.02 * torch.randn(runtime.store.theta.shape, generator=torch.Generator().manual_seed(0))
+    slots = [None, *(agent.slot for agent in agents)]
+    lengths = [9, 9, 5, 17, 33, 40, 9, 9, 5, 17, 33, 12]
+    prompts = [[draw.randrange(3, 40) for _ in range(n)] for n in lengths]
+    prompts[1] = prompts[0]  # computed once, sampled twice
+
+    def request(number: int, turn: int, ids: list[int], known: Conversation) -> GenerationRequest:
+        return GenerationRequest(slots[number % 4], ids, 1, SamplingSettings(8), "rollout", (number, turn), known)
+
+    def play(at_once: Any) -> dict[tuple[int, ...], tuple[list[int], list[float] | None]]:
+        waiting = [request(number, 0, ids, Conversation()) for number, ids in enumerate(prompts)]
+        ended: dict[tuple[int, ...], tuple[list[int], list[float] | None]] = {}
+        taken: list[GenerationRequest] = []
+
+        def arrivals() -> list[GenerationRequest]:
+            new = [waiting.pop(0) for _ in range(min(at_once(len(taken)), len(waiting)))]
+            taken.extend(new)
+            return new
+
+        def deliver(number: int, sample: int, completion: Completion) -> None:
+            asked = taken[number]
+            ended[asked.key] = completion.token_ids, completion.logprobs
+            if asked.key[1] == 0:
+                kept = asked.conversation
+                assert kept is not None
+                ids = [*asked.prompt_ids, *completion.token_ids, 7, 8]
+                known = Conversation(kept.slot, kept.token_ids, kept.kept)
+                waiting.append(request(asked.key[0], 1, ids, known))
+
+        while waiting:
+            taken.clear()
+            runtime.engine.generate(arrivals(), deliver, arrivals)
+        return ended
+
+    alone = play(lambda taken: 0 if taken else 1)
+    few = random.Random(1)
+    assert len(alone) == 24
+    assert play(lambda taken: 64) == alone
+    assert play(lambda taken: few.randrange(3) if taken else 2) == alone
+
+
+# -- programs ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("concurrency", [1, 64])
+def test_an_update_has_the_same_bits_at_any_concurrency(concurrency: int) -> None:
+    task = AgentTask(Letters(), asks_once, ProgramLimits(concurrency=concurrency))
+    trained = population(task)
+    for _ in range(2):
+        rollout = trained.rollout()
+        assert not rollout.failures
+        metrics = trained.learn(rollout)
+    assert all(values["outcome"] == "ok" if "outcome" in values else True for values in metrics.values())
+    theta = trained.agents[0].runtime.store.theta.clone()
+    again = population(AgentTask(Letters(), asks_once, ProgramLimits(concurrency=8)))
+    for _ in range(2):
+        again.learn(again.rollout())
+    assert torch.equal(theta, again.agents[0].runtime.store.theta)
+
+
+class Seeds(Task):
+    """The seeds of a game as rows; the program's result is the return."""
+
+    name, exam_prompts, test_prompts = "seeds", 4, 4
+
+    def __init__(self, of: EpisodeTask) -> None:
+        self.of = of
+
+    def row(self, split: Split, index: int) -> Row:
+        return {"question": "", "answer": "", "seed": self.of.episode_seed(split, index)}
+
+    def reward(self, completion: str, row: Mapping[str, Any]) -> float:
+        return float(completion)
+
+
+def plays_a_game(client: Any, row: Row) -> str:
+    game = GuessTheNumber(max_number=9, max_turns=4)
+    observation, _ = game.reset(seed=row["seed"])
+    messages = [{"role": "user", "content": observation}]
+    total, ended = 0.0, False
+    while not ended:
+        message = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+        messages.append(message)
+        observation, reward, terminated, truncated, _ = game.step(message.content or "")
+        total, ended = total + float(reward), terminated or truncated
+        messages.append({"role": "user", "content": observation})
+    return str(total)
+
+
+def test_a_program_plays_a_game_with_the_tokens_of_our_environment() -> None:
+    game = EpisodeTask(GuessTheNumber, {"max_number": 9, "max_turns": 4}, exam_episodes=4, test_episodes=4)
+    ours, theirs = population(game), population(AgentTask(Seeds(game), plays_a_game))
+    expected, captured = ours.rollout(), theirs.rollout()
+    for index in expected.trajectories:
+        pairs = list(zip(expected.trajectories[index], captured.trajectories[index], strict=True))
+        assert any(len(set(own.turn_ids)) > 2 for own, _ in pairs)  # several turns were played
+        for own, other in pairs:
+            assert (own.prompt_ids, own.token_ids, own.turn_ids) == (other.prompt_ids, other.token_ids, other.turn_ids)
+            assert own.episode_return == other.episode_return
+            assert own.logprobs is not None
+            assert other.logprobs == pytest.approx(own.logprobs, abs=1e-5)
+
+
+def test_an_exam_goes_through_the_program() -> None:
+    examined = population(AgentTask(Letters(), asks_once))
+    plain = population(Letters())
+    results = examined.evaluate("exam")
+    assert {k: v.mean for k, v in results.items()} == {k: v.mean for k, v in plain.evaluate("exam").items()}
+
+
+def raises(client: Any, row: Row) -> str:
+    raise KeyError("no such tool")
+
+
+def hangs(client: Any, row: Row) -> None:
+    time.sleep(3)
+
+
+def never_asks(client: Any, row: Row) -> str:
+    return "1"
+
+
+async def asks_without_end(client: Any, row: Row) -> str:
+    for _ in range(1000):
+        try:
+            await asks_once(client, row)
+        except openai.BadRequestError as error:
+            return str(error.code)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("program", "kind", "message"),
+    [
+        (raises, "reward_error", r"KeyError: 'no such tool' \(test_endpoint.py:\d+\)"),
+        (hangs, "timeout", "within"),
+        (never_asks, "reward_error", "did not call"),
+        ((sys.executable, "-c", "import sys; sys.exit('out of tools')"), "reward_error", "status 1: out of tools"),
+        (("no-such-program",), "reward_error", "cannot be started"),
+        ((sys.executable, "-c", "import time; time.sleep(60)"), "timeout", "within 1 seconds"),
+    ],
+)
+def test_a_failing_program_is_a_failed_episode(program: Any, kind: str, message: str) -> None:
+    def sometimes(client: Any, row: Row) -> Any:
+        if row["index"] % 2:
+            return sync_once(client, row)
+        if callable(program):
+            return program(client, row)
+        return run_program(program, row, "http://127.0.0.1:1/v1", "key", 1.0)
+
+    trained = population(AgentTask(Letters(), sometimes, ProgramLimits(timeout=1.0)))
+    rollout = trained.rollout()
+    failures = [*chain(*rollout.failures.values())]
+    assert {failure.kind for failure in failures} == {kind}
+    assert len(failures) == 8  # one row of two, four samples of two agents
+    assert re.search(message, failures[0].message), failures[0].message
+    assert set(trained.learn(rollout)) == {0, 1}
+
+
+def sync_once(client: Any, row: Row) -> str:
+    reply = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": row["question"]}])
+    return str(reply.choices[0].message.content)
+
+
+def test_calls_are_bounded() -> None:
+    trained = population(AgentTask(Letters(), asks_without_end, ProgramLimits(max_calls=3)))
+    rollout = trained.rollout()
+    episodes = rollout.trajectories[0]
+    assert not rollout.failures
+    assert {t.outcome.turns for t in episodes if t.outcome} == {3}
+    assert {t.outcome.truncated for t in episodes if t.outcome} == {"turns"}
+
+
+def test_all_programs_fail_and_the_run_says_why() -> None:
+    with pytest.raises(EnvError, match="no such tool"):
+        population(AgentTask(Letters(), raises)).rollout()
+
+
+def test_a_command_gets_the_row_and_the_endpoint(tmp_path: Path) -> None:
+    script = tmp_path / "solve.py"
+    script.write_text(
+        "import json, os, sys, urllib.request\n"
+        "row = json.load(sys.stdin)\n"
+        "body = {'model': os.environ['OPENAI_MODEL'], 'messages': [{'role': 'user', 'content': row['question']}]}\n"
+        "url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'\n"
+        "headers = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}\n"
+        "request = urllib.request.Request(url, json.dumps(body).encode(), headers)\n"
+        "print(json.load(urllib.request.urlopen(request))['choices'][0]['message']['content'])\n"
+    )
+    ours = population(AgentTask(Letters(), ["python", str(script)]), 1).rollout()
+    theirs = population(AgentTask(Letters(), asks_once), 1).rollout()
+    assert [t.token_ids for t in ours.trajectories[0]] == [t.token_ids for t in theirs.trajectories[0]]
+    assert [t.rewards for t in ours.trajectories[0]] == [t.rewards for t in theirs.trajectories[0]]
+
+
+@pytest.mark.parametrize("program", [3, "solve.py", [], lambda row: row, [1]])
+def test_what_is_no_program_is_refused(program: Any) -> None:
+    with pytest.raises(ConfigError, match=r"environment\.agent"):
+        AgentTask(Letters(), program)
+
+
+# -- the protocol -----------------------------------------------------------------------------------------------------
+
+
+class Served:
+    """An endpoint whose engine answers in a thread, as a collection does."""
+
+    def __init__(self, episodes: int = 3, engine: Any = None, **limits: Any) -> None:
+        self.runtime = Runtime.from_pretrained("embedded", seed=0)
+        self.engine = engine or self.runtime.engine
+        self.agent = GRPO(runtime=self.runtime, index=0, group_size=2, batch_size=2, max_output_tokens=8, seed=0)
+        self.sessions: list[Session] = []
+        self.endpoint = Endpoint(
+            self.runtime.tokenizer,
+            self.sessions,
+            {"base": None, "agent-0": self.agent.slot},
+            context_length=self.agent.context_length,
+            most_new_tokens=8,
+        )
+        ask = Ask(self.agent.slot, Place({}), 1, self.agent.sampling, self.agent.context_length, 0, key=(0, 0, 0))
+        for sample in range(episodes):
+            self.sessions.append(Session(ask, sample, ProgramLimits(**limits), self.endpoint.chat_of))
+        self.ended = threading.Event()
+
+    def __enter__(self) -> "Served":
+        self.endpoint.__enter__()
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
+        return self
+
+    def serve(self) -> None:
+        while not self.ended.is_set():
+            pending = _arrived(self.endpoint, self.sessions, 1)
+            if pending:
+                _answer(self.engine, self.endpoint, pending)
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join()
+        self.endpoint.__exit__()
+
+    def client(self, episode: int = 0) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.endpoint.url(episode), api_key=self.endpoint.key, max_retries=0)
+
+    def post(self, path: str, content: bytes | None = None, key: str | None = None, **body: Any) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.endpoint.key if key is None else key}"}
+        root = self.endpoint.url(0).removesuffix("/e/0/v1")
+        return httpx.post(root + path, content=content or json.dumps(body).encode(), headers=headers, timeout=30)
+
+
+@pytest.fixture(scope="module")
+def served() -> Any:
+    with Served(episodes=40) as served:
+        yield served
+
+
+def test_chat_completions_of_the_stock_client(served: Served) -> None:
+    client, question = served.client(0), [{"role": "user", "content": "4, 6."}]
+    reply = client.chat.completions.create(
+        model="policy", messages=question, n=2, logprobs=True, max_tokens=4, extra_body={"return_token_ids": True}
+    )
+    assert len(reply.choices) == 2
+    calls = served.sessions[0].calls
+    for choice, call in zip(reply.choices, calls, strict=True):
+        assert call.completion is not None
+        assert choice.token_ids == call.completion.token_ids  # type: ignore[attr-defined]
+        assert choice.logprobs is not None
+        assert [c.logprob for c in choice.logprobs.content or ()] == call.completion.logprobs
+        assert choice.finish_reason in ("stop", "length")
+        assert len(call.completion.token_ids) <= 4
+    assert reply.prompt_token_ids == calls[0].prompt_ids  # type: ignore[attr-defined]
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == sum(len(c.completion.token_ids) for c in calls if c.completion)
+    streamed = client.chat.completions.create(model="policy", messages=question, stream=True)
+    pieces = [chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices]
+    last = served.sessions[0].calls[-1].completion
+    assert last is not None
+    assert "".join(pieces) == served.runtime.tokenizer.decode(last.token_ids, skip_special_tokens=True)
+
+
+def test_the_other_dialects(served: Served) -> None:
+    client = served.client(1)
+    assert [model.id for model in client.models.list()] == ["policy", "base", "agent-0"]
+    text = client.completions.create(model="policy", prompt="4, 6.", max_tokens=3, logprobs=1)
+    ids = served.sessions[1].calls[0]
+    assert ids.completion is not None
+    assert text.choices[0].logprobs is not None
+    assert text.choices[0].logprobs.token_logprobs == ids.completion.logprobs
+    answer = served.post(
+        "/e/2/inference/v1/generate", model="agent-0", token_ids=ids.prompt_ids, sampling_params={"max_tokens": 3}
+    ).json()["choices"][0]
+    captured = served.sessions[2].calls[0].completion
+    assert captured is not None
+    assert answer["token_ids"] == captured.token_ids
+    assert [part["token"] for part in answer["logprobs"]["content"]] == [f"token_id:{i}" for i in captured.token_ids]
+    assert [part["logprob"] for part in answer["logprobs"]["content"]] == captured.logprobs
+
+
+def test_other_models_answer_and_are_not_trained_on(served: Served) -> None:
+    client = served.client(3)
+    asked = {"messages": [{"role": "user", "content": "4, 6."}]}
+    greedy = [client.chat.completions.create(model="base", temperature=0, **asked) for _ in range(2)]
+    assert greedy[0].choices[0].message.content == greedy[1].choices[0].message.content
+    drawn = {client.chat.completions.create(model="base", **asked).choices[0].message.content for _ in range(12)}
+    assert len(drawn) > 1
+    assert not served.sessions[3].calls
+    assert served.post("/v1/chat/completions", model="agent-0", **asked).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        (
+            "/e/4/v1/chat/completions",
+            {"model": "gpt-5", "messages": [{"role": "user", "content": "x"}]},
+            404,
+            "agent-0",
+        ),
+        ("/e/999/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, 404, "no episode 999"),
+        ("/e/4/v1/chat/completions", {"messages": []}, 400, "messages"),
+        ("/e/4/v1/chat/completions", {"messages": ["x"]}, 400, "message"),
+        (
+            "/e/4/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            400,
+            "text only",
+        ),
+        ("/e/4/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 1000}, 400, "n: expected"),
+        (
+            "/e/4/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
+            400,
+            "",
+        ),
+        ("/e/4/v1/chat/completions", {"messages": [{"role": "user", "content": "1, 2. " * 400}]}, 400, "context"),
+        ("/e/4/v1/completions", {"prompt": [-1]}, 400, "token ids"),
+        ("/e/4/inference/v1/generate", {"token_ids": "abc"}, 400, "token ids"),
+        ("/v1/chat/completions", {"model": "policy", "messages": [{"role": "user", "content": "x"}]}, 404, "unknown"),
+    ],
+)
+def test_a_wrong_call_is_refused(served: Served, path: str, body: dict[str, Any], status: int, message: str) -> None:
+    answer = served.post(path, **body)
+    assert answer.status_code == status, answer.text
+    assert message in answer.json()["error"]["message"]
+
+
+def test_strangers_and_large_bodies_are_refused(served: Served) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}]}
+    for path in ("/e/4/v1/chat/completions", "/v1/completions", "/inference/v1/generate"):
+        assert served.post(path, key="wrong", **body).status_code == 401
+    assert httpx.get(served.endpoint.url(0) + "/models").status_code == 401
+    assert served.post("/e/4/v1/chat/completions", content=b"x" * (LARGEST_BODY + 1)).status_code == 413
+    assert served.post("/e/4/v1/chat/completions", content=b"[" * 100_000).status_code == 400
+    assert served.endpoint.url(0).startswith("http://127.0.0.1:")
+
+
+def test_a_client_that_goes_is_not_captured(served: Served) -> None:
+    asked = {"model": "policy", "messages": [{"role": "user", "content": "4, 6."}]}
+    url, body = httpx.URL(served.endpoint.url(5)), json.dumps(asked).encode()
+    head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
+    with socket.create_connection((url.host, url.port)) as gone:
+        gone.sendall(f"{head}Authorization: Bearer {served.endpoint.key}\r\n\r\n".encode() + body)
+    time.sleep(0.5)
+    assert not served.sessions[5].calls
+    assert served.client(5).chat.completions.create(**asked).choices  # type: ignore[call-overload]
+    assert len(served.sessions[5].calls) == 1
+
+
+def test_no_port_is_left_open() -> None:
+    with Served(1) as one, Served(1) as two:
+        urls = [one.endpoint.url(0), two.endpoint.url(0)]
+        assert urls[0] != urls[1]
+        crossed = httpx.get(urls[0] + "/models", headers={"Authorization": f"Bearer {two.endpoint.key}"})
+        assert crossed.status_code == 401
+    for url in urls:
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(url + "/models")
+
+
+# -- tools ------------------------------------------------------------------------------------------------------------
+
+
+class Says:
+    """An engine that says the same texts whatever it is asked, one each time; it takes requests in batches only."""
+
+    exact = False
+
+    def __init__(self, tokenizer: Any, *texts: str) -> None:
+        self.tokenizer, self.texts = tokenizer, list(texts)
+
+    def generate(self, requests: Any, on_completion: Any = None) -> list[list[Completion]]:
+        found = []
+        for _ in requests:
+            ids = [
+                *self.tokenizer(self.texts.pop(0), add_special_tokens=False)["input_ids"],
+                self.tokenizer.eos_token_id,
+            ]
+            found.append([Completion(ids, [-0.5] * len(ids), "stop")])
+        return found
+
+
+MULTIPLY = {
+    "type": "function",
+    "function": {
+        "name": "multiply",
+        "description": "Multiply two numbers.",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+    },
+}
+CALLED = 'Let me see. <tool_call>{"name": "multiply", "arguments": {"a": 6, "b": 7}}</tool_call>'
+
+
+def test_a_tool_is_called_and_its_result_continues_the_conversation() -> None:
+    """The chat template shows no tools: a system message does, and the result comes as a user's message."""
+    tokenizer = Runtime.from_pretrained("embedded").tokenizer
+    with Served(2, Says(tokenizer, CALLED, "42", "<tool_call>{broken", CALLED)) as served:
+        client, session = served.client(0), served.sessions[0]
+        asked: list[Any] = [{"role": "user", "content": "6 x 7?"}]
+        reply = client.chat.completions.create(model="policy", messages=asked, tools=[MULTIPLY])  # type: ignore[list-item]
+        assert reply.choices[0].finish_reason == "tool_calls"
+        message = reply.choices[0].message
+        (call,) = message.tool_calls or ()
+        assert message.content == "Let me see."
+        assert json.loads(call.function.arguments) == {"a": 6, "b": 7}  # type: ignore[union-attr]
+        asked += [message, {"role": "tool", "tool_call_id": call.id, "content": "42"}]
+        last = client.chat.completions.create(model="policy", messages=asked, tools=[MULTIPLY])  # type: ignore[list-item]
+        assert last.choices[0].message.content == "42"
+        (row,) = session.rows()
+        text = tokenizer.decode(row.ids)
+        assert '"name": "multiply", "parameters"' in text
+        assert text.count("Let me see.") == 1
+        assert [turn for turn, token in zip(row.turn_ids, row.token_ids) if turn >= 0].count(1) == 3
+        assert session.transcript()[-2]["content"] == "42"
+        broken = client.chat.completions.create(model="policy", messages=asked[:1], tools=[MULTIPLY])  # type: ignore[list-item]
+        assert (broken.choices[0].message.tool_calls, broken.choices[0].finish_reason) == (None, "stop")
+        streamed = client.chat.completions.create(
+            model="policy",
+            messages=asked[:1],
+            tools=[MULTIPLY],
+            stream=True,  # type: ignore[list-item]
+        )
+        calls = [c for chunk in streamed if chunk.choices for c in chunk.choices[0].delta.tool_calls or ()]
+        assert [c.function.name for c in calls if c.function] == ["multiply"]
+
+
+def test_an_agent_of_langgraph_learns_unchanged() -> None:
+    """A graph with a tool node, as its users write it; the model is LangChain's client of OpenAI."""
+    from langchain.agents import create_agent
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+
+    @tool
+    def multiply(a: int, b: int) -> int:
+        """Multiply two numbers."""
+        return a * b
+
+    def graph(client: Any, row: Row) -> str:
+        model = ChatOpenAI(model="policy", base_url=str(client.base_url), api_key=client.api_key)
+        ended = create_agent(model, [multiply]).invoke({"messages": [("user", row["question"])]})
+        return str(ended["messages"][-1].content)
+
+    tokenizer = Runtime.from_pretrained("embedded").tokenizer
+    answers = iter([CALLED, "42"])
+    with Served(1, Says(tokenizer, *answers)) as served:
+        assert graph(served.client(0), {"question": "6 x 7?"}) == "42"
+        (row,) = served.sessions[0].rows()
+        assert set(row.turn_ids) == {-1, 0, 1}
+    trained = population(AgentTask(Letters(), graph), 1)
+    rollout = trained.rollout()
+    assert not rollout.failures
+    assert all(t.token_ids for t in rollout.trajectories[0])
+    trained.learn(rollout)
+
+
+# -- what is captured -------------------------------------------------------------------------------------------------
+
+
+def test_a_growing_conversation_is_one_row_and_a_branch_another(served: Served) -> None:
+    client, session = served.client(6), served.sessions[6]
+    first = [{"role": "user", "content": "4, 6."}]
+    said = client.chat.completions.create(model="policy", messages=first).choices[0].message
+    for text in ("5, 5.", "7, 7."):  # two continuations of one reply
+        client.chat.completions.create(model="policy", messages=[*first, said, {"role": "user", "content": text}])
+    client.chat.completions.create(model="policy", messages=first)  # a retry
+    rows = session.rows()
+    spoken = [[token for token, turn in zip(row.token_ids, row.turn_ids) if turn >= 0] for row in rows]
+    sampled = [call.completion.token_ids for call in session.calls if call.completion]
+    assert sorted(chain(*spoken)) == sorted(chain(*sampled))  # each sampled token is trained on once
+    assert len(rows) == 3
+    assert session.breaks == 0
+    extended = next(row for row in rows if len(set(row.turn_ids)) == 3)  # two turns, and what was heard between
+    chat = ChatFormat(served.runtime.tokenizer)
+    call = session.calls[0]
+    assert call.completion is not None
+    between = chat.between(first, call.completion.token_ids, [{"role": "user", "content": "5, 5."}])
+    assert extended.ids[: len(call.ids) + len(between)] in (
+        call.ids + between,
+        call.ids + chat.between(first, call.completion.token_ids, [{"role": "user", "content": "7, 7."}]),
+    )
+
+
+def test_a_changed_history_is_a_break(served: Served) -> None:
+    client, session = served.client(7), served.sessions[7]
+    first = [{"role": "user", "content": "4, 6."}]
+    client.chat.completions.create(model="policy", messages=first)
+    changed = [*first, {"role": "assistant", "content": "something else"}, {"role": "user", "content": "5, 5."}]
+    client.chat.completions.create(model="policy", messages=changed)
+    assert session.breaks == 1
+    assert len(session.rows()) == 2
+
+
+def test_a_stop_text_cuts_the_completion(served: Served) -> None:
+    client, session = served.client(8), served.sessions[8]
+    reply = client.chat.completions.create(
+        model="policy", messages=[{"role": "user", "content": "4, 6."}], stop=[str(d) for d in range(10)]
+    )
+    assert not any(character.isdigit() for character in reply.choices[0].message.content or "")
+    said = session.calls[0].completion
+    assert said is not None
+    assert len(said.token_ids) == len(said.logprobs or ())
+
+
+def test_side_by_side_calls_do_not_depend_on_their_order(served: Served) -> None:
+    """Sub-agents of one episode at once, after a first call: the same rows in both episodes."""
+
+    async def play(episode: int, order: list[int]) -> None:
+        async with openai.AsyncOpenAI(
+            base_url=served.endpoint.url(episode), api_key=served.endpoint.key, max_retries=0
+        ) as client:
+
+            async def asked(text: str, wait: float = 0.0) -> None:
+                await asyncio.sleep(wait)
+                await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+
+            await asked("4, 6.")
+            await asyncio.gather(*(asked(f"{n}, {n}.", 0.05 * place) for place, n in enumerate(order)))
+
+    first, second = served.sessions[10], served.sessions[11]
+    second.sample = first.sample
+    asyncio.run(play(10, [1, 2, 3]))
+    asyncio.run(play(11, [3, 1, 2]))
+    assert [row.token_ids for row in first.rows()] == [row.token_ids for row in second.rows()]
+    assert [row.logprobs for row in first.rows()] == [row.logprobs for row in second.rows()]
