@@ -290,6 +290,10 @@ class SandboxGrader(WaitingGrader):
     def __repr__(self) -> str:
         return f"SandboxGrader(tests={self.tests!r}, score={self.score!r}, timeout={self.timeout:g})"
 
+    def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[Answer]:  # type: ignore[override]
+        """Return a score for each completion, or the exception that stopped its tests from being run."""
+        return super().__call__(columns.pop("prompts", completions), completions, **columns)
+
     def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> tuple[str, Any]:
         """Return a completion and its tests; raises RewardError if the row has no such column."""
         if self.tests not in row:
