@@ -57,14 +57,13 @@ def borrowed_advantages(
     norm: AdvantageNorm = "mean_std",
     adv_eps: float = 1e-4,
 ) -> Tensor:
-    """Return advantages ``[M]`` of completions that another policy sampled, against one's own of the same prompts.
+    """Return advantages ``[M]`` of completions that another policy sampled, against the learner's of the same prompts.
 
-    The baseline is the mean of one's own completions ``own_rewards [B]``, a sample of the policy that learns, and does
-    not depend on the row: with importance weights the gradient stays unbiased. What it is divided by is that of
-    ``group_advantages`` for one's own rows (``rloo``: nothing, the row is not in the mean), but where one's own all
-    earned the same, whose advantages are 0 whatever the scale, ``mean_std`` takes the spread of all rows together. A
-    row without a grade, or whose group has no graded row of one's own, gets 0. Raises ValueError as
-    ``group_advantages`` does.
+    The baseline is the mean of the learner's completions ``own_rewards [B]``, and does not depend on the row: with
+    importance weights the gradient stays unbiased. The divisor is that of ``group_advantages`` for the learner's rows
+    (``rloo``: none, the row is not in the mean), but where these all earned the same, and their advantages are 0
+    whatever the scale, ``mean_std`` takes the spread of all rows together. A row without a grade, or whose group has no
+    graded row of the learner, gets 0. Raises ValueError as ``group_advantages`` does.
     """
     if norm not in get_args(AdvantageNorm):
         raise ValueError(f"norm must be one of {', '.join(get_args(AdvantageNorm))}, found {norm!r}")
@@ -75,7 +74,7 @@ def borrowed_advantages(
     centred, std, count, values = _group_statistics(own_rewards, own_groups)
     _, pooled, _, _ = _group_statistics(torch.cat([own_rewards, rewards]), torch.cat([own_groups, groups]))
     graded = torch.isfinite(rewards)
-    # The first graded row of one's own in each group says what all of them share.
+    # The learner's first graded row in each group has what all of them share.
     fit = (groups[:, None] == own_groups) & (torch.isfinite(own_rewards) & (count > 0))
     known, row = fit.any(1) & graded, fit.int().argmax(1)
     if not known.any():

@@ -204,7 +204,7 @@ def _tile(hidden: Tensor, temperature: Tensor, part: slice, head: _Head) -> tupl
 
 def _row_scaled(rows: Tensor, factors: Tensor) -> Tensor:
     factors = factors.unsqueeze(-1)
-    return (rows * factors).masked_fill(factors == 0, 0.0)
+    return (rows * factors).masked_fill(factors == 0, 0.0)  # 0 times NaN is NaN
 
 
 def _matmul(rows: Tensor, matrix: Tensor) -> Tensor:

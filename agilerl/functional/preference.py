@@ -168,7 +168,7 @@ def preference_metrics(scores: PreferenceScores, beta: float, *, per_token: bool
     }
 
 
-# -- single completions that somebody found good or bad ---------------------------------------------------------------
+# -- single completions that are labelled good or bad -----------------------------------------------------------------
 
 
 UnpairedLoss = Literal["kto", "apo_zero_unpaired"]

@@ -32,18 +32,20 @@ from agilerl.models.layers import (
     register_experts,
     round_products,
 )
-from agilerl.models.loading import load_whole, loading
 from agilerl.models.lora import RoundedLinear
 from agilerl.models.model_config import (
     check_attention,
     check_config,
     check_model_folder,
     check_tokenizer_parts,
+    load_whole,
+    loading,
     model_config,
     overridden_dtype,
 )
 from agilerl.models.quantised import loading_arguments, prepare, quantisation_in, stored_sizes
 from agilerl.models.slots import AdapterStore
+from agilerl.models.tiny import tiny_model_path
 from agilerl.padding import with_padding
 from agilerl.templates import settings_of, with_chat_template
 
@@ -293,7 +295,7 @@ class BaseModel:
         )
 
     def kl(self, hidden: Tensor, reference: Tensor) -> Tensor:
-        """Return KL ``[M]`` in nats of the next tokens foretold by hidden ``[M, H]`` from those by ``reference``."""
+        """Return KL ``[M]`` in nats of next tokens, as hidden ``[M, H]`` predicts them, from those of ``reference``."""
         return linear_kl(hidden, reference, self._head.weight, **self._head_settings)
 
     def collision_entropy(self, hidden: Tensor, temperature: Tensor) -> Tensor:
@@ -311,7 +313,7 @@ class BaseModel:
         }
 
     def check_routers(self, coefficient: float) -> None:
-        """Raise ConfigError unless the load-balancing loss can be had, or its coefficient is 0."""
+        """Raise ConfigError unless the load-balancing loss is available, or its coefficient is 0."""
         if not coefficient:
             return
         wrong = None
@@ -454,7 +456,7 @@ def load_base(
         if file.is_file():
             path = str(base_folder(file, stored))
         on_host = where.type == "cpu" and not quantised
-        width = getattr(torch, chosen).itemsize if on_host else 0.125
+        width = getattr(torch, chosen).itemsize if on_host else 0.125  # a bit: no format stores less of a parameter
         model = load_whole(path, name, config, width, dtype=chosen, **quantised)
         if not quantised:
             model = model.to(device)
@@ -482,6 +484,7 @@ def fingerprint(model: nn.Module) -> str:
         digest.update(f"{name} {tuple(weight.shape)}".encode())
         if weight.device.type != "meta":
             flat = weight.detach().reshape(-1)
+            # As bytes: numpy has no bfloat16.
             digest.update(flat[:: max(1, len(flat) // _SAMPLE)].cpu().contiguous().view(torch.uint8).numpy().tobytes())
     return f"{'+'.join(sorted(types))}:{digest.hexdigest()}"
 
@@ -522,11 +525,8 @@ def from_model(model: Any, name: str | None = None) -> BaseModel:
 
 def is_of_hub(name: str) -> bool:
     """Return whether a base is named as on the hub, and not embedded or at a path."""
-    return name != EMBEDDED and not _is_path(name)
-
-
-def _is_path(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or Path(name).expanduser().exists() or name.count("/") > 1
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).expanduser().exists()
+    return name != EMBEDDED and not is_path
 
 
 def resolve_model(name: str) -> str:
@@ -540,10 +540,8 @@ def resolve_model(name: str) -> str:
             "Python runs without docstrings, which transformers reads; unset PYTHONOPTIMIZE, and leave out -OO"
         )
     if name == EMBEDDED:
-        from agilerl.models.tiny import tiny_model_path
-
         return str(tiny_model_path())
-    if not _is_path(name):
+    if is_of_hub(name):
         return name
     path = Path(name).expanduser()
     if path.is_file():

@@ -319,7 +319,7 @@ def _bins(rows: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list
 
 Kept = list[tuple[Tensor, Tensor]]
 """Keys and values ``[tokens, heads, 1, head_dim]`` of each attention layer."""
-_FREED = (torch.empty(0), torch.empty(0))
+_FREED = (torch.empty(0), torch.empty(0))  # in place of keys and values that have been taken
 
 
 def side_by_side(parts: Sequence[Kept]) -> Kept:
@@ -355,7 +355,7 @@ class LayerCaches(Cache):  # type: ignore[misc]
     """The caches of all attention layers, which hand their keys and values to ``put``."""
 
     visible = 0
-    """The number of earlier tokens that the model is told, from which it sizes its masks."""
+    """The number of earlier tokens that the model assumes when it sizes its masks."""
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(layers=[_Layer(self, number) for number in range(num_layers)])

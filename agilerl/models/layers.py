@@ -56,7 +56,7 @@ def asking(mask: Tensor, attend: Attend) -> Tensor:
     """Return a mask ``[..., ..., ..., ...]`` that makes SDPA layers which are given it attend by ``attend``.
 
     The mask says how, not a setting of the model, so that a layer that is computed again in the backward pass does the
-    same again, and other models of the process go on as before. Models pass masks of four dimensions on as they are.
+    same again, and other models of the process are not affected. Models pass masks of four dimensions on as they are.
     """
     _let_masks_decide()
     mask._attend = attend  # type: ignore[attr-defined]
@@ -102,6 +102,7 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: flo
     """
     if q.device.type == "cpu" and q.shape[3] == v.shape[3]:
         options = {"attn_mask": mask, "scale": scale}
+        # What torch's public function calls; only this one also returns the logarithm.
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **options)  # type: ignore[no-any-return]
     scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * scale
     scores = scores if mask is None else scores + mask
@@ -302,7 +303,7 @@ def _experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> T
         up = _of_expert(experts, x, name, number)
         up = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)
         outputs.append(_of_expert(experts, up, "down_proj", number)[: len(places)])
-    weighted = torch.cat(outputs)[order.argsort()] * weights.flatten()[:, None]
+    weighted = torch.cat(outputs)[order.argsort()] * weights.flatten()[:, None]  # in the order of the tokens
     return weighted.view(*chosen.shape, -1).sum(1).to(hidden.dtype)
 
 

@@ -1,16 +1,18 @@
-"""The configuration and tokenizer that a base model is loaded with: read, checked, and changed as the user asks."""
+"""How the files of a model are read: configuration and tokenizer, checked and changed as the user asks, and weights."""
 
 import json
 import math
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
-from agilerl.arguments import nearest, shown
+from agilerl.addresses import is_out_of_reach
+from agilerl.arguments import nearest, reason, shown
 from agilerl.bounds import check_file, check_links, memory_bytes
 from agilerl.config.base_model import AttentionKind
-from agilerl.errors import ConfigError
+from agilerl.errors import AgileRLError, ConfigError, lacks_memory
 
 
 def overridden_dtype(dtype: str, overrides: dict[str, Any]) -> str:
@@ -132,8 +134,7 @@ def check_size(config: Any, name: str, width: float, kind: Any = None) -> None:
     """
     import torch
 
-    limit, folder = memory_bytes(), Path(name).expanduser()
-    stored = _stored(folder) if folder.is_dir() else math.inf
+    limit, stored = memory_bytes(), _stored(Path(name).expanduser())
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         model = (kind or auto_class(config)).from_config(config, trust_remote_code=False)
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -147,7 +148,7 @@ def check_size(config: Any, name: str, width: float, kind: Any = None) -> None:
 
 
 def _stored(folder: Path) -> float:
-    """Return the most parameters that the weights in a folder may hold, from the heads of its files."""
+    """Return the most parameters that the weights in a folder may hold, from the heads of its files, if it has any."""
     from safetensors import SafetensorError, safe_open
 
     count = 0
@@ -191,6 +192,68 @@ def auto_class(config: Any) -> Any:
 
     speaks = type(config) in AutoModelForCausalLM._model_mapping
     return AutoModelForCausalLM if speaks else AutoModelForImageTextToText
+
+
+# -- loading: silence, errors as sentences, complete weights ----------------------------------------------------------
+
+
+@contextmanager
+def loading(what: str, name: str, expected: str, *, of_hub: bool = False) -> Iterator[None]:
+    """Silence transformers' reports and progress bars, and turn any error it raises into a ConfigError."""
+    from huggingface_hub import constants
+    from transformers.utils import logging
+
+    verbosity, bar, offline = logging.get_verbosity(), logging.is_progress_bar_enabled(), constants.HF_HUB_OFFLINE
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        # If the hub does not answer, a model of it comes from its cache alone: its client would retry for a minute.
+        constants.HF_HUB_OFFLINE = offline or (of_hub and is_out_of_reach())
+        yield
+    except AgileRLError:
+        raise
+    except Exception as error:  # any of several libraries that read files: no list of their errors is complete
+        if lacks_memory(error):
+            raise
+        raise ConfigError(f"cannot load {what} {name!r}: {reason(error)}; expected {expected}") from error
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+        logging.set_verbosity(verbosity)
+        if bar:
+            logging.enable_progress_bar()
+
+
+def load_whole(path: str | Path, name: str, config: Any, width: float, **options: Any) -> Any:
+    """Return a causal language model with the weights of its files, of which none may be missing.
+
+    ``name`` is that of messages, ``width`` the least bytes of a parameter, ``options`` are those of from_pretrained.
+    Raises ConfigError for weights that do not fit the memory or the configuration.
+    """
+    check_size(config, name, width)
+    model, report = auto_class(config).from_pretrained(
+        path,
+        config=config,
+        use_safetensors=True,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,  # reported below, by name
+        output_loading_info=True,
+        **options,
+    )
+    # Weights that transformers has left at random values; tied ones are not among them.
+    missing, mismatched = sorted(report["missing_keys"]), sorted(report["mismatched_keys"])
+    if missing:
+        more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
+        raise ConfigError(
+            f"the weights of {name!r} are incomplete: {missing[0]}{more} missing from its files; use a complete copy, "
+            "or the config.json that belongs to these weights"
+        )
+    if mismatched:
+        key, stored, expected = mismatched[0]
+        raise ConfigError(
+            f"the weights of {name!r} do not fit its config.json: {key} has shape {list(stored)}, expected "
+            f"{list(expected)}; use the two files of the same model"
+        )
+    return model
 
 
 # -- tokenizers: the parts of tokenizer.json that can be abused, regular expressions and replacements -----------------
@@ -253,48 +316,29 @@ def _is_blown_up(normalizer: Any, values: Any) -> bool:
     return any(len(normalizer.normalize_str(piece)) > 8 * len(piece) + 1000 for piece in pieces)
 
 
+_UNBOUNDED = re.compile(r"[*+]|\{\s*(\d+\s*,|\d*\s*,\s*0*(1[1-9]|[2-9]\d|[1-9]\d\d+))\s*\}")
+"""A repeat without bound, or with one above ten: after a group with repeats, that is as bad."""
+
+
 def _repeats_repeats(pattern: str) -> bool:
     """Return whether a group with an unbounded repeat inside is itself repeated without bound, or refers back."""
-    inside, closed, index = [False], False, 0
-    while index < len(pattern):
-        character = pattern[index]
-        if character == "\\":
-            if pattern[index + 1 : index + 2] in tuple("123456789kg"):
-                return True
-            index, closed = index + 1, False
-        elif character == "[":
-            index, closed = _end_of_class(pattern, index), False
-        elif character == "(":
+    inside, closed, classes = [False], False, 0
+    for part in re.findall(r"\\.|\{[\d\s,]*\}|.", pattern, re.DOTALL):
+        if classes or part == "[":  # character classes may be nested
+            classes += (part == "[") - (part == "]")
+            closed = False
+        elif re.match(r"\\[1-9kg]", part):
+            return True
+        elif part == "(":
             inside.append(False)
             closed = False
-        elif character == ")" and len(inside) > 1:
+        elif part == ")" and len(inside) > 1:
             closed = inside.pop()
             inside[-1] = inside[-1] or closed
-        elif character in "*+" or (character == "{" and _is_unbounded(pattern[index:])):
+        elif _UNBOUNDED.fullmatch(part):
             if closed:
                 return True
             inside[-1] = True
-        elif character not in "?{":
+        elif part[0] not in "?{":
             closed = False
-        index += 1
     return False
-
-
-def _is_unbounded(rest: str) -> bool:
-    """Return whether a text begins with ``{n,}``, or ``{n,m}`` with a large m: after a group with repeats, ten is."""
-    low, comma, high = rest[1:].partition("}")[0].partition(",")
-    if not low.strip().isdecimal() and not high.strip().isdecimal():
-        return False
-    return bool(comma) and (not high.strip() or (high.strip().isdecimal() and int(high) > 10))
-
-
-def _end_of_class(pattern: str, index: int) -> int:
-    """Return the index of the bracket that ends a character class, nested classes skipped."""
-    level = 0
-    for here in range(index, len(pattern)):
-        if here > index and pattern[here - 1] == "\\" and pattern[here - 2] != "\\":
-            continue
-        level += (pattern[here] == "[") - (pattern[here] == "]")
-        if level == 0:
-            return here
-    return index

@@ -134,7 +134,7 @@ def merged(parts: Sequence[Part], rank: int, scaling: float) -> tuple[list[tuple
 
     The new rows of A are orthogonal and as long as the parts' are on average, and B holds the singular values, as in an
     adapter that started from PEFT's initialisation: the same learning rate means the same. Rows whose singular value is
-    0 are there as well, with a column of zeros in B, and go on learning.
+    0 are there as well, with a column of zeros in B, and continue to learn.
     """
     layers, kept, total = list[tuple[Tensor, Tensor]](), 0.0, 0.0
     for pairs in zip(*(part.factors for part in parts), strict=True):

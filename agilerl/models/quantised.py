@@ -153,7 +153,7 @@ def dequantise_(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Modu
         elif isinstance(module, library.nn.Linear8bitLt):
             codes = module.weight.data if module.state.CB is None else module.state.CB
             scales = module.weight.SCB if module.state.SCB is None else module.state.SCB
-            weight = codes.to(torch.float32) * (scales.to(torch.float32)[:, None] / 127.0)
+            weight = codes.to(torch.float32) * (scales.to(torch.float32)[:, None] / 127.0)  # scales: rows' largest
         else:
             continue
         dense = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, dtype=dtype)

@@ -23,7 +23,7 @@ from agilerl.processes import ALONE, Processes
 
 _SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "peer")
 """Words in torch's errors if another process is lost; those errors have no type of their own."""
-_FINE, _FAILED = b"\0", b"\1"
+_FINE, _FAILED = b"\0", b"\1"  # the first byte of what a process sends
 _ERRORS: dict[str, type[AgileRLError]] = {
     name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AgileRLError)
 }
@@ -194,7 +194,7 @@ def check_accelerator(accelerator: Any, device: str, dtype: str) -> None:
 
 @contextmanager
 def loading_whole(accelerator: Any) -> Iterator[None]:
-    """Let transformers load whole models, even if a DeepSpeed plugin of stage 3 has told it to shard them."""
+    """Let transformers load whole models, even if a DeepSpeed plugin of stage 3 makes it shard them."""
     plugin = getattr(getattr(accelerator, "state", None), "deepspeed_plugin", None)
     if plugin is None:
         yield

@@ -243,7 +243,7 @@ class AdapterStore:
         if not self._draws:
             return
         for i, layer in enumerate(self.layers):
-            rank, bound = self.ranks[slot], 1.0 / sqrt(layer.in_features)
+            rank, bound = self.ranks[slot], 1.0 / sqrt(layer.in_features)  # gain sqrt(2 / (1 + 5)), times sqrt(3)
             count = rank * layer.in_features
             if gaussian:
                 numbers = streams.normal(seed, "lora_init", (i,), count) / rank

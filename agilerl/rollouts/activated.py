@@ -26,7 +26,7 @@ def invocations(ids: Tensor, prompts: Tensor, tokens: Sequence[int]) -> Tensor:
     0 for rows without a prompt. Raises EnvError for a prompt without them.
     """
     pattern, count = torch.tensor(tokens, device=ids.device), len(tokens)
-    if ids.shape[1] < count:
+    if ids.shape[1] < count:  # unfold needs one window at least
         ids = torch.nn.functional.pad(ids, (0, count - ids.shape[1]), value=-1)
     prompts = prompts.to(ids.device)
     matches = (ids.unfold(1, count, 1) == pattern).all(-1)

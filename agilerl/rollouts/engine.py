@@ -216,7 +216,7 @@ def custom_engine(given: Any, runtime: Any) -> CustomEngine:
     return CustomEngine(engine, runtime.base.vocabulary_size)
 
 
-# -- failures: one agent's trouble is its own, and trouble of all agents ends the run ---------------------------------
+# -- failures: those of one agent are its own, and those of all agents end the run ------------------------------------
 
 
 Outcome = Literal["ok", "nonfinite", "oom", "reward_error", "timeout"]

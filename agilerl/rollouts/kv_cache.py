@@ -80,7 +80,7 @@ class GroupedCache(LayerCaches):
             part = queries[start : start + len(block)]
             answers.append(block.attend(self._layer, part, query.shape[3] ** -0.5 if scale is None else scale))
             start += len(block)
-        if start < len(queries):  # rows that only fill up the matrix products
+        if start < len(queries):  # padding of the matrix products
             answers.append(answers[0].new_zeros((len(queries) - start, *answers[0].shape[1:])))
         return (torch.cat(answers) if len(answers) > 1 else answers[0]).flatten(1, 2).unsqueeze(1)
 
@@ -148,13 +148,11 @@ class _Block:
     def of_row(self, row: int, tokens: int) -> Kept:
         prompt = int(self.prompt_of[row])
         length = self.lengths[prompt]
-        return [
-            (
-                _joined(k[prompt, :, :length], own_k[row, :, :tokens]),
-                _joined(v[prompt, :, :length], own_v[row, :, :tokens]),
-            )
-            for (k, v), (own_k, own_v) in zip(self.prompts, self.generated)
-        ]
+
+        def whole(given: Tensor, generated: Tensor) -> Tensor:
+            return _joined(given[prompt, :, :length], generated[row, :, :tokens])
+
+        return [(whole(k, new_k), whole(v, new_v)) for (k, v), (new_k, new_v) in zip(self.prompts, self.generated)]
 
 
 class _Group:

@@ -302,7 +302,7 @@ class _Block:
         """Choose the rows that stay, unit by unit, or None if all do; updates ``counts``.
 
         The rule looks at one unit alone, so that its rows are batched the same way whatever else is in flight. A
-        multiple of ``multiple`` rows stays, filled up with rows that have ended: units of one size share a matrix
+        multiple of ``multiple`` rows stays, padded with rows that have ended: units of one size share a matrix
         product. Rows leave only if enough of them have ended, because every removal copies the caches of the rest.
         """
         units = self.unit_of[self.live]

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import from_model, load_base, load_tokenizer
+from agilerl.models.model_config import _repeats_repeats
 from tests.tiny_models import llama, qwen2, random_model
 
 pytestmark = pytest.mark.model
@@ -102,3 +103,13 @@ def test_tokenizers_that_cannot_be_read(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text("[]")
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         load_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("pattern", [r"(a+)+c", r"(?:(a*)b)*", r"(\w{2,})*", "(a{1,11})+", r"(a+)\1", "(a+){3}*"])
+def test_a_repeat_of_repeats_in_a_tokenizer_is_seen(pattern: str) -> None:
+    assert _repeats_repeats(pattern)
+
+
+@pytest.mark.parametrize("pattern", ["[(a+)]+", r"(?:a[+)\]]b)+", "(a{1,3})+", r"\(a+\)+", "(?:[a[b]+]c)*"])
+def test_an_expression_without_one_is_not_refused(pattern: str) -> None:
+    assert not _repeats_repeats(pattern)
