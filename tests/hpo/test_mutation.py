@@ -219,7 +219,7 @@ def test_applying_crosses_parents_as_they_were_before_the_plan():
     _, after = apply_plan(plan, agents, cross=PlainAgent.cross)
     assert [agent.weights for agent in after] == [[0.0], [1.0], [1.0], [2.0]]
     assert after[1].hyperparameters == agents[0].hyperparameters  # the first parent's
-    with pytest.raises(ConfigError, match=r"the mate 2, but these agents cannot be crossed"):
+    with pytest.raises(ConfigError, match=r"mate 2, but agents cannot be crossed"):
         apply_plan(plan, agents)
     with pytest.raises(ConfigError, match=r"names agents \[7\]"):
         apply_plan(Plan(0, 0, (0, 4), (Birth(4, 0, mate=7),)), agents)

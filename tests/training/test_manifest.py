@@ -218,7 +218,7 @@ RANGES = {
     "mutation.rl_hp_selection.lr={choices: [1e-5, -1]}": "allows -1.0, which the algorithm does not",
     "mutation.rl_hp_selection.lr={choices: [1e-5, 1e-4], min: 1}": "a gene with choices has no min",
     "mutation.rl_hp_selection.lr.shrink_factor=2": "shrink_factor: input should be less than 1, found 2",
-    "selection_strategy.tournament_size=9": "tournament_size=9 is larger than training.pop_size=4",
+    "selection_strategy.tournament_size=9": "tournament_size=9 is above training.pop_size=4",
 }
 
 
