@@ -303,10 +303,7 @@ def test_what_is_no_override(override: str) -> None:
             ["environment.task=reasoning_gym:composite", "environment.params={datasets: [{name: gdc}]}"],
             "found 'gdc'; did you mean 'gcd'",
         ),
-        (
-            ["environment.conversation_template=[{role: user, content: hi}]"],
-            "expected {question} (or another column) in one of",
-        ),
+        (["environment.conversation_template=[{role: user, content: hi}]"], "expected {question} (or another column)"),
         (["environment.conversation_template=[{role: user}]"], "expected role and content"),
     ],
 )
