@@ -394,7 +394,7 @@ def test_other_models_answer_and_are_not_trained_on(served: Served) -> None:
             400,
             "text only",
         ),
-        ("/e/4/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 1000}, 400, "n: expected"),
+        ("/e/4/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 1000}, 400, "n: "),
         (
             "/e/4/v1/chat/completions",
             {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
@@ -403,7 +403,22 @@ def test_other_models_answer_and_are_not_trained_on(served: Served) -> None:
         ),
         ("/e/4/v1/chat/completions", {"messages": [{"role": "user", "content": "1, 2. " * 400}]}, 400, "context"),
         ("/e/4/v1/completions", {"prompt": [-1]}, 400, "token ids"),
-        ("/e/4/inference/v1/generate", {"token_ids": "abc"}, 400, "token ids"),
+        ("/e/4/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "seed": "x"}, 400, "seed"),
+        ("/e/4/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "stop": 3}, 400, "stop"),
+        ("/e/4/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": ["x"]}, 400, "tools"),
+        (
+            "/e/4/v1/chat/completions",
+            {"messages": [{"role": "assistant", "content": "x", "tool_calls": ["x"]}]},
+            400,
+            "tool call",
+        ),
+        (
+            "/e/4/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
+            400,
+            "response_format",
+        ),
+        ("/e/4/inference/v1/generate", {"token_ids": "abc"}, 400, "token_ids: "),
         ("/v1/chat/completions", {"model": "policy", "messages": [{"role": "user", "content": "x"}]}, 404, "unknown"),
     ],
 )

@@ -11,7 +11,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
 from queue import Empty, SimpleQueue
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
 
 from agilerl.data import Completion
 from agilerl.envs.programs import MODEL
@@ -21,12 +23,53 @@ from agilerl.errors import AgileRLError, ConfigError
 from agilerl.padding import decoded
 from agilerl.rollouts.endpoint.session import Call, RefusedError, Rendering, Session
 from agilerl.rollouts.engine import GenerationRequest, SamplingSettings
+from agilerl.validation import validated
 
 LARGEST_BODY = 8 * 2**20
 """Bytes of a request."""
 _REASONS = {"stop": "stop", "length": "length", "context": "length"}
 _STARTED = 10.0
 """Seconds until the server must listen."""
+
+
+class Body(BaseModel):
+    """What the dialects ask for, by OpenAI's names; other fields are ignored."""
+
+    model: str = MODEL
+    messages: Annotated[list[dict[str, Any]] | None, Field(min_length=1)] = None
+    tools: list[dict[str, Any]] = []
+    tool_choice: Literal["auto", "none"] | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    prompt: str | list[int] | None = None
+    token_ids: list[int] | None = None
+    n: Annotated[int, Field(ge=1, le=64)] = 1
+    max_tokens: Annotated[int | None, Field(ge=1)] = None
+    max_completion_tokens: Annotated[int | None, Field(ge=1)] = None
+    temperature: Annotated[float | None, Field(ge=0)] = None
+    top_p: Annotated[float | None, Field(gt=0, le=1)] = None
+    stop: str | list[str] = []
+    seed: int | None = None
+    stream: bool = False
+    logprobs: bool | int | None = None
+    return_token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _plain(cls, values: Any) -> Any:
+        """Leave out what is null: the client means its default. Sampling parameters may stand apart."""
+        apart = values.get("sampling_params")
+        values = {**values, **(apart if isinstance(apart, dict) else {})}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def longest(self) -> int | None:
+        """Most tokens of the completion."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end the completion."""
+        return [text for text in ([self.stop] if isinstance(self.stop, str) else self.stop) if text]
 
 
 @dataclass(eq=False)
@@ -151,23 +194,23 @@ class Endpoint:
         if not secrets.compare_digest(given.encode(), self.key.encode()):
             raise RefusedError("wrong or missing API key", status=401, code="invalid_api_key")
 
-    async def _body(self, request: Any) -> dict[str, Any]:
+    async def _body(self, request: Any) -> Body:
         data = bytearray()
         async for part in request.stream():
             data += part
             if len(data) > LARGEST_BODY:
                 raise RefusedError(f"expected a body of at most {LARGEST_BODY:,} bytes", status=413, code="too_large")
         try:
-            body = json.loads(data)
+            values = json.loads(data)
         except (ValueError, RecursionError) as error:
             raise RefusedError(f"expected a JSON object, found none: {error}") from error
-        if not isinstance(body, dict):
-            raise RefusedError(f"expected a JSON object, found {str(body)[:80]}")
-        return body
+        if not isinstance(values, dict):
+            raise RefusedError(f"expected a JSON object, found {str(values)[:80]}")
+        return validated(Body, values)
 
-    def _session(self, request: Any, body: Mapping[str, Any]) -> Session | None:
+    def _session(self, request: Any, body: Body) -> Session | None:
         """Return the episode whose policy a request asks for, or None for another model."""
-        number, model = request.path_params.get("episode"), str(body.get("model", MODEL))
+        number, model = request.path_params.get("episode"), body.model
         if number is not None and not number < len(self.sessions):
             raise RefusedError(f"there is no episode {number}", status=404, code="episode_not_found")
         slots = dict(self.models)
@@ -190,110 +233,84 @@ class Endpoint:
 
     # -- the dialects ---------------------------------------------------------------------------------------------
 
-    async def _chat(self, request: Any, body: dict[str, Any]) -> Any:
-        messages, tools = body.get("messages"), body.get("tools") or []
-        if not isinstance(messages, list) or not messages:
+    async def _chat(self, request: Any, body: Body) -> Any:
+        messages, tools = body.messages, body.tools if body.tool_choice != "none" else []
+        if messages is None:
             raise RefusedError("messages: expected a list of messages, found none")
-        if body.get("tool_choice") not in (None, "auto", "none"):
-            raise RefusedError(
-                "tool_choice: expected auto or none; a model that learns cannot be forced to call a tool"
-            )
-        if (body.get("response_format") or {}).get("type", "text") != "text":
-            raise RefusedError("response_format: expected text; a model that learns is not constrained")
-        session = self._session(request, body)
 
-        def asked() -> Call:
-            at = session or self._other(request, body)
-            return at.of_messages(messages, [] if body.get("tool_choice") == "none" else tools)
-
-        def choice(index: int, call: Call, completion: Completion, text: str) -> dict[str, Any]:
+        def choice(completion: Completion, text: str) -> dict[str, Any]:
             message = self._message(completion, text, bool(tools))
             reason = "tool_calls" if "tool_calls" in message else _REASONS[completion.finish_reason]
-            found = {"index": index, "message": message, "finish_reason": reason, "logprobs": None}
-            if body.get("logprobs"):
-                found["logprobs"] = {"content": self._logprobs(completion)}
-            return found
+            logprobs = {"content": self._logprobs(completion)} if body.logprobs else None
+            return {"message": message, "finish_reason": reason, "logprobs": logprobs}
 
-        return await self._answered(request, body, session, asked, choice, "chat.completion")
+        def call(session: Session) -> Call:
+            return session.of_messages(messages, tools, body.seed)
 
-    async def _text(self, request: Any, body: dict[str, Any]) -> Any:
-        prompt, session = body.get("prompt", ""), self._session(request, body)
-        ids = text_ids(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
-        self._check_ids(ids, "prompt")
+        return await self._answered(request, body, call, choice, "chat.completion")
 
-        def choice(index: int, call: Call, completion: Completion, text: str) -> dict[str, Any]:
-            found = {
-                "index": index,
-                "text": text,
-                "finish_reason": _REASONS[completion.finish_reason],
-                "logprobs": None,
-            }
-            if body.get("logprobs") is not None:
+    async def _text(self, request: Any, body: Body) -> Any:
+        ids = self._ids(
+            text_ids(self.tokenizer, body.prompt) if isinstance(body.prompt, str) else body.prompt, "prompt"
+        )
+
+        def choice(completion: Completion, text: str) -> dict[str, Any]:
+            logprobs = None
+            if body.logprobs is not None:
                 parts = self._logprobs(completion)
-                found["logprobs"] = {
+                logprobs = {
                     "tokens": [part["token"] for part in parts],
                     "token_logprobs": [part["logprob"] for part in parts],
                 }
-            return found
+            return {"text": text, "finish_reason": _REASONS[completion.finish_reason], "logprobs": logprobs}
 
-        def asked() -> Call:
-            return (session or self._other(request, body)).of_tokens(ids, body.get("seed"))
+        def call(session: Session) -> Call:
+            return session.of_tokens(ids, body.seed)
 
-        return await self._answered(request, body, session, asked, choice, "text_completion")
+        return await self._answered(request, body, call, choice, "text_completion")
 
-    async def _tokens(self, request: Any, body: dict[str, Any]) -> Any:
-        ids: Any = body.get("token_ids")
-        self._check_ids(ids, "token_ids")
-        body = {**body, **(body.get("sampling_params") or {})}
-        session = self._session(request, body)
+    async def _tokens(self, request: Any, body: Body) -> Any:
+        ids = self._ids(body.token_ids, "token_ids")
 
-        def choice(index: int, call: Call, completion: Completion, text: str) -> dict[str, Any]:
+        def choice(completion: Completion, text: str) -> dict[str, Any]:
             pairs = zip(completion.token_ids, completion.logprobs or [])
             parts = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
-            return {
-                "index": index,
-                "token_ids": completion.token_ids,
-                "finish_reason": _REASONS[completion.finish_reason],
-                "logprobs": {"content": parts},
-            }
+            reason = _REASONS[completion.finish_reason]
+            return {"token_ids": completion.token_ids, "finish_reason": reason, "logprobs": {"content": parts}}
 
-        def asked() -> Call:
-            return (session or self._other(request, body)).of_tokens(ids, body.get("seed"))
+        def call(session: Session) -> Call:
+            return session.of_tokens(ids, body.seed)
 
-        return await self._answered(request, body, session, asked, choice, "generate")
+        return await self._answered(request, body, call, choice, "generate")
 
-    def _check_ids(self, ids: Any, key: str) -> None:
+    def _ids(self, ids: list[int] | None, key: str) -> list[int]:
         size = len(self.tokenizer)
-        if not isinstance(ids, list) or not ids or not all(type(i) is int and 0 <= i < size for i in ids):
+        if not ids or not all(0 <= i < size for i in ids):
             raise RefusedError(f"{key}: expected token ids from 0 to {size - 1}, found {str(ids)[:80]}")
+        return ids
 
     # -- an answer ------------------------------------------------------------------------------------------------
 
     async def _answered(
         self,
         request: Any,
-        body: Mapping[str, Any],
-        session: Session | None,
-        asked: Callable[[], Call],
-        choice: Callable[[int, Call, Completion, str], dict[str, Any]],
+        body: Body,
+        call: Callable[[Session], Call],
+        choice: Callable[[Completion, str], dict[str, Any]],
         kind: str,
     ) -> Any:
-        """Let the engine complete what was asked, ``n`` times, and put the answers in the form of a dialect."""
+        """Let the engine complete a call, ``n`` times, and put the answers in the form of a dialect."""
         from starlette.responses import JSONResponse, StreamingResponse
 
-        samples = _whole(body, "n", 1, 64)
-        longest = _whole(body, "max_completion_tokens", _whole(body, "max_tokens", None))
-        stops = body.get("stop") or []
-        stops = [stops] if isinstance(stops, str) else list(stops)
-        calls = [asked() for _ in range(samples)]
-        pending = []
-        for call in calls:
-            if session is not None:
-                wanted = session.request(call, longest)
-            else:
-                wanted = self._of_other(self._other(request, body), body, call, longest)
-            pending.append(Pending(wanted))
-            self.inbox.put(pending[-1])
+        session = self._session(request, body)
+        at = session or self._other(request, body)
+        calls = [call(at) for _ in range(body.n)]
+        pending = [
+            Pending(self._of_other(at, body, asked) if session is None else session.request(asked, body.longest))
+            for asked in calls
+        ]
+        for one in pending:
+            self.inbox.put(one)
         try:
             completions = [await asyncio.wrap_future(p.answer) for p in pending]
         except asyncio.CancelledError:
@@ -301,21 +318,21 @@ class Endpoint:
         for completion in completions:
             if completion.finish_reason not in _REASONS:
                 raise RefusedError(f"the model failed: {completion.finish_reason}", status=503, code="model_failed")
-        completions = [_cut(self.tokenizer, completion, stops) for completion in completions]
+        completions = [_cut(self.tokenizer, completion, body.stops) for completion in completions]
         texts = decode_completions(self.tokenizer, [c.token_ids for c in completions])
-        for stop in stops:
+        for stop in body.stops:
             texts = [text.partition(stop)[0] for text in texts]
-        choices = [choice(i, *parts) for i, parts in enumerate(zip(calls, completions, texts))]
+        choices = [{"index": i, **choice(*answer)} for i, answer in enumerate(zip(completions, texts))]
         # A program that has gone would not know what it is rewarded for.
         if session is not None and not await request.is_disconnected():
-            for call, completion, found in zip(calls, completions, choices):
-                session.answered(call, completion, found.get("message"))
+            for asked, completion, found in zip(calls, completions, choices):
+                session.answered(asked, completion, found.get("message"))
         used = sum(len(completion.token_ids) for completion in completions)
         document = {
             "id": f"{kind}-{next(self._numbers)}",
             "object": kind,
             "created": int(time.time()),
-            "model": body.get("model", MODEL),
+            "model": body.model,
             "choices": choices,
             "usage": {
                 "prompt_tokens": len(calls[0].prompt_ids),
@@ -323,35 +340,33 @@ class Endpoint:
                 "total_tokens": len(calls[0].prompt_ids) + used,
             },
         }
-        if body.get("return_token_ids"):
+        if body.return_token_ids:
             document["prompt_token_ids"] = calls[0].prompt_ids
             for found, completion in zip(choices, completions):
                 found["token_ids"] = completion.token_ids
-        if body.get("stream"):
+        if body.stream:
             return StreamingResponse(_streamed(document), media_type="text/event-stream")
         return JSONResponse(document)
 
-    def _other(self, request: Any, body: Mapping[str, Any]) -> Session:
+    def _other(self, request: Any, body: Body) -> Session:
         """Return the session of calls that are not trained on: of another model, or outside of an episode."""
         number = request.path_params.get("episode")
         of = self.sessions[number or 0]
         if number is not None and of.over:
             raise RefusedError("this episode is over", status=410, code="episode_over")
-        key = number, str(body["model"])
+        key = number, body.model
         if key not in self._others:
             self._others[key] = Session(of.ask, of.sample, of.limits, self.chat_of, keeps=False)
         return self._others[key]
 
-    def _of_other(
-        self, session: Session, body: Mapping[str, Any], call: Call, longest: int | None
-    ) -> GenerationRequest:
+    def _of_other(self, session: Session, body: Body, call: Call) -> GenerationRequest:
         sampling = SamplingSettings(
-            min(longest or self.most_new_tokens, self.most_new_tokens),
-            temperature=_number(body, "temperature", 1.0),
-            top_p=_number(body, "top_p", 1.0),
+            min(body.longest or self.most_new_tokens, self.most_new_tokens),
+            temperature=1.0 if body.temperature is None else body.temperature,
+            top_p=body.top_p or 1.0,
         )
         key = (*session.ask.key, *call.key)
-        return GenerationRequest(self.models[body["model"]], call.prompt_ids, 1, sampling, "other", key)
+        return GenerationRequest(self.models[body.model], call.prompt_ids, 1, sampling, "other", key)
 
     def chat_of(self, tools: str) -> Rendering:
         """Return how conversations with these tools are rendered: by the chat template, or told in a system message."""
@@ -400,26 +415,6 @@ class Endpoint:
         tokens = [decoded(self.tokenizer, [token]) for token in completion.token_ids]
         pairs = zip(tokens, completion.logprobs or [])
         return [{"token": t, "logprob": p, "bytes": list(t.encode()), "top_logprobs": []} for t, p in pairs]
-
-
-def _whole(body: Mapping[str, Any], key: str, default: Any, most: int | None = None) -> Any:
-    value = body.get(key)
-    if value is None:
-        return default
-    if type(value) is not int or value < 1 or (most is not None and value > most):
-        raise RefusedError(
-            f"{key}: expected a whole number of 1 or more{f', at most {most}' if most else ''}, found {value!r}"
-        )
-    return value
-
-
-def _number(body: Mapping[str, Any], key: str, default: float) -> float:
-    value = body.get(key)
-    if value is None:
-        return default
-    if not isinstance(value, int | float):
-        raise RefusedError(f"{key}: expected a number, found {value!r}")
-    return float(value)
 
 
 def _cut(tokenizer: Any, completion: Completion, stops: Sequence[str]) -> Completion:

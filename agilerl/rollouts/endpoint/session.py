@@ -96,7 +96,9 @@ class Session:
 
     # -- a call ---------------------------------------------------------------------------------------------------
 
-    def of_messages(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Call:
+    def of_messages(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], seed: int | None = None
+    ) -> Call:
         """Return a call whose prompt is a conversation.
 
         The transcript of an earlier call that it continues is kept as it was sampled, never rendered again; a history
@@ -117,7 +119,7 @@ class Session:
             before = rendering.messages(best.messages, begins=True)
             new = rendering.messages(plain[len(best.messages) + 1 :], begins=False)
             ids = best.ids + rendering.chat.between(before, best.completion.token_ids, new)
-        call = self.of_tokens(ids)
+        call = self.of_tokens(ids, seed)
         call.messages, call.tools = tuple(plain), described
         return call
 
@@ -281,7 +283,9 @@ def normalised(message: Mapping[str, Any]) -> Message:
     plain: Message = {"role": role, "content": content or ""}
     calls = []
     for call in message.get("tool_calls") or ():
-        function = call.get("function", {}) if isinstance(call, Mapping) else {}
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise RefusedError(f"a tool call is an object with id and function, found {str(call)[:80]!r}")
         calls.append(
             {"id": call.get("id"), "name": function.get("name"), "arguments": _read(function.get("arguments"))}
         )
