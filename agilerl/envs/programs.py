@@ -129,7 +129,7 @@ def client(base_url: str, api_key: str, timeout: float, *, asynchronous: bool = 
     except ImportError as error:
         raise ConfigError(
             "environment.agent: functions get a client of the package openai, which is missing; "
-            "pip install 'agilerl[agents]'"
+            "pip install 'lora-evolution[agents]'"
         ) from error
     # The address is this machine's: without certificates, a client takes a millisecond instead of thirty.
     if asynchronous:

@@ -117,7 +117,7 @@ class Endpoint:
         except ImportError as error:
             raise ConfigError(
                 "environment.agent: the endpoint needs the packages uvicorn and starlette, which are missing; "
-                "pip install 'agilerl[agents]'"
+                "pip install 'lora-evolution[agents]'"
             ) from error
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listening.bind(("127.0.0.1", 0))
