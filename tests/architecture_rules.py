@@ -47,7 +47,7 @@ GROUND = "agilerl.sizes"
 OPTIONAL = (
     *("vllm", "deepspeed", "ray", "wandb", "tensorboard", "trackio", "bitsandbytes", "liger_kernel"),
     *("gem", "textarena", "openenv", "math_verify", "hypothesis", "bm25s", "optuna", "trl", "reasoning_gym"),
-    *("pycosat", "cellpylib", "IPython"),
+    *("pycosat", "cellpylib", "IPython", "openai", "httpx", "uvicorn", "starlette"),
 )
 UNSAFE_IMPORTS = (
     *("pickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal", "joblib", "jsonpickle", "runpy", "code"),
