@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler
-from pydantic_core import InitErrorDetails
 
 from agilerl.arguments import nearest, shown
 from agilerl.errors import ConfigError
@@ -44,10 +43,10 @@ def checked_numbers(given: Any, handler: ValidatorFunctionWrapHandler) -> Any:
     """
     converted = handler(given)
     if wrong := list(_wrong_numbers(given, converted)):
-        details = [
-            InitErrorDetails(type="value_error", loc=loc, input=given, ctx={"error": reason}) for loc, reason in wrong
-        ]
-        raise ValidationError.from_exception_data("numbers", details)
+        raise ValidationError.from_exception_data(
+            "numbers",
+            [{"type": "value_error", "loc": loc, "input": given, "ctx": {"error": reason}} for loc, reason in wrong],
+        )
     return converted
 
 

@@ -413,7 +413,8 @@ class SelectionConfig(Section):
         for name in sorted(foreign):
             if getattr(self, name) is not None:
                 known = ", ".join(sorted(settings)) or "no other settings"
-                raise ValueError(f"{name} is no setting of selection_strategy.name={self.strategy}, which has {known}")
+                kind = f"selection_strategy.name={self.strategy}"
+                raise ValueError(f"{name} is not a setting of {kind}, which has {known}")
         return self
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from agilerl.arguments import Count, Positive, check_fields, checked
 from agilerl.custom_code import contained
 from agilerl.envs.core import AnyTask, Lengths, Place, Split, TaskWrapper
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
-from agilerl.errors import AgileRLError, ConfigError, EnvError
+from agilerl.errors import AgileRLError, ConfigError, EnvError, how_to_install
 
 Program = Callable[..., Any] | Sequence[str]
 """``agent(client, row)``, plain or ``async``, or a command line."""
@@ -128,8 +128,7 @@ def client(base_url: str, api_key: str, timeout: float, *, asynchronous: bool = 
         import openai
     except ImportError as error:
         raise ConfigError(
-            "environment.agent: functions get a client of the package openai, which is missing; "
-            "pip install 'lora-evolution[agents]'"
+            f"environment.agent: functions get a client of the package openai; {how_to_install('agents')}"
         ) from error
     # The address is this machine's: without certificates, a client takes a millisecond instead of thirty.
     if asynchronous:

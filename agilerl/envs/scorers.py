@@ -56,7 +56,7 @@ def check_demands(name: str, params: Mapping[str, Any], defaults: Mapping[str, A
         return
     worker = _worker("draw_alone")
     try:
-        (outcome,) = worker([""], [""], dataset=[name], params=[repr(dict(params))])
+        (outcome,) = worker([""], [""], dataset=[name], params=[encoded(params)])
     finally:
         worker.close()
     if outcome != 1.0:
@@ -146,8 +146,7 @@ class Scorers:
         params = self.levels[level]
         if self.name == "composite":
             params = next(spec["config"] for spec in reversed(params["datasets"]) if spec["name"] == source)
-        # As Python literals, because JSON knows neither tuples nor keys that are no text.
-        columns = {"dataset": [source], "params": [repr(dict(params))], "entry": [repr(dict(row))]}
+        columns = {"dataset": [source], "params": [encoded(params)], "entry": [encoded(row)]}
         with _LOCK:
             (outcome,) = self._shared()([""], [answer], **columns)
         if isinstance(outcome, Exception):
@@ -206,6 +205,18 @@ def pays_for_nothing(task: str, answer: str, row: Mapping[str, Any]) -> bool:
 
 COIN_FLIP_TOLERANCE = 1e-4
 """Largest error of a right probability, as in reasoning_gym."""
+
+
+def encoded(value: Any) -> Any:
+    """Return a value as JSON that the worker can decode; JSON has no tuples, sets or other keys than text."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {"dict": [[encoded(key), encoded(part)] for key, part in value.items()]}
+    for kind in (list, tuple, set, frozenset):
+        if type(value) is kind:
+            return {kind.__name__: [encoded(part) for part in value]}
+    raise RewardError(f"expected rows of text, numbers and containers of them, found {type(value).__name__}")
 
 
 # -- the screen: completions do not run as programs, a second barrier in front of the worker --------------------------

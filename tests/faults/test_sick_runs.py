@@ -196,7 +196,7 @@ def test_an_agent_that_collapses_makes_room_for_a_mutant_of_the_elite(guard: boo
         population.learn(population.rollout())
     fitness = {0: Fitness(0.7, 0.02, 50), 1: Fitness(0.6, 0.02, 50), 2: Fitness(0.65, 0.02, 50)}
     evolution = population.evolve(
-        fitness, session.selection, session.mutations, generation=0, seed=1, collapse_guard=guard
+        fitness, session.resolved.selection, session.resolved.mutations, generation=0, seed=1, collapse_guard=guard
     )
     if not guard:
         assert evolution.sick == {}

@@ -16,7 +16,7 @@ from agilerl.config.run import RunConfig
 from agilerl.distributed.topology import SOLITARY
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.parameters import values_of
-from agilerl.run import _overrides
+from agilerl.run import train as train_in_python
 from agilerl.runs.directory import RunDirectory
 from agilerl.runtime import Runtime
 from agilerl.training.loop import resume, train
@@ -43,10 +43,22 @@ def declared_once() -> list[tuple[str, str]]:
     return [(names[number % len(names)], field) for number, ((_, field), names) in enumerate(found.items())]
 
 
-def run_overrides(sections: dict[str, Any], **given: Any) -> list[str]:
+class Configured(Exception):  # noqa: N818
+    """Holds the configuration of a run that is about to begin."""
+
+
+def configured_by_train(**given: Any) -> RunConfig:
     """Return what ``agilerl.train`` makes of its arguments."""
-    names = ("model", "task", "algorithm", "population", "evolve", "max_tokens", "seed")
-    return _overrides(sections, **{name: given.get(name) for name in names})
+
+    def stop(config: RunConfig, out: Path | None) -> None:
+        raise Configured(config)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("agilerl.config.run.place_of_run", stop)
+        with pytest.raises(Configured) as caught:
+            train_in_python(**given, display=False)
+    config: RunConfig = caught.value.args[0]
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -193,8 +205,7 @@ def test_every_setting_given_in_python(name: str, runtime: Runtime) -> None:
         assert resolve(trainer.config).hyperparameters.model_fields_set - (
             {*DERIVED, "max_output_tokens"} - {field}
         ) == {field}
-        chosen = run_overrides({"environment": environment}, algorithm={"name": name, **own})
-        config = load_manifest(None, chosen)
+        config = configured_by_train(environment=environment, algorithm={"name": name, **own})
         assert config.algorithm[field] == json.loads(json.dumps(value))
         assert {*config.algorithm} - {field} <= named
         (agent,) = create_population(name, INIT_HP={field.upper(): value}, actor_network=runtime.base.model)

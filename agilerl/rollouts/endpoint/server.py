@@ -19,7 +19,7 @@ from agilerl.data import Completion
 from agilerl.envs.programs import MODEL
 from agilerl.envs.prompts import ChatFormat, decode_completions, text_ids
 from agilerl.envs.tools.parsers import TextTagParser, ToolCall, ToolCallParser, parser_for
-from agilerl.errors import AgileRLError, ConfigError
+from agilerl.errors import AgileRLError, ConfigError, how_to_install
 from agilerl.padding import decoded
 from agilerl.rollouts.endpoint.session import Call, RefusedError, Rendering, Session
 from agilerl.rollouts.engine import GenerationRequest, SamplingSettings
@@ -117,7 +117,7 @@ class Endpoint:
         except ImportError as error:
             raise ConfigError(
                 "environment.agent: the endpoint needs the packages uvicorn and starlette, which are missing; "
-                "pip install 'lora-evolution[agents]'"
+                + how_to_install("agents")
             ) from error
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listening.bind(("127.0.0.1", 0))
