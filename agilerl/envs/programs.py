@@ -115,8 +115,8 @@ def run_program(program: Program, row: Mapping[str, Any], base_url: str, api_key
                 return asyncio.run(_awaited(program, row, base_url, api_key, timeout))
             with client(base_url, api_key, timeout) as synchronous:
                 return program(synchronous, dict(row))
-    except TimeoutError:
-        raise
+    except TimeoutError as error:  # asyncio's has no text
+        raise TimeoutError(str(error) or f"no result within {timeout:g} seconds") from error
     except Exception as error:
         raise EnvError(_told(error)) from error
 

@@ -185,6 +185,10 @@ def hangs(client: Any, row: Row) -> None:
     time.sleep(3)
 
 
+async def sleeps(client: Any, row: Row) -> None:
+    await asyncio.sleep(3)
+
+
 def never_asks(client: Any, row: Row) -> str:
     return "1"
 
@@ -203,6 +207,7 @@ async def asks_without_end(client: Any, row: Row) -> str:
     [
         (raises, "reward_error", r"KeyError: 'no such tool' \(test_endpoint.py:\d+\)"),
         (hangs, "timeout", "within"),
+        (sleeps, "timeout", "no result within 1 seconds"),
         (never_asks, "reward_error", "did not call"),
         ((sys.executable, "-c", "import sys; sys.exit('out of tools')"), "reward_error", "status 1: out of tools"),
         (("no-such-program",), "reward_error", "cannot be started"),
@@ -213,7 +218,7 @@ def test_a_failing_program_is_a_failed_episode(program: Any, kind: str, message:
     def sometimes(client: Any, row: Row) -> Any:
         if row["index"] % 2:
             return sync_once(client, row)
-        if callable(program):
+        if callable(program) and not asyncio.iscoroutinefunction(program):
             return program(client, row)
         return run_program(program, row, "http://127.0.0.1:1/v1", "key", 1.0)
 
@@ -229,6 +234,32 @@ def test_a_failing_program_is_a_failed_episode(program: Any, kind: str, message:
 def sync_once(client: Any, row: Row) -> str:
     reply = client.chat.completions.create(model="policy", messages=[{"role": "user", "content": row["question"]}])
     return str(reply.choices[0].message.content)
+
+
+class Heard(Letters):
+    """Keeps what is graded."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def reward(self, completion: str, row: Mapping[str, Any]) -> float:
+        self.texts.append(completion)
+        return 1.0
+
+
+def test_the_last_answer_is_graded_if_a_program_returns_nothing() -> None:
+    """Not the one of its longest conversation, nor only those of chats."""
+    answers = []
+
+    def long_then_short(client: Any, row: Row) -> None:
+        said: Any = [{"role": "user", "content": row["question"]}, {"role": "assistant", "content": "4"}]
+        sync_once(client, {"question": "1, 1."})
+        client.chat.completions.create(model="policy", messages=[*said, said[0]])
+        answers.append(client.completions.create(model="policy", prompt="5, 5.", max_tokens=3).choices[0].text)
+
+    task = Heard()
+    assert not population(AgentTask(task, long_then_short), 1).rollout().failures
+    assert sorted(task.texts) == sorted(answers)
 
 
 def test_calls_are_bounded() -> None:
@@ -341,10 +372,18 @@ def test_chat_completions_of_the_stock_client(served: Served) -> None:
     assert reply.usage is not None
     assert reply.usage.completion_tokens == sum(len(c.completion.token_ids) for c in calls if c.completion)
     streamed = client.chat.completions.create(model="policy", messages=question, stream=True)
-    pieces = [chunk.choices[0].delta.content or "" for chunk in streamed if chunk.choices]
+    pieces = [chunk.choices[0].delta.content or "" for chunk in streamed]
     last = served.sessions[0].calls[-1].completion
     assert last is not None
     assert "".join(pieces) == served.runtime.tokenizer.decode(last.token_ids, skip_special_tokens=True)
+
+
+def test_a_stream_ends_with_its_usage_if_that_is_asked_for(served: Served) -> None:
+    question: Any = [{"role": "user", "content": "4, 6."}]
+    options: Any = {"stream": True, "stream_options": {"include_usage": True}}
+    *_, last = served.client(9).chat.completions.create(model="policy", messages=question, **options)
+    assert not last.choices
+    assert last.usage.completion_tokens > 0
 
 
 def test_the_other_dialects(served: Served) -> None:

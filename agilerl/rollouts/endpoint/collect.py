@@ -41,8 +41,9 @@ class _Episode:
     @property
     def text(self) -> str:
         """What graders read: the result, or what the model said last."""
-        said = self.messages[-1].get("content", "") if self.messages else ""
-        return str(said if self.result is None else self.result)
+        if self.result is not None:
+            return str(self.result)
+        return self.session.calls[-1].text if self.session.calls else ""
 
     @property
     def row(self) -> GradedRow:

@@ -50,6 +50,7 @@ class Body(BaseModel):
     stop: str | list[str] = []
     seed: int | None = None
     stream: bool = False
+    stream_options: dict[str, Any] = {}
     logprobs: bool | int | None = None
     return_token_ids: bool = False
 
@@ -325,8 +326,8 @@ class Endpoint:
         choices = [{"index": i, **choice(*answer)} for i, answer in enumerate(zip(completions, texts))]
         # A program that has gone would not know what it is rewarded for.
         if session is not None and not await request.is_disconnected():
-            for asked, completion, found in zip(calls, completions, choices):
-                session.answered(asked, completion, found.get("message"))
+            for asked, completion, text, found in zip(calls, completions, texts, choices):
+                session.answered(asked, completion, text, found.get("message"))
         used = sum(len(completion.token_ids) for completion in completions)
         document = {
             "id": f"{kind}-{next(self._numbers)}",
@@ -345,7 +346,8 @@ class Endpoint:
             for found, completion in zip(choices, completions):
                 found["token_ids"] = completion.token_ids
         if body.stream:
-            return StreamingResponse(_streamed(document), media_type="text/event-stream")
+            events = _streamed(document, usage=bool(body.stream_options.get("include_usage")))
+            return StreamingResponse(events, media_type="text/event-stream")
         return JSONResponse(document)
 
     def _other(self, request: Any, body: Body) -> Session:
@@ -429,7 +431,7 @@ def _cut(tokenizer: Any, completion: Completion, stops: Sequence[str]) -> Comple
     return completion
 
 
-async def _streamed(document: Mapping[str, Any]) -> AsyncIterator[str]:
+async def _streamed(document: Mapping[str, Any], *, usage: bool) -> AsyncIterator[str]:
     """Yield an answer as server-sent events: what was said in one piece, then why it ended."""
     kind = {"chat.completion": "chat.completion.chunk"}.get(document["object"], document["object"])
     shared = {key: value for key, value in document.items() if key not in ("choices", "usage")} | {"object": kind}
@@ -444,5 +446,6 @@ async def _streamed(document: Mapping[str, Any]) -> AsyncIterator[str]:
             parts = [choice]
         for part in parts:
             yield f"data: {json.dumps({**shared, 'choices': [{'index': choice['index'], **part}]})}\n\n"
-    yield f"data: {json.dumps({**shared, 'choices': [], 'usage': document['usage']})}\n\n"
+    if usage:  # a client that did not ask for it reads the first choice of every event
+        yield f"data: {json.dumps({**shared, 'choices': [], 'usage': document['usage']})}\n\n"
     yield "data: [DONE]\n\n"

@@ -37,6 +37,8 @@ class Call:
     messages: tuple[Message, ...] = ()
     """The prompt as messages, normalised; empty if it came as tokens or text."""
     tools: str = "[]"
+    text: str = ""
+    """What was said."""
     reply: Message | None = None
     completion: Completion | None = None
     """None until it has been answered."""
@@ -184,11 +186,12 @@ class Session:
         least = min(request.sampling.min_new_tokens, most)
         return replace(request, sampling=replace(request.sampling, max_new_tokens=most, min_new_tokens=least))
 
-    def answered(self, call: Call, completion: Completion, reply: Mapping[str, Any] | None = None) -> None:
+    def answered(self, call: Call, completion: Completion, text: str, reply: Mapping[str, Any] | None = None) -> None:
         """Record a call whose completion has reached the program."""
         if self.over:
             return
-        call.completion, call.reply = completion, None if reply is None else normalised(reply)
+        call.completion, call.text = completion, text
+        call.reply = None if reply is None else normalised(reply)
         self.tokens += len(completion.token_ids)
         if completion.finish_reason == "context":
             self.truncated = "context"
@@ -225,12 +228,9 @@ class Session:
         )
 
     def transcript(self) -> list[Message]:
-        """Return the messages of the longest conversation, the last reply included."""
-        told = [call for call in self.calls if call.messages]
-        if not told:
-            return []
-        last = max(enumerate(told), key=lambda pair: (len(pair[1].messages), pair[0]))[1]
-        return [dict(message) for message in (*last.messages, last.reply or {})]
+        """Return the messages of the last conversation, the last reply included."""
+        told = [call for call in self.calls if call.reply is not None]
+        return [dict(message) for message in (*told[-1].messages, told[-1].reply or {})] if told else []
 
     def trajectories(
         self, reward: float | None, text: str, error: str | None = None, **graded: Any
