@@ -111,13 +111,19 @@ def run_program(program: Program, row: Mapping[str, Any], base_url: str, api_key
         return _command(program, row, base_url, api_key, timeout)
     try:
         with contained():
-            if inspect.iscoroutinefunction(program):
+            if any(map(inspect.iscoroutinefunction, (program, getattr(program, "__call__", None)))):  # noqa: B004
                 return asyncio.run(_awaited(program, row, base_url, api_key, timeout))
             with client(base_url, api_key, timeout) as synchronous:
-                return program(synchronous, dict(row))
+                result = program(synchronous, dict(row))
+            if inspect.iscoroutine(result):
+                result.close()
+                raise TypeError(
+                    "it returned a coroutine; declare it with async def, and it gets an asynchronous client"
+                )
+            return result
     except TimeoutError as error:  # asyncio's has no text
         raise TimeoutError(str(error) or f"no result within {timeout:g} seconds") from error
-    except Exception as error:
+    except (Exception, KeyboardInterrupt) as error:  # Ctrl-C reaches the main thread, so this one was raised here
         raise EnvError(_told(error)) from error
 
 
@@ -184,7 +190,9 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 def _told(error: BaseException) -> str:
     """Return an error of a program with the lines of its traceback that are the program's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    theirs = [frame for frame in frames if Path(frame.filename).resolve() != Path(__file__).resolve()]
+    raised = error.__cause__ if isinstance(error.__cause__, SystemExit) else error
+    frames = traceback.extract_tb(raised.__traceback__)
+    package = Path(__file__).resolve().parent.parent
+    theirs = [frame for frame in frames if not Path(frame.filename).resolve().is_relative_to(package)]
     where = f" ({Path(theirs[0].filename).name}:{theirs[0].lineno})" if theirs else ""
     return f"{type(error).__name__}: {error}{where}"

@@ -185,6 +185,21 @@ def hangs(client: Any, row: Row) -> None:
     time.sleep(3)
 
 
+def exits(client: Any, row: Row) -> None:
+    sys.exit(3)
+
+
+def interrupts(client: Any, row: Row) -> None:
+    raise KeyboardInterrupt
+
+
+class AsObject:
+    """A program may be an object."""
+
+    async def __call__(self, client: Any, row: Row) -> None:
+        raise LookupError(type(client).__name__)
+
+
 async def sleeps(client: Any, row: Row) -> None:
     await asyncio.sleep(3)
 
@@ -208,6 +223,10 @@ async def asks_without_end(client: Any, row: Row) -> str:
         (raises, "reward_error", r"KeyError: 'no such tool' \(test_endpoint.py:\d+\)"),
         (hangs, "timeout", "within"),
         (sleeps, "timeout", "no result within 1 seconds"),
+        (exits, "reward_error", r"exit the process \(SystemExit: 3\) \(test_endpoint.py:\d+\)"),
+        (interrupts, "reward_error", "KeyboardInterrupt"),
+        (AsObject(), "reward_error", "LookupError: AsyncOpenAI"),
+        (lambda client, row: sleeps(client, row), "reward_error", "declare it with async def"),
         (never_asks, "reward_error", "did not call"),
         ((sys.executable, "-c", "import sys; sys.exit('out of tools')"), "reward_error", "status 1: out of tools"),
         (("no-such-program",), "reward_error", "cannot be started"),
@@ -218,8 +237,6 @@ def test_a_failing_program_is_a_failed_episode(program: Any, kind: str, message:
     def sometimes(client: Any, row: Row) -> Any:
         if row["index"] % 2:
             return sync_once(client, row)
-        if callable(program) and not asyncio.iscoroutinefunction(program):
-            return program(client, row)
         return run_program(program, row, "http://127.0.0.1:1/v1", "key", 1.0)
 
     trained = population(AgentTask(Letters(), sometimes, ProgramLimits(timeout=1.0)))
@@ -658,9 +675,22 @@ def test_side_by_side_calls_do_not_depend_on_their_order(served: Served) -> None
             await asked("4, 6.")
             await asyncio.gather(*(asked(f"{n}, {n}.", 0.05 * place) for place, n in enumerate(order)))
 
+    async def begin_together(episode: int, order: list[int]) -> None:
+        async with openai.AsyncOpenAI(
+            base_url=served.endpoint.url(episode), api_key=served.endpoint.key, max_retries=0
+        ) as client:
+            for n in order:
+                question: Any = [{"role": "user", "content": f"{n}, {n}."}]
+                await client.chat.completions.create(model="policy", messages=question, seed=n)
+
     first, second = served.sessions[10], served.sessions[11]
     second.sample = first.sample
+    third, fourth = served.sessions[12], served.sessions[13]
+    fourth.sample = third.sample
     asyncio.run(play(10, [1, 2, 3]))
     asyncio.run(play(11, [3, 1, 2]))
+    asyncio.run(begin_together(12, [5, 6]))
+    asyncio.run(begin_together(13, [6, 5]))
+    assert sorted(row.token_ids for row in third.rows()) == sorted(row.token_ids for row in fourth.rows())
     assert [row.token_ids for row in first.rows()] == [row.token_ids for row in second.rows()]
     assert [row.logprobs for row in first.rows()] == [row.logprobs for row in second.rows()]

@@ -156,11 +156,11 @@ class Session:
         while call is not None:
             depth, call = depth + 1, call.parent
         first = _digest(ids if parent is None else parent.root.prompt_ids)
-        if self._first_root is None:
-            self._first_root = first
-        key = (depth, self.sample, *(first if first != self._first_root else ()))
         if seed is not None:
-            key += (seed & 0xFFFFFFFF,)
+            key = (depth, self.sample, *first, seed & 0xFFFFFFFF)
+        else:
+            self._first_root = self._first_root or first
+            key = (depth, self.sample, *(first if first != self._first_root else ()))
         asked = (*key, *_digest(ids))
         self._prompts[asked] = again = self._prompts.get(asked, -1) + 1
         return (*key, again) if again else key
