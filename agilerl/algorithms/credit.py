@@ -112,6 +112,6 @@ def check_whole_episodes(algorithm: str, batch: RolloutBatch) -> None:
     if batch.episodes is not None:
         raise ConfigError(
             f"{algorithm} carries credit from token to token, found episodes whose context was rewritten on the way "
-            "(a sliding window, or a chat template that changes earlier turns), which are several rows each; use GRPO, "
-            "or let transcripts grow only"
+            "(a sliding window, a chat template that changes earlier turns, an agent program that branches), which are "
+            "several rows each; use GRPO, or let transcripts grow only"
         )

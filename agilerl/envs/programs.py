@@ -9,9 +9,11 @@ import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from tempfile import TemporaryFile
+from typing import IO, Any, ClassVar
 
 from agilerl.arguments import Count, Positive, check_fields, checked
 from agilerl.custom_code import contained
@@ -24,6 +26,7 @@ Program = Callable[..., Any] | Sequence[str]
 MODEL = "policy"
 """The name under which a program asks for the policy of its episode."""
 _ERROR_LINES = 20
+_LONGEST_RESULT = 2**20
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ def run_program(program: Program, row: Mapping[str, Any], base_url: str, api_key
             if any(map(inspect.iscoroutinefunction, (program, getattr(program, "__call__", None)))):  # noqa: B004
                 return asyncio.run(_awaited(program, row, base_url, api_key, timeout))
             with client(base_url, api_key, timeout) as synchronous:
-                result = program(synchronous, dict(row))
+                result = program(synchronous, deepcopy(dict(row)))
             if inspect.iscoroutine(result):
                 result.close()
                 raise TypeError(
@@ -147,39 +150,44 @@ def client(base_url: str, api_key: str, timeout: float, *, asynchronous: bool = 
 async def _awaited(program: Callable[..., Any], row: Mapping[str, Any], url: str, key: str, timeout: float) -> Any:
     async with client(url, key, timeout, asynchronous=True) as asynchronous:
         async with asyncio.timeout(timeout):
-            return await program(asynchronous, dict(row))
+            return await program(asynchronous, deepcopy(dict(row)))
 
 
 def _command(command: Sequence[str], row: Mapping[str, Any], base_url: str, api_key: str, timeout: float) -> str:
     """Run a command line with the row on its standard input; returns what it printed."""
     variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
     command = [sys.executable if command[0] in ("python", "python3") else command[0], *command[1:]]
-    try:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **variables},
-            start_new_session=True,
-        )
-    except OSError as error:
-        raise EnvError(f"environment.agent: {command[0]} cannot be started: {error}") from error
-    with process:  # closes the pipes
+    # Files, not pipes: what the command leaves running may hold a pipe open for ever.
+    with TemporaryFile("w+") as asked, TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
+        json.dump(dict(row), asked, default=str)
+        asked.seek(0)
+        environment = {**os.environ, **variables}
         try:
-            out, errors = process.communicate(json.dumps(dict(row), default=str), timeout=timeout)
+            process = subprocess.Popen(
+                command, stdin=asked, stdout=out, stderr=errors, env=environment, start_new_session=True
+            )
+        except OSError as error:
+            raise EnvError(f"environment.agent: {command[0]} cannot be started: {error}") from error
+        try:
+            status = process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"no result within {timeout:g} seconds") from None
         finally:
             _end(process)
-    if process.returncode:
-        last = "\n".join(errors.strip().splitlines()[-_ERROR_LINES:])
-        raise EnvError(f"{Path(command[0]).name} ended with status {process.returncode}: {last}")
-    return out.rstrip("\n")
+        if status:
+            last = "\n".join(_read(errors).strip().splitlines()[-_ERROR_LINES:])
+            raise EnvError(f"{Path(command[0]).name} ended with status {status}: {last}")
+        return _read(out).rstrip("\n")
 
 
-def _end(process: "subprocess.Popen[str]") -> None:
+def _read(file: IO[str]) -> str:
+    """Return the last part of what a command has written."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - _LONGEST_RESULT, 0))
+    return file.read()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
     """End a command and what it has started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)

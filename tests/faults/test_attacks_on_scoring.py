@@ -22,7 +22,7 @@ from agilerl.config.named_files import check_unchanged, digests
 from agilerl.config.run import RunConfig
 from agilerl.envs.adapters import make_env
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.scorers import IN_THIS_PROCESS, Scorers, is_harmless, pays_for_nothing
+from agilerl.envs.scorers import IN_THIS_PROCESS, Scorers, encoded, is_harmless, pays_for_nothing
 from agilerl.envs.tools.builtin import calculator
 from agilerl.envs.upstream import build_dataset, check_params, known_tasks, quiet
 from agilerl.errors import CheckpointError, ConfigError, RewardError
@@ -257,7 +257,7 @@ def test_out_of_time_is_worth_nothing_and_the_worker_is_replaced(bomb: str) -> N
         "agilerl.envs.scorer_process:score_alone", timeout=3, cpu_seconds=1, confined=True, memory_bytes=2**31
     )
     row = {"question": "", "answer": "Q", "metadata": {"valid_answers": ["Q"]}}
-    columns = {"dataset": ["n_queens"], "params": ["{}"], "entry": [repr(row)]}
+    columns = {"dataset": ["n_queens"], "params": [encoded({})], "entry": [encoded(row)]}
     with grader:
         (outcome,) = grader([""], [bomb], **columns)
         assert isinstance(outcome, RewardError)

@@ -25,7 +25,7 @@ from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.games import GuessTheNumber
 from agilerl.envs.programs import AgentTask, ProgramLimits, run_program
 from agilerl.envs.prompts import ChatFormat
-from agilerl.errors import ConfigError, EnvError
+from agilerl.errors import ConfigError, EngineError, EnvError
 from agilerl.rollouts.endpoint.collect import _answer, _arrived
 from agilerl.rollouts.endpoint.server import LARGEST_BODY, Endpoint
 from agilerl.rollouts.endpoint.session import Session
@@ -308,6 +308,52 @@ def test_a_command_gets_the_row_and_the_endpoint(tmp_path: Path) -> None:
     theirs = population(AgentTask(Letters(), asks_once), 1).rollout()
     assert [t.token_ids for t in ours.trajectories[0]] == [t.token_ids for t in theirs.trajectories[0]]
     assert [t.rewards for t in ours.trajectories[0]] == [t.rewards for t in theirs.trajectories[0]]
+
+
+def test_a_command_ends_with_what_it_started(tmp_path: Path) -> None:
+    """A child that outlives it holds its output open."""
+    script = tmp_path / "leaves.py"
+    script.write_text(
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        "print(child.pid, flush=True)\n"
+    )
+    begun = time.monotonic()
+    child = run_program((sys.executable, str(script)), {}, "http://127.0.0.1:1/v1", "key", 50.0)
+    assert time.monotonic() - begun < 20
+    time.sleep(0.2)
+    stat = Path(f"/proc/{child}/stat")
+    assert not stat.exists() or stat.read_text().split()[2] == "Z"  # whoever adopts it may not have read its status
+
+
+def test_a_program_cannot_change_the_row_of_others() -> None:
+    def cheats(client: Any, row: Row) -> None:
+        row["tests"].append("mine")
+
+    row: Row = {"tests": ["theirs"]}
+    run_program(cheats, row, "http://127.0.0.1:1/v1", "key", 5.0)
+    assert row == {"tests": ["theirs"]}
+
+
+def test_a_broken_engine_ends_the_rollout_at_once() -> None:
+    """Programs that are between two calls are refused, not waited for."""
+
+    class Breaks:
+        exact, takes_arrivals = True, True
+
+        def generate(self, *_: Any) -> None:
+            raise EngineError("out of order")
+
+    async def waits(client: Any, row: Row) -> None:
+        await asyncio.sleep(0.3 * (row["index"] % 2))
+        await asks_once(client, row)
+
+    trained = population(AgentTask(Letters(), waits, ProgramLimits(timeout=60.0)))
+    trained.agents[0].runtime.engine = Breaks()  # type: ignore[assignment]
+    begun = time.monotonic()
+    with pytest.raises(EngineError, match="out of order"):
+        trained.rollout()
+    assert time.monotonic() - begun < 20
 
 
 @pytest.mark.parametrize("program", [3, "solve.py", [], lambda row: row, [1]])

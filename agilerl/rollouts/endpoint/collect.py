@@ -87,7 +87,8 @@ def collect_programs(
             keeps = of_slot[ask.slot] <= UNIT_ROWS
             sessions.append(Session(ask, sample, task.limits, endpoint.chat_of, keeps))
             episodes.append(_Episode(number, sessions[-1]))
-    with endpoint, Stepping(task.limits.timeout + 1, workers=task.limits.concurrency) as stepping:
+    # The endpoint ends first: if the engine fails, programs are refused, and no one waits for them to time out.
+    with Stepping(task.limits.timeout + 1, workers=task.limits.concurrency) as stepping, endpoint:
         for number, episode in enumerate(episodes):
             stepping.add(partial(episode.play, task, endpoint.url(number), endpoint.key))
         errors: list[Exception | None] = []
