@@ -43,7 +43,7 @@ DOCS_READY := $(DOCS_VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train real train-real test test-nightly test-real test-vllm peers lint types unit format generated docs clean
+.PHONY: help setup train real train-real test check test-nightly test-real test-vllm peers lint types unit format generated docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ train-real: real ## Train four agents on it, about eight minutes; ARGS='...' rea
 	$(BIN)/agilerl train tutorials/manifests/real/smollm2.yaml $(ARGS)
 
 test: lint types unit ## Run every check
+
+check: lint types ## Style, types, the rules of the house and the mathematics: a minute before each commit
+	$(BIN)/pytest $(DIVIDED) tests/test_architecture.py tests/functional
 
 lint: $(READY) ## Style and format
 	$(BIN)/ruff check .
