@@ -195,7 +195,8 @@ class Population:
 
     def _models(self) -> dict[str, int | None]:
         """Return the slots of the models that programs may ask for by name."""
-        best = max(self.agents, key=lambda a: a.fitness[-1] if a.fitness else -math.inf)
+        examined = [a for a in self.agents if a.fitness and not math.isnan(a.fitness[-1])]
+        best = max(examined, key=lambda a: a.fitness[-1], default=self.agents[0])
         return {"base": None, "elite": best.slot, **{f"agent-{a.index}": a.slot for a in self.agents}}
 
     @property

@@ -218,7 +218,9 @@ class EnvironmentConfig(Section):
         if self.agent is None:
             self._refuse(("agent_limits",), "for environment.agent, found none")
         else:
-            self._refuse(("conversation_template",), "not read by environment.agent, which writes its own prompts")
+            self._refuse(
+                ("conversation_template", "answer_format"), "not for environment.agent, which writes its prompts"
+            )
             if self.env_type != "reasoning":
                 self._refuse(("agent",), f"for env_type: reasoning, found {self.env_type}")
         return self

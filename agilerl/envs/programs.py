@@ -16,7 +16,7 @@ from tempfile import TemporaryFile
 from typing import IO, Any, ClassVar
 
 from agilerl.arguments import Count, Positive, check_fields, checked
-from agilerl.custom_code import contained
+from agilerl.custom_code import contained, printing_bounded
 from agilerl.envs.core import AnyTask, Lengths, Place, Split, TaskWrapper
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import AgileRLError, ConfigError, EnvError, how_to_install
@@ -113,7 +113,7 @@ def run_program(program: Program, row: Mapping[str, Any], base_url: str, api_key
     if not callable(program):
         return _command(program, row, base_url, api_key, timeout)
     try:
-        with contained():
+        with contained(), printing_bounded():
             if any(map(inspect.iscoroutinefunction, (program, getattr(program, "__call__", None)))):  # noqa: B004
                 return asyncio.run(_awaited(program, row, base_url, api_key, timeout))
             with client(base_url, api_key, timeout) as synchronous:

@@ -685,6 +685,17 @@ def test_a_growing_conversation_is_one_row_and_a_branch_another(served: Served) 
     )
 
 
+def test_two_branches_of_one_line_have_draws_of_their_own() -> None:
+    with Served(2) as served:
+        session = served.sessions[0]
+        root = session.of_tokens([5, 6, 7])
+        session.answered(root, Completion([8], [-0.5], "stop"), "x")
+        first, second = session.of_tokens([5, 6, 7, 8, 9]), session.of_tokens([5, 6, 7, 8, 10])
+        again = session.of_tokens([5, 6, 7, 8, 9])
+        assert first.key == (1, 0)
+        assert len({root.key, first.key, second.key, again.key}) == 4
+
+
 def test_a_changed_history_is_a_break(served: Served) -> None:
     client, session = served.client(7), served.sessions[7]
     first = [{"role": "user", "content": "4, 6."}]

@@ -51,7 +51,7 @@ class _Episode:
         last = self.session.calls[-1].completion
         ids = last.token_ids if last is not None else []
         own = {"messages": self.messages, "result": self.result, "completion_ids": ids}
-        row = GradedRow({**self.session.ask.place.row, **own})
+        row = GradedRow({**own, **self.session.ask.place.row})
         row.state, row.group = self.session.ask.state, id(self.session.ask)
         return row
 

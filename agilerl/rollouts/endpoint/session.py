@@ -94,7 +94,10 @@ class Session:
     over: bool = False
     _prompts: dict[tuple[int, ...], int] = field(default_factory=dict)
     """How often each prompt was asked for."""
-    _first_root: tuple[int, ...] | None = None
+    _root: tuple[int, ...] | None = None
+    """The first prompt of all, as a digest."""
+    _lines: dict[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
+    """The first prompt at each depth of each line."""
 
     # -- a call ---------------------------------------------------------------------------------------------------
 
@@ -150,19 +153,20 @@ class Session:
     def _key(self, ids: Sequence[int], parent: Call | None, seed: int | None) -> tuple[int, ...]:
         """Return what the draws of a call depend on: its prompt and its place in its line, never the time it came.
 
-        A line of calls draws as the turns of an environment do; other lines are told apart by their first prompt.
+        A line of calls draws as the turns of an environment do. Other lines are told apart by their first prompt, other
+        branches of a line by their own.
         """
         depth, call = 0, parent
         while call is not None:
             depth, call = depth + 1, call.parent
-        first = _digest(ids if parent is None else parent.root.prompt_ids)
+        prompt, root = _digest(ids), _digest(ids if parent is None else parent.root.prompt_ids)
         if seed is not None:
-            key = (depth, self.sample, *first, seed & 0xFFFFFFFF)
+            key = (depth, self.sample, *root, seed & 0xFFFFFFFF)
         else:
-            self._first_root = self._first_root or first
-            key = (depth, self.sample, *(first if first != self._first_root else ()))
-        asked = (*key, *_digest(ids))
-        self._prompts[asked] = again = self._prompts.get(asked, -1) + 1
+            self._root = self._root or root
+            line = (depth, self.sample, *(root if root != self._root else ()))
+            key = line if self._lines.setdefault(line, prompt) == prompt else (*line, *prompt)
+        self._prompts[*key, *prompt] = again = self._prompts.get((*key, *prompt), -1) + 1
         return (*key, again) if again else key
 
     def _conversation(self, parent: Call | None) -> Conversation | None:
@@ -207,7 +211,8 @@ class Session:
         """
         rows: list[TrainingRow] = []
         tails: dict[int, TrainingRow] = {}
-        for turn, call in enumerate(sorted(self.calls, key=lambda c: (len(c.prompt_ids), c.prompt_ids, c.key))):
+        turns = {id(call): turn for turn, call in enumerate(self.calls)}
+        for call in sorted(self.calls, key=lambda c: (len(c.prompt_ids), c.prompt_ids, c.key)):
             assert call.completion is not None
             row = tails.pop(id(call.parent), None)
             if row is None:
@@ -215,7 +220,7 @@ class Session:
             else:
                 heard = call.prompt_ids[len(row.ids) :]
                 row.append(heard, -1, [0.0] * len(heard))
-            row.append(call.completion.token_ids, turn, call.completion.logprobs)
+            row.append(call.completion.token_ids, turns[id(call)], call.completion.logprobs)
             tails[id(call)] = row
         return rows
 
