@@ -6,7 +6,7 @@
 
 On the embedded model the task is gcd of numbers up to 60; 32 prompts x 8 completions an iteration, no KL, 400 test
 questions. With ``--model`` it is the task of tutorials/manifests/real/smollm2.yaml, once with prompts of 57 to 78
-tokens and once with four worked examples before each question (about 300 more): 1,024 completions, products in
+tokens and once with six worked examples before each question (about 300 in all): 1,024 completions, products in
 bfloat16, 200 test questions, and the default rate. A line per task, rate and seed has the accuracy, greedy, the CPU
 seconds of one thread (of the whole command with ``--model``), and how many tokens were trained on. What the file has
 is not run again.
@@ -44,6 +44,12 @@ EXAMPLES = "\n\n".join(
             "Laura has 5 male friends and she also has 6 female friends. They all are friends with each other and have "
             "no other friends aside. How many female friends does Mark, a male friend of Laura, have?",
             7,
+        ),
+        ("Sarah has 4 sisters and she also has 5 brothers. How many sisters does Paul's brother have?", 5),
+        (
+            "Emma has 3 male friends and she also has 1 female friends. They all are friends with each other and have "
+            "no other friends aside. How many female friends does Thomas, a male friend of Emma, have?",
+            2,
         ),
     )
 )
