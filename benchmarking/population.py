@@ -1,8 +1,8 @@
 """A population in one batch against the same agents one at a time: rollout, learning and both, memory, evolution.
 
     python benchmarking/population.py [--models embedded 1.25M] [--prompt-tokens 32 256] [--common 0]
-                                      [--agents 1 2 4 8] [--activated] [--tokens 32] [--prompts 2] [--group 8] [--rank 8] [--rounds 7] [--no-memory]
-                                      [--out FILE]
+                                      [--agents 1 2 4 8] [--activated] [--tokens 32] [--prompts 2] [--group 8]
+                                      [--rank 8] [--rounds 7] [--no-memory] [--out FILE]
 
 Both arms are the same agents on the same base in one process, as ``Population`` runs them, grading and building of
 batches included: once as one population of N agents, once as N populations of one agent. Nothing ends early: the base
