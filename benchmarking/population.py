@@ -1,8 +1,8 @@
 """A population in one batch against the same agents one at a time: rollout, learning and both, memory, evolution.
 
-    python benchmarking/population.py [--models embedded 1.25M] [--prompt-tokens 32 256] [--agents 1 2 4 8]
-                                      [--tokens 32] [--prompts 2] [--group 8] [--rank 8] [--rounds 7] [--no-memory]
-                                      [--out FILE]
+    python benchmarking/population.py [--models embedded 1.25M] [--prompt-tokens 32 256] [--common 0]
+                                      [--agents 1 2 4 8] [--activated] [--tokens 32] [--prompts 2] [--group 8]
+                                      [--rank 8] [--rounds 7] [--no-memory] [--out FILE]
 
 Both arms are the same agents on the same base in one process, as ``Population`` runs them, grading and building of
 batches included: once as one population of N agents, once as N populations of one agent. Nothing ends early: the base
@@ -140,7 +140,7 @@ class Bench:
 
 def compared(name: str, agents: int, load: Mapping[str, int], rounds: int) -> dict[str, Any]:
     """Return the seconds of both arms, and how much less the batch needs."""
-    bench = Bench(name, agents, load)
+    bench = Bench(name, agents, load, activated=bool(load.get("activated")))
     arms: dict[str, Callable[[], dict[str, float]]] = {
         "batched": lambda: bench.step(bench.together),
         "one_at_a_time": lambda: bench.step(bench.alone),
@@ -225,6 +225,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--models", nargs="+", default=["embedded", "1.25M"], choices=["embedded", *SIZES])
     parser.add_argument("--prompt-tokens", nargs="+", type=int, default=[32, 256])
+    parser.add_argument("--common", type=int, default=0, help="tokens that all prompts begin with")
+    parser.add_argument("--activated", action="store_true", help="adapters that act after the prompt only")
     parser.add_argument("--agents", nargs="+", type=int, default=[1, 2, 4, 8])
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each completion")
     parser.add_argument("--prompts", type=int, default=2, help="of each agent in a step")
@@ -251,10 +253,10 @@ def main() -> None:
         "results": [],
         "memory": [],
     }
-    common = {"tokens": arguments.tokens, "prompts": arguments.prompts, "group": arguments.group}
+    shape = {name: getattr(arguments, name) for name in ("common", "activated", "tokens", "prompts", "group", "rank")}
     for name in arguments.models:
         for length in arguments.prompt_tokens:
-            load = {"prompt_tokens": length, **common, "rank": arguments.rank}
+            load = {"prompt_tokens": length, **shape}
             for count in arguments.agents:
                 document["results"].append(compared(name, count, load, arguments.rounds))
                 if arguments.out is not None:
