@@ -70,6 +70,17 @@ class TrainingRow:
         # One unknown log-prob discards all of the row's: a made-up number would enter the loss.
         self.logprobs = None if self.logprobs is None or logprobs is None else [*self.logprobs, *logprobs]
 
+    def trajectory(self, **of_episode: Any) -> Trajectory:
+        """Return the row with what all rows of its episode share."""
+        return Trajectory(
+            prompt_ids=self.prompt_ids,
+            token_ids=self.token_ids,
+            action_mask=[turn >= 0 for turn in self.turn_ids],
+            logprobs=self.logprobs,
+            turn_ids=self.turn_ids,
+            **of_episode,
+        )
+
 
 class Episode:
     """An environment, its conversation so far, and the training rows made of it.
@@ -172,14 +183,9 @@ class Episode:
         question = "\n".join(str(m["content"]) for m in self._opening)
         finish: Any = "length" if self._truncated in ("turns", "environment") else self._truncated or self._finish
         return [
-            Trajectory(
-                prompt_ids=row.prompt_ids,
-                token_ids=row.token_ids,
-                action_mask=[turn >= 0 for turn in row.turn_ids],
-                logprobs=row.logprobs,
+            row.trajectory(
                 rewards=list(rewards),
                 group=group,
-                turn_ids=row.turn_ids,
                 finish_reason="error" if self._finish == "error" else finish,
                 text="\n".join(self._log),
                 row={"question": question, "answer": "", "seed": self.seed},

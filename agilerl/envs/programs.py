@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, ClassVar
@@ -75,15 +76,15 @@ class AgentTask(TaskWrapper):
 
     def lengths(self, places: Sequence[Place], tokenizer: Any, context_length: int) -> Lengths:
         """Return the lengths of the questions, by which the plan estimates; a program may ask anything."""
-        found = []
+        lengths = []
         for place in places[:8]:
             try:
-                found.append(len(render_prompt(tokenizer, self.messages(place.row), context_length - 1)))
+                lengths.append(len(render_prompt(tokenizer, self.messages(place.row), context_length - 1)))
             except PromptTooLongError:
-                found.append(context_length - 1)
+                lengths.append(context_length - 1)
             except (KeyError, AgileRLError):
-                found.append(1)
-        return Lengths(found or [1], turns=self.limits.max_calls)
+                lengths.append(1)
+        return Lengths(lengths or [1], turns=self.limits.max_calls)
 
     def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
         """Leave the rows as they are: the program decides what is a prompt."""
@@ -127,7 +128,7 @@ def run_program(program: Program, row: Mapping[str, Any], base_url: str, api_key
     except TimeoutError as error:  # asyncio's has no text
         raise TimeoutError(str(error) or f"no result within {timeout:g} seconds") from error
     except (Exception, KeyboardInterrupt) as error:  # Ctrl-C reaches the main thread, so this one was raised here
-        raise EnvError(_told(error)) from error
+        raise EnvError(_described(error)) from error
 
 
 def client(base_url: str, api_key: str, timeout: float, *, asynchronous: bool = False) -> Any:
@@ -158,7 +159,8 @@ def _command(command: Sequence[str], row: Mapping[str, Any], base_url: str, api_
     variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
     command = [sys.executable if command[0] in ("python", "python3") else command[0], *command[1:]]
     # Files, not pipes: what the command leaves running may hold a pipe open for ever.
-    with TemporaryFile("w+") as asked, TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
+    opened = partial(TemporaryFile, "w+", encoding="utf-8", errors="replace")
+    with opened() as asked, opened() as out, opened() as errors:
         json.dump(dict(row), asked, default=str)
         asked.seek(0)
         environment = {**os.environ, **variables}
@@ -196,8 +198,8 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     process.wait()
 
 
-def _told(error: BaseException) -> str:
-    """Return an error of a program with the lines of its traceback that are the program's."""
+def _described(error: BaseException) -> str:
+    """Return an error of a program, with the line of the program that raised it."""
     raised = error.__cause__ if isinstance(error.__cause__, SystemExit) else error
     frames = traceback.extract_tb(raised.__traceback__)
     package = Path(__file__).resolve().parent.parent

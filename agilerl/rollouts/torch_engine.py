@@ -541,11 +541,11 @@ class _Decoder:
         if not self.base.flattens or request.conversation is None:
             return
         count = block.produced[row] - 1  # the last token was drawn but never fed, so it has no keys and values
-        kept, said = self.cache.of_row(self.blocks.index(block), i, count), block.tokens[row, :count].tolist()
+        kept, ids = self.cache.of_row(self.blocks.index(block), i, count), block.tokens[row, :count].tolist()
         if self._arrived is None:
-            self._kept[block.rows[row]] = kept, said
+            self._kept[block.rows[row]] = kept, ids
         else:
-            _keep(request, kept, said)
+            _keep(request, kept, ids)
 
     def _step(self) -> None:
         """Feed every row's last token at its own position: all blocks have their next logits."""

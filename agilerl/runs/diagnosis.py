@@ -191,7 +191,7 @@ _RULES: Mapping[str, tuple[Callable[[_Window], str], str]] = {
     ),
     "equal groups": (
         _equal_groups,
-        "these teach nothing; raise algorithm.group_size or temperature, or choose questions that are sometimes "
+        "they carry no signal; raise algorithm.group_size or temperature, or choose questions that are sometimes "
         "answered right (environment.curriculum, algorithm.dynamic_sampling)",
     ),
     "no gradient": (

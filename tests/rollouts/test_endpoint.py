@@ -703,6 +703,9 @@ def test_a_changed_history_is_a_break(served: Served) -> None:
     changed = [*first, {"role": "assistant", "content": "something else"}, {"role": "user", "content": "5, 5."}]
     client.chat.completions.create(model="policy", messages=changed)
     assert session.breaks == 1
+    examples = [*first, {"role": "assistant", "content": "2"}, {"role": "user", "content": "9, 3."}]
+    served.client(14).chat.completions.create(model="policy", messages=examples)
+    assert served.sessions[14].breaks == 0  # an example is no reply of the model
     assert len(session.rows()) == 2
 
 

@@ -19,9 +19,9 @@ async def agent(client, row):
     messages = [*EXAMPLE, {"role": "user", "content": row["question"]}]
     for _ in range(2):
         reply = await client.chat.completions.create(model="policy", messages=messages, max_tokens=24)
-        said = reply.choices[0].message.content or ""
-        call = re.fullmatch(r"\s*calc\(([\d +-]+)\)\s*", said)
+        answer = reply.choices[0].message.content or ""
+        call = re.fullmatch(r"\s*calc\(([\d +-]+)\)\s*", answer)
         if call is None:
             break
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": calculator(call[1])}]
-    return said
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": calculator(call[1])}]
+    return answer

@@ -11,8 +11,8 @@ async def agent(client, row):
     messages = [{"role": "user", "content": row["question"]}]
     for _ in range(2):
         reply = await client.chat.completions.create(model="policy", messages=messages, max_tokens=12)
-        said = reply.choices[0].message.content or ""
-        if letters(said) == letters(word):
+        answer = reply.choices[0].message.content or ""
+        if letters(answer) == letters(word):
             break
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": row["question"]}]
-    return said
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": row["question"]}]
+    return answer

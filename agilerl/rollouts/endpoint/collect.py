@@ -1,4 +1,4 @@
-"""Asks of an agent task: programs play the episodes, and the engine answers their calls as they come."""
+"""Collects the episodes of an agent task: programs play them, and the engine answers their calls as they arrive."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -50,8 +50,8 @@ class _Episode:
         """The row as graders get it."""
         last = self.session.calls[-1].completion
         ids = last.token_ids if last is not None else []
-        own = {"messages": self.messages, "result": self.result, "completion_ids": ids}
-        row = GradedRow({**own, **self.session.ask.place.row})
+        columns = {"messages": self.messages, "result": self.result, "completion_ids": ids}
+        row = GradedRow({**columns, **self.session.ask.place.row})
         row.state, row.group = self.session.ask.state, id(self.session.ask)
         return row
 

@@ -143,7 +143,7 @@ class Endpoint:
         for session in self.sessions:
             session.over = True
         self._server.should_exit = self._server.force_exit = True
-        while True:  # nobody answers these any more
+        while True:  # what waits for the engine is refused
             try:
                 self.inbox.get_nowait().answer.cancel()
             except Empty:
@@ -183,12 +183,10 @@ class Endpoint:
         try:
             self._admit(request)
             return await answer(request, await self._body(request) if with_body else {})
-        except RefusedError as error:
-            told = {"message": str(error), "type": "invalid_request_error", "code": error.code}
-            return JSONResponse({"error": told}, status_code=error.status)
         except AgileRLError as error:
-            told = {"message": str(error), "type": "invalid_request_error", "code": "invalid_request_error"}
-            return JSONResponse({"error": told}, status_code=400)
+            refusal = error if isinstance(error, RefusedError) else RefusedError(str(error))
+            details = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}
+            return JSONResponse({"error": details}, status_code=refusal.status)
 
     def _admit(self, request: Any) -> None:
         given = request.headers.get("authorization", "").removeprefix("Bearer ")
@@ -371,7 +369,7 @@ class Endpoint:
         return GenerationRequest(self.models[body.model], call.prompt_ids, 1, sampling, "other", key)
 
     def chat_of(self, tools: str) -> Rendering:
-        """Return how conversations with these tools are rendered: by the chat template, or told in a system message."""
+        """Return how conversations with these tools are rendered: by the chat template, or with a system message."""
         if tools not in self._chats:
             schemas = json.loads(tools)
             try:
@@ -380,8 +378,8 @@ class Endpoint:
                 if not schemas:
                     raise
                 lines = [json.dumps(schema.get("function", schema)) for schema in schemas]
-                told = "\n".join([f"You may call these functions. {self._calls().instruction}.", *lines])
-                self._chats[tools] = Rendering(ChatFormat(self.tokenizer), told)
+                description = "\n".join([f"You may call these functions. {self._calls().instruction}.", *lines])
+                self._chats[tools] = Rendering(ChatFormat(self.tokenizer), description)
         return self._chats[tools]
 
     def _calls(self) -> ToolCallParser:

@@ -38,7 +38,7 @@ class Call:
     """The prompt as messages, normalised; empty if it came as tokens or text."""
     tools: str = "[]"
     text: str = ""
-    """What was said."""
+    """The completion as text."""
     reply: Message | None = None
     completion: Completion | None = None
     """None until it has been answered."""
@@ -59,18 +59,18 @@ class Rendering:
     """How conversations with some tools become tokens."""
 
     chat: ChatFormat
-    told: str | None = None
-    """What a system message says of the tools, for chat templates that do not show them; None: the template does."""
+    description: str | None = None
+    """The system message that describes the tools, for chat templates that do not; None: the template does."""
 
     def messages(self, plain: Sequence[Message], *, begins: bool) -> list[Message]:
         """Return messages in the form that the chat template takes; ``begins``: the first of them begin it."""
-        if self.told is None:
+        if self.description is None:
             return [_for_template(message) for message in plain]
         written = [_as_text(message) for message in plain]
         if not begins:
             return written
         system = written.pop(0)["content"] if written[0]["role"] == "system" else ""
-        return [{"role": "system", "content": f"{system}\n\n{self.told}".strip()}, *written]
+        return [{"role": "system", "content": f"{system}\n\n{self.description}".strip()}, *written]
 
 
 @dataclass(eq=False)
@@ -106,16 +106,16 @@ class Session:
     ) -> Call:
         """Return a call whose prompt is a conversation.
 
-        The transcript of an earlier call that it continues is kept as it was sampled, never rendered again; a history
-        that was changed is rendered anew and begins a line of its own.
+        The transcript of an earlier call that it continues is kept as it was sampled, never rendered again. A changed
+        history is rendered in full and starts another line.
 
         Raises RefusedError, ConfigError or EnvError for messages that cannot be rendered.
         """
         plain, described = [normalised(message) for message in messages], json.dumps(list(tools), sort_keys=True)
         rendering, best = self.chat_of(described), None
         for call in self.calls:
-            said = (*call.messages, call.reply) if call.messages else ()
-            if said and call.tools == described and len(said) < len(plain) and list(said) == plain[: len(said)]:
+            history = [*call.messages, call.reply] if call.messages else []
+            if history and call.tools == described and history == plain[: len(history)] != plain:
                 best = call if best is None or len(call.ids) > len(best.ids) else best
         if best is None:
             ids = rendering.chat.prompt(rendering.messages(plain, begins=True))
@@ -226,16 +226,16 @@ class Session:
 
     @property
     def breaks(self) -> int:
-        """Calls whose prompt shows a history of the assistant that is not, token by token, what was sampled."""
+        """Calls that continue the messages of an earlier one with another reply than was sampled."""
         return sum(
-            call.parent is None and any(message["role"] == "assistant" for message in call.messages[:-1])
-            for call in self.calls
+            call.parent is None and any(_continues(call.messages, earlier.messages) for earlier in self.calls[:number])
+            for number, call in enumerate(self.calls)
         )
 
     def transcript(self) -> list[Message]:
         """Return the messages of the last conversation, the last reply included."""
-        told = [call for call in self.calls if call.reply is not None]
-        return [dict(message) for message in (*told[-1].messages, told[-1].reply or {})] if told else []
+        chats = [call for call in self.calls if call.reply is not None]
+        return [dict(message) for message in (*chats[-1].messages, chats[-1].reply or {})] if chats else []
 
     def trajectories(
         self, reward: float | None, text: str, error: str | None = None, **graded: Any
@@ -250,14 +250,9 @@ class Session:
         finish: Any = "length" if self.truncated == "turns" else self.truncated
         broken = any(call.completion and call.completion.finish_reason == "error" for call in self.calls)
         return [
-            Trajectory(
-                prompt_ids=part.prompt_ids,
-                token_ids=part.token_ids,
-                action_mask=[turn >= 0 for turn in part.turn_ids],
-                logprobs=part.logprobs,
+            part.trajectory(
                 rewards=list(rewards),
                 group=self.ask.group,
-                turn_ids=part.turn_ids,
                 finish_reason="error" if broken else finish or (last.finish_reason if last else "stop"),
                 text=text,
                 row=self.ask.place.row,
@@ -267,6 +262,13 @@ class Session:
             )
             for part in self.rows()
         ]
+
+
+def _continues(messages: Sequence[Message], earlier: Sequence[Message]) -> bool:
+    """Return whether messages are those of an earlier prompt, a reply of the assistant and more."""
+    count = len(earlier)
+    same = bool(earlier) and len(messages) > count and tuple(messages[:count]) == tuple(earlier)
+    return same and messages[count]["role"] == "assistant"
 
 
 def normalised(message: Mapping[str, Any]) -> Message:
