@@ -542,7 +542,10 @@ class RunConfig(Section):
     def _agrees(self) -> Self:
         size, tournament = self.training.pop_size, self.tournament_size
         if self.selection_strategy.strategy == "tournament" and tournament > size:
-            raise ValueError(f"selection_strategy.tournament_size={tournament} is above training.pop_size={size}")
+            raise ValueError(
+                f"selection_strategy.tournament_size={tournament} is above training.pop_size={size}; lower it, or "
+                "raise pop_size"
+            )
         least = self.selection_strategy.least or 1
         if self.selection_strategy.has_costs and self.selection_strategy.strategy in SHRINKING and least > size:
             raise ValueError(
