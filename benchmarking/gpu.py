@@ -37,6 +37,8 @@ PACKAGE = [
 """What the package's own modules import."""
 RUN = [*PACKAGE, "scipy", "filelock", "pyarrow", "psutil", "typer", "rich"]
 """What `agilerl train` imports besides."""
+REAL = [*RUN, "reasoning_gym"]
+"""What the task of the run on SmolLM2 imports besides."""
 
 MODULES = {
     "torch": "everything",
@@ -56,7 +58,7 @@ MODULES = {
     "psutil": "runs: processes that grade",
     "typer": "runs: the command line",
     "rich": "runs: the command line",
-    "reasoning_gym": "further tasks; no part needs it",
+    "reasoning_gym": "the run on SmolLM2",
     "pytest": "the tests",
     "pytest_timeout": "the tests' time limit; without it there is none",
     "hypothesis": "the tests",
@@ -94,7 +96,8 @@ PARTS = (
     Part("tests", 80, "pytest -m gpu", (*RUN, "pytest", "hypothesis")),
     Part("bits", 60, "agents together against alone, with and without deterministic kernels"),
     Part("run", 100, "agilerl train on the device: elite, time, a resumed run against one that was not stopped", RUN),
-    Part("step", 140, "a step at 0.5B and 1.5B, of 1 to 16 agents: time, memory, limits, the plan"),
+    Part("real", 60, "SmolLM2, if build/smollm2 is there (make real): what is learned, in both data types", REAL),
+    Part("step", 140, "a step at 135M, 0.5B and 1.5B, of 1 to 16 agents: time, memory, limits, the plan"),
     Part("decode", 60, "decoded tokens a second against rows, with and without adapters; host syncs; a CUDA graph"),
     Part("train", 60, "trained tokens a second and MFU, with prompts of 256 and 1,024 tokens"),
     Part("ratios", 40, "GSPO's ratios in bf16: the decoder's log-probs against the trainer's"),

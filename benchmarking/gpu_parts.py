@@ -181,6 +181,36 @@ def run(part: Part) -> None:
         part.row(whole_run, what="the default run")
 
 
+def real(part: Part) -> None:
+    """tutorials/manifests/real/smollm2.yaml in both data types, by generations: what is learned, and the time."""
+    from agilerl.config.manifest import load_manifest
+    from agilerl.training.events import Evolved, HeldOutTest
+    from agilerl.training.loop import train
+    from agilerl.training.setup import build
+
+    manifest = ROOT / "tutorials" / "manifests" / "real" / "smollm2.yaml"
+    small = (
+        () if part.on_gpu else ("training.max_steps=256", "environment.test_prompts=16", "environment.eval_prompts=16")
+    )
+    for dtype in ("bfloat16", "float32") if part.on_gpu else ("float32",):
+
+        def measure(dtype: str = dtype) -> dict[str, Any]:
+            start = perf_counter()
+            with tempfile.TemporaryDirectory() as folder:
+                settings = (f"training.device={part.device}", f"training.dtype={dtype}", *small)
+                for event in train(build(load_manifest(manifest, settings)), Path(folder, "run")):
+                    seconds = perf_counter() - start
+                    if isinstance(event, Evolved):
+                        best = max(fitness.mean for fitness in event.fitness.values())
+                        part.rows.add(dtype=dtype, generation=event.generation, seconds=seconds, exam=best)
+                    elif isinstance(event, HeldOutTest):
+                        part.rows.add(dtype=dtype, who=event.who, accuracy=event.fitness.mean, seconds=seconds)
+                summary = json.loads(Path(folder, "run", "summary.json").read_text())
+            return {"seconds": seconds, "tokens": summary["tokens"], "test": summary["test"]}
+
+        part.row(measure, optional=True, what="tutorials/manifests/real/smollm2.yaml", dtype=dtype)
+
+
 # -- steps: time, memory, limits, the plan ----------------------------------------------------------------------------
 
 
@@ -189,9 +219,10 @@ def step(part: Part) -> None:
     from benchmarking.roofline import LOADS, child, judged
 
     small, large = ("0.5B", "1.5B") if part.on_gpu else ("0.2M", "0.5M")
-    wanted = [(small, n) for n in (1, 8)] + [(large, n) for n in (1, 8)] + [(small, n) for n in (2, 4, 16)]
+    wanted = [(name, n) for name in (small, "135M", large) for n in (1, 8)]
+    wanted += [(name, n) for name in (small, "135M") for n in (2, 4, 16)]
     if not part.on_gpu:
-        wanted = wanted[:3]
+        wanted = [(small, 1), (small, 8), (large, 1)]
         LOADS.update({name: LOADS[name] | {"prompts": 1, "group": 4, "longest": 8} for name in (small, large)})
     for name, agents in wanted:
 
@@ -537,6 +568,7 @@ PARTS: dict[str, Callable[[Part], None]] = {
     "tests": tests,
     "bits": bits,
     "run": run,
+    "real": real,
     "step": step,
     "decode": decode,
     "train": train_rates,

@@ -54,6 +54,7 @@ LOADS: dict[str, dict[str, int]] = {
     "embedded": {"agents": 4, "prompts": 16, "group": 8, "prompt": 12, "longest": 16},
     "1M": {"agents": 4, "prompts": 4, "group": 8, "prompt": 40, "longest": 48},
     "30M": {"agents": 2, "prompts": 2, "group": 8, "prompt": 60, "longest": 32},
+    "135M": {"agents": 4, "prompts": 2, "group": 8, "prompt": 48, "longest": 24},
     "0.5B": {"agents": 4, "prompts": 8, "group": 8, "prompt": 120, "longest": 128},
     "1.5B": {"agents": 4, "prompts": 8, "group": 8, "prompt": 120, "longest": 128},
     "0.2M": {"agents": 8, "prompts": 4, "group": 4, "prompt": 30, "longest": 30},
