@@ -96,7 +96,7 @@ PARTS = (
     Part("tests", 80, "pytest -m gpu", (*RUN, "pytest", "hypothesis")),
     Part("bits", 60, "agents together against alone, with and without deterministic kernels"),
     Part("run", 100, "agilerl train on the device: elite, time, a resumed run against one that was not stopped", RUN),
-    Part("real", 60, "SmolLM2, if build/smollm2 is there (make real): what is learned, in both data types", REAL),
+    Part("real", 100, "SmolLM2, if build/smollm2 is there (make real): what is learned, in both data types", REAL),
     Part("step", 140, "a step at 135M, 0.5B and 1.5B, of 1 to 16 agents: time, memory, limits, the plan"),
     Part("decode", 60, "decoded tokens a second against rows, with and without adapters; host syncs; a CUDA graph"),
     Part("train", 60, "trained tokens a second and MFU, with prompts of 256 and 1,024 tokens"),

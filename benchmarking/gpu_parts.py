@@ -392,12 +392,12 @@ def options(part: Part) -> None:
         "activation offload": {"activation_offload": True},
         "TF32 for fp32 products": {},
         "eager attention, packed": {"attn_implementation": "eager", "use_sequence_packing": True},
-        "Liger's kernels": {"use_liger_kernel": True},
         "FlashAttention 2, packed": {"attn_implementation": "flash_attention_2", "use_sequence_packing": True},
         "4 bits (nf4)": {"quantization_config": "nf4"},
         "FlexAttention, packed": {"attn_implementation": "flex_attention", "use_sequence_packing": True},
         "torch.compile": {"torch_compiler": "default"},
         "torch.compile with CUDA graphs": {"torch_compiler": "reduce-overhead"},
+        "Liger's kernels": {"use_liger_kernel": True},
     }
 
     def made(chosen: dict[str, Any], folder: str) -> Any:
@@ -502,17 +502,17 @@ def engines(part: Part) -> None:
     """Our engine, vLLM where it is installed, and Hugging Face generate, on the same prompts."""
     from benchmarking import rollout
 
-    sizes = {"agents": 8, "prompts": 4, "samples": 8, "tokens": 64} if part.on_gpu else {}
+    sizes = {"agents": 4, "prompts": 4, "samples": 8, "tokens": 32} if part.on_gpu else {}
     sizes = sizes or {"agents": 2, "prompts": 1, "samples": 2, "tokens": 4}
     model = "0.5B" if part.on_gpu else "0.3M"
 
     def measure() -> dict[str, Any]:
-        given = argparse.Namespace(model=model, device=part.device, rounds=2, **sizes)
+        given = argparse.Namespace(model=model, device=part.device, rounds=1, **sizes)
         with tempfile.TemporaryDirectory() as folder:
             bench = rollout.Bench(given, Path(folder))
             return {"arms": rollout.summary(bench, rollout.measured(bench))["arms"]}
 
-    part.row(measure, model=model, rounds=2, **sizes)
+    part.row(measure, model=model, rounds=1, **sizes)
 
 
 # -- a divided base ---------------------------------------------------------------------------------------------------

@@ -114,12 +114,15 @@ def _plain(value: Any) -> str:
         return ", ".join(f"{name} {_plain(own)}" for name, own in value.items())
     if isinstance(value, float):
         return f"{value:.3g}"
-    return ", ".join(map(_plain, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value)) if len(value) < 9 else f"{len(value)} of them"
+    return str(value)
 
 
 _SHOWN: dict[str, tuple[str, ...]] = {
     "bits": ("model", "dtype", "deterministic", "seconds", "repeated", "alone"),
-    "run": ("what", "task", "who", "accuracy", "seconds", "same", "different_files"),
+    "run": ("what", "task", "who", "accuracy", "seconds", "same", "files", "different_files"),
+    "real": ("dtype", "what", "who", "accuracy", "seconds"),
     "decode": ("rows", "with_adapters", "one_adapter", "no_adapter", "a_token", "eager_ms", "graph_ms", "gain"),
     "train": ("prompt_tokens", "completion_tokens", "agents", "tokens_per_second", "of_measured_rate", "mfu"),
     "ratios": ("model", "decoder_against_trainer", "trainer_in_smaller_passes", "what_gspo_uses"),
@@ -134,7 +137,7 @@ _SHOWN: dict[str, tuple[str, ...]] = {
 def others(document: Document) -> Iterator[str]:
     """Yield a title and a table for each other part, failures and what is not available included."""
     for part in document["parts"]:
-        own = [row for row in part["rows"] if row.get("what") != "generation"]
+        own = [row for row in part["rows"] if "generation" not in row]
         if part["part"] not in _SHOWN or not own:
             continue
         names = [n for n in (*_SHOWN[part["part"]], "failed", "not_available") if any(n in row for row in own)]

@@ -190,8 +190,10 @@ def pretended(patch: pytest.MonkeyPatch) -> Iterator[type[Device]]:
     Device.reads.clear()
     # Else a module that moves would keep its parameters as objects, and with them their class.
     torch.__future__.set_overwrite_module_params_on_conversion(True)
+    deterministic = torch.are_deterministic_algorithms_enabled()
     try:
         with Device():
             yield Device
     finally:
         torch.__future__.set_overwrite_module_params_on_conversion(False)
+        torch.use_deterministic_algorithms(deterministic)

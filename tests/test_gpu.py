@@ -1,15 +1,23 @@
 """What holds on a CPU has to hold on a CUDA device, to the rounding of its kernels: `pytest -m gpu` runs these."""
 
 import copy
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
+import agilerl
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.manifest import load_manifest
 from agilerl.rollouts import GenerationRequest, SamplingSettings
+from agilerl.runs.stopping import Interrupted, StopRequest
 from agilerl.runtime import Runtime
+from agilerl.training.events import IterationDone
+from agilerl.training.loop import train
 from agilerl.training.setup import build
+from benchmarking.same_bits import GRPO, differences, digests
+from benchmarking.same_bits import SMALL as TINY
 from tests.models.two_agents import Pass, train_pass, with_adapters
 from tests.training.small_runs import SMALL
 
@@ -72,3 +80,19 @@ def test_a_few_iterations_train_every_agent() -> None:
         assert torch.isfinite(after).all()
         assert not torch.equal(after, start)
     assert all(0 <= fitness.mean <= 1 for fitness in population.evaluate().values())
+
+
+def test_a_resumed_run_is_the_run_that_was_not_stopped() -> None:
+    def run(out: Path, stop: StopRequest | None = None) -> None:
+        for event in train(build(load_manifest(None, [*TINY, *GRPO, f"training.device={DEVICE}"])), out, stop=stop):
+            if stop is not None and isinstance(event, IterationDone):
+                stop.signal = 15
+
+    with tempfile.TemporaryDirectory() as folder:
+        whole, parts = Path(folder, "whole"), Path(folder, "parts")
+        run(whole)
+        with pytest.raises(Interrupted):
+            run(parts, StopRequest())
+        agilerl.Run(parts).resume(display=False)
+        assert not differences(digests(whole), digests(parts))
+    assert torch.are_deterministic_algorithms_enabled()

@@ -67,7 +67,7 @@ def run_plan(
     else:
         machine, costs, row_multiple = known, GPU_COSTS, 1
         usual = pass_tokens(shape, checkpointing=checkpointing, memory=known.memory)
-        shares = f"{MATMUL_SHARE:.0%} of its matmul and {COPY_SHARE:.0%} of its copy rate are assumed"
+        shares = f"{MATMUL_SHARE:.0%} of its matmul and {COPY_SHARE:.0%} of its copy rate, as an H200 reached"
         source = f"{GPUS[known.name].source}; {shares}"
     load = workload(resolved, rows, usual, row_multiple=row_multiple)
     capacity = proposed(shape, load, machine, costs, gpus, vllm=resolved.options.use_vllm)

@@ -425,20 +425,34 @@ _ELSEWHERE = "a .gguf file, a name on the Hugging Face hub that is reachable, or
 _OVERFLOW = "its numbers overflow in this data type; use a wider one (training.dtype, or dtype=)"
 
 
+def _repeat_bits() -> None:
+    """Let the same command compute the same bits on a GPU, so that a resumed run is the run that was not stopped.
+
+    The backward pass of memory-efficient attention adds in any order unless torch is told so, without ``warn_only``.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def load_base(
     name: str, *, dtype: str = "auto", device: str | torch.device = "cpu", options: SharedOptions | None = None
 ) -> BaseModel:
     """Load a base model from a local folder, a hub name or ``embedded``, with the given options applied.
 
-    Only the text part of a multimodal model is used. Raises ConfigError if there is no such folder and the hub does not
-    answer, or if the files are damaged or incomplete; EngineError if the model's logits are not finite. Weights are
-    read from safetensors only, and no code of the model's repository is run.
+    Only the text part of a multimodal model is used. Weights are read from safetensors only, and no code of the model's
+    repository is run. On a CUDA device torch is told to use deterministic algorithms, in the whole process;
+    ``torch.use_deterministic_algorithms(False)`` afterwards takes that back. Raises ConfigError if there is no such
+    folder and the hub does not answer, or if the files are damaged or incomplete; EngineError if the model's logits are
+    not finite.
     """
     check_device(device)
     where = torch.device(device)
-    if where.type == "cuda" and where.index is not None:
-        # FSDP2 and Triton's kernels work on the current device, whichever one the weights are on.
-        torch.cuda.set_device(where)
+    if where.type == "cuda":
+        _repeat_bits()
+        if where.index is not None:
+            # FSDP2 and Triton's kernels work on the current device, whichever one the weights are on.
+            torch.cuda.set_device(where)
     path, file = resolve_model(name), Path(name).expanduser()
     options = options or SharedOptions()
     overrides = dict(options.config_overrides or {})

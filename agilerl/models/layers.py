@@ -1,8 +1,10 @@
 """How the base's layers run: on which kernels, and compiled, recomputed or with offloaded activations."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from inspect import signature
 from typing import Any, cast
 
 import torch
@@ -111,7 +113,7 @@ def attend_part(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: flo
 
 
 def apply_liger_kernels(model: Any, device: torch.device) -> None:
-    """Let Liger's Triton kernels compute RMSNorm, rotary embeddings and SwiGLU of one model.
+    """Let Liger's Triton kernels compute RMSNorm and SwiGLU of one model.
 
     Raises ConfigError without a CUDA device, without liger-kernel, and for a model that Liger does not support.
     """
@@ -132,12 +134,17 @@ def apply_liger_kernels(model: Any, device: torch.device) -> None:
             f"use_liger_kernel=True: Liger has no kernels for a {kind!r} model; leave it out, or use one of "
             f"{', '.join(sorted(MODEL_TYPE_TO_APPLY_LIGER_FN)[:8])}, ..."
         )
-    from inspect import signature
-
     patch = MODEL_TYPE_TO_APPLY_LIGER_FN[kind]
-    # Liger's head and loss stay off: they would compute logits for a whole batch, and of one agent only.
-    off = ("cross_entropy", "fused_linear_cross_entropy")
-    patch(model=model, **{name: False for name in off if name in signature(patch).parameters})
+    # Liger's head and loss stay off: they would compute logits for a whole batch, and of one agent only. Its rotary
+    # embedding would replace that of every model of this kind in the process, as would the classes that it puts into
+    # transformers' module beside the layers of this model.
+    off = ("cross_entropy", "fused_linear_cross_entropy", "rope")
+    transformers_module = vars(sys.modules[type(model).__module__])
+    before = dict(transformers_module)
+    try:
+        patch(model=model, **{name: False for name in off if name in signature(patch).parameters})
+    finally:
+        transformers_module.update(before)
 
 
 # -- bfloat16 on a CPU ----------------------------------------------------------------------------------------------

@@ -108,7 +108,7 @@ def test_what_a_person_reads(agilerl: Agilerl, seven: str) -> None:
     for words in (
         "7,615,616,512 parameters, 14.2 GiB",
         "NVIDIA H100 SXM data sheet",
-        "assumed: no GPU has been measured yet",
+        "measured on one H200",
         "islands of 1 process",
         "torchrun --nproc-per-node 2",
         "max_rows_in_flight",
@@ -229,7 +229,7 @@ def test_a_micro_batch_that_does_not_fit_is_not_left_to_the_agents(agilerl: Agil
     found = planned(
         agilerl, f"network.pretrained_model_name_or_path={seven}", "--gpu", "l4", *lengths, "training.pop_size=1"
     )
-    assert found["workload"]["max_tokens"] < 1024
+    assert found["workload"]["max_tokens"] != found["workload"]["pass_tokens"]
     assert micro_batches(found["proposal"]["overrides"]) == [found["workload"]["max_tokens"] // 900]
 
 

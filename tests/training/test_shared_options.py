@@ -2,14 +2,17 @@
 
 import subprocess
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from agilerl.algorithms import GRPO, PPO
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.manifest import load_manifest
 from agilerl.errors import ConfigError
+from agilerl.models.layers import apply_liger_kernels
 from agilerl.runtime import Runtime
 from agilerl.training.resolved import resolve
 from agilerl.training.setup import build
@@ -179,3 +182,21 @@ def test_the_declaration_needs_no_torch() -> None:
     names = ", ".join(f"agilerl.config.{name}" for name in ("base_model", "vllm", "manifest", "named_files"))
     code = f"import {names}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.model
+def test_ligers_kernels_are_those_of_one_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, patched = random_model(), []
+
+    def patch(model: Any, *, rope: bool = True, rms_norm: bool = True) -> None:
+        patched.append((model, rope, rms_norm))
+        transformers_module.Marked = 2
+
+    transformers_module: Any = sys.modules[type(model).__module__]
+    monkeypatch.setattr(transformers_module, "Marked", 1, raising=False)
+    kernels = ModuleType("liger_kernel.transformers.monkey_patch")
+    kernels.MODEL_TYPE_TO_APPLY_LIGER_FN = {model.config.model_type: patch}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    apply_liger_kernels(model, torch.device("cuda"))
+    assert patched == [(model, False, True)]
+    assert transformers_module.Marked == 1
