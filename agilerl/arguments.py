@@ -161,6 +161,9 @@ def described(value: Any) -> str:
     return f"{shown(value)} of type {type(value).__name__}"
 
 
+_SIMPLE = (str, int, bool)
+
+
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Check every argument of a public function or method against its annotation before the call.
 
@@ -172,6 +175,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
     hints: dict[str, Any] = {}
+    exact: list[Any] = []
+    """The types of positional arguments that are right as they are, of most calls: some come by the row."""
 
     def argument(args: tuple[Any, ...], name: str, value: Any) -> Any:
         try:
@@ -184,6 +189,10 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         # Read at the first call, because annotations may name things that are defined further down.
         if len(hints) < len(function.__annotations__):
             hints.update(_hints(function))
+            wanted = (hints.get(name, Any) for name in known)
+            exact.extend(hint if hint is Any or hint in _SIMPLE else _Misfit for hint in wanted)
+        if not kwargs and all(kind is Any or type(value) is kind for value, kind in zip(args, exact)):
+            return function(*args)
         for name in () if takes_all else kwargs.keys() - known:
             of = _called(function, args)
             raise TypeError(f"{of} has no argument {name!r}; {nearest(name, [n for n in known if n != 'self'])}")
@@ -250,7 +259,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _taken(wanted: Any, value: Any) -> Any:
-    if wanted is Any or (type(value) is wanted and wanted in (str, int, bool)):  # most calls: they come by the row
+    if wanted is Any or (type(value) is wanted and wanted in _SIMPLE):
         return value
     origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
     if isinstance(wanted, TypeVar):

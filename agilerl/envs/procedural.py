@@ -15,6 +15,7 @@ from agilerl.envs.upstream import (
     curriculum_params,
     default_params,
     draw,
+    quiet,
 )
 from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.grader import extract_answer
@@ -264,18 +265,23 @@ class ReasoningGymTask(Task):
 
     def _fill_panel(self, count: int) -> None:
         """Extend the panel to ``count`` rows. The order of rows is fixed, whenever this is called."""
+        with quiet():
+            is_full = self._extend_panel(count)
+        if not is_full and not self._shrink():
+            other = "" if self.holdout == "any" else ", or set holdout to 'any', for panels of any questions"
+            raise EnvError(
+                f"expected {self.exam_prompts} exam and {self.test_prompts} test questions from {self.name}, but "
+                f"with these parameters it has only {len(self._panel)} {self._kind} ({self._panel_draws} draws); "
+                "ask for fewer (eval_prompts, test_prompts), give shrink_panels=True as runs do, widen its "
+                f"params{other}"
+            )
+
+    def _extend_panel(self, count: int) -> bool:
+        """Return whether the panel has ``count`` rows: no new question may come for a long time."""
         failures = 0
         while len(self._panel) < count:
             if self._draws_since_new >= max(PATIENCE, 20 * len(self._panel)):
-                if self._shrink():
-                    return
-                other = "" if self.holdout == "any" else ", or set holdout to 'any', for panels of any questions"
-                raise EnvError(
-                    f"expected {self.exam_prompts} exam and {self.test_prompts} test questions from {self.name}, but "
-                    f"with these parameters it has only {len(self._panel)} {self._kind} ({self._panel_draws} draws); "
-                    "ask for fewer (eval_prompts, test_prompts), give shrink_panels=True as runs do, widen its "
-                    f"params{other}"
-                )
+                return False
             self._draws_since_new += 1
             self._panel_draws += 1
             try:
@@ -291,6 +297,7 @@ class ReasoningGymTask(Task):
             self._panel_questions.add(question)
             self._panel.append(row)
             self._draws_since_new = 0
+        return True
 
     def _shrink(self) -> bool:
         """Shrink the panels to the questions found; return whether that is allowed and helps."""

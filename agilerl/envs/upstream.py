@@ -6,6 +6,7 @@ Where it is not installed, two of its datasets are there all the same (``agilerl
 import io
 import keyword
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -156,9 +157,17 @@ def quiet() -> Iterator[None]:
 
     Standard output and the warning filters are process-wide, so two threads that restore them would interfere.
     """
-    with _QUIET, warnings.catch_warnings(), redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        yield
+    with _QUIET:
+        if isinstance(sys.stdout, _Silence):  # by a caller; setting the filters costs as much as a problem
+            yield
+            return
+        with warnings.catch_warnings(), redirect_stdout(_Silence()):
+            warnings.simplefilter("ignore")
+            yield
+
+
+class _Silence(io.StringIO):
+    """What third-party code prints to."""
 
 
 def draw(dataset: Any, index: int, *, name: str, params: Mapping[str, Any], seed: int) -> dict[str, Any]:

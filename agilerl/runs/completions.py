@@ -1,7 +1,7 @@
 """Sampled completions of a run: one Parquet file per step, never overwritten."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -53,12 +53,10 @@ def write_completions(folder: Path, step: int, records: Sequence[CompletionRecor
 
     Writing the same rows again changes nothing; raises CheckpointError if the file holds different rows.
     """
-    rows = [
-        {name: _clean(value) if isinstance(value, str) else value for name, value in asdict(record).items()}
-        for record in records
-    ]
+    columns = {name: [getattr(record, name) for record in records] for name in _SCHEMA.names}
+    columns |= {name: list(map(_clean, columns[name])) for name in _TEXTS}
     buffer = BytesIO()
-    pq.write_table(pa.Table.from_pylist(rows, schema=_SCHEMA), buffer, compression="zstd")
+    pq.write_table(pa.Table.from_pydict(columns, schema=_SCHEMA), buffer, compression="zstd")
     data = buffer.getvalue()
     path = _file(folder, step)
     if path.exists():  # a resumed run samples its last steps again, to the same bytes
