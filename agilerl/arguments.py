@@ -192,7 +192,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
             wanted = (hints.get(name, Any) for name in known)
             exact.extend(hint if hint is Any or hint in _SIMPLE else _Misfit for hint in wanted)
         if not kwargs and all(kind is Any or type(value) is kind for value, kind in zip(args, exact)):
-            return function(*args)
+            return function(*args)  # type: ignore[call-arg]
         for name in () if takes_all else kwargs.keys() - known:
             of = _called(function, args)
             raise TypeError(f"{of} has no argument {name!r}; {nearest(name, [n for n in known if n != 'self'])}")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from agilerl.addresses import is_out_of_reach
-from agilerl.config.run import EVO_STEPS, RunConfig
+from agilerl.config.run import RunConfig
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.models.adapters import lora_layers
 from agilerl.models.base import from_model, is_of_hub, load_tokenizer, resolve_model
@@ -22,6 +22,7 @@ from agilerl.models.quantised import imported_peft
 from agilerl.planning.machines import Machine
 from agilerl.planning.time import ModelShape, Widths, Workload
 from agilerl.sizes import PASS_TOKENS
+from agilerl.training.generation import Scale
 from agilerl.training.memory import adapter_slots, available_bytes, largest_rank
 from agilerl.training.resolved import Resolved
 from agilerl.training.tasks import task
@@ -182,10 +183,20 @@ def workload(resolved: Resolved, rows: Lengths, pass_tokens: int = PASS_TOKENS, 
     group = values.get("group_size", algorithm.rows_per_unit)
     length = rows.prompt + rows.completion
     micro = values.get("micro_batch_size_per_gpu")
+    scale = Scale(
+        config=config,
+        prompts=config.environment.data_batch_size_per_gpu,
+        group=group,
+        questions=config.environment.exam_panel,
+        prompt=rows.prompt,
+        longest=t.eval_max_new_tokens or values.get("max_output_tokens"),
+        learns_from_data=from_data,
+    )
+    iterations, questions = scale.generation()
     return Workload(
         agents=t.pop_size,
         rank=largest_rank(config),
-        prompts=config.environment.data_batch_size_per_gpu,
+        prompts=scale.prompts,
         group=group,
         prompt=rows.prompt,
         common=rows.common,
@@ -197,8 +208,8 @@ def workload(resolved: Resolved, rows: Lengths, pass_tokens: int = PASS_TOKENS, 
         old_pass=not from_data and resolved.options.use_vllm,
         critic=algorithm.trained_slots > 1,
         samples=not from_data,
-        exam_prompts=config.environment.exam_panel * config.training.eval_samples,
-        iterations=t.evo_steps or EVO_STEPS,
+        exam_prompts=(questions or scale.questions) * t.eval_samples,
+        iterations=iterations,
         slots=adapter_slots(config, algorithm),
         checkpointing=resolved.options.gradient_checkpointing,
         pass_tokens=pass_tokens,

@@ -42,19 +42,13 @@ from agilerl.rollouts.vllm.colocated import check_installed
 from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.runtime import Runtime
 from agilerl.templates import at_date
+from agilerl.training.generation import Scale
 from agilerl.training.memory import adapter_numbers, adapter_slots, check_memory, check_weights, estimate, largest_rank
 from agilerl.training.probe import Probe
-from agilerl.training.resolved import COMPLETION, Resolved, resolve, usual_rate
+from agilerl.training.resolved import Resolved, resolve, usual_rate
 from agilerl.training.saved import SavedCheckpoint, received
-from agilerl.training.tasks import LEAST_PANEL, task
+from agilerl.training.tasks import task
 from agilerl.training.trackers import Tracker, check_trackers, load_trackers
-
-GENERATIONS = 32
-"""Generations that one agent alone would have in the whole budget, in searches that go by the budget."""
-LEAST_GENERATIONS = 8
-"""Generations below which an exam has fewer questions, rather than a run fewer generations."""
-EXAM = 0.1
-"""About the most that an agent's exam may cost, as a share of what it does between two of them."""
 
 
 @dataclass
@@ -118,7 +112,7 @@ class Session:
         later = strategy.later
         if not isinstance(later, PulseSelection) or not later.factors or not later.until:
             return sentences
-        iterations, exam = lone_agent(self.config, self.population)
+        iterations, exam = Scale.of(self.resolved, self.population).lone_agent()
         pace = Pace(self.evo_steps, 1 / iterations, 0 if t.max_tokens is None else exam / iterations)
         first = pace.first_pulse(t.pop_size, strategy.period, later.every)
         if first >= later.until:
@@ -181,7 +175,7 @@ def build(
             population = _population(resolved, here.config, source, runtime, topology, saved)
             try_prompts(population)
             resolved = resolved.with_epochs(source.train_size if isinstance(source, Task) else None)
-            steps, population.exam_prompts = _generation(resolved, population)
+            steps, population.exam_prompts = Scale.of(resolved, population).generation()
             check_memory(estimate(here.config, population), here.config.training.device)
             start_sampling(here.config, population)
         except BaseException:
@@ -356,60 +350,6 @@ def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
     for agent in agents:
         store.load_adapter(agent.slot, factors)
         agent.set_reference(factors)
-
-
-def _generation(resolved: Resolved, population: Population) -> tuple[int, int | None]:
-    """Return the iterations of a generation and the questions of its exam, None for all, by what is known before.
-
-    One agent spends a 32nd of the budget in a generation, and an exam costs about a tenth of it. So small budgets have
-    fewer generations, because after one iteration exams tell nothing and cost much; and if the size of the exam is not
-    given, they have fewer questions rather than less than 8 generations.
-    """
-    t, given = resolved.config.training, resolved.config.environment.eval_prompts is not None
-    iterations, _ = lone_agent(resolved.config, population)
-    # The size of a group is not that of the agents now: a resumed run has to find the same.
-    question = question_cost(population, resolved.hyperparameters.group_size)  # type: ignore[attr-defined]
-    kept = len(population.places("exam"))
-    affordable = kept * question / EXAM
-    if not given:
-        affordable = min(affordable, iterations / LEAST_GENERATIONS)
-    steps = t.evo_steps or max(1, round(iterations / GENERATIONS), round(affordable))
-    between = min(steps, t.evaluation_interval or steps)
-    return steps, None if given else min(kept, max(LEAST_PANEL, int(EXAM * between / question)))
-
-
-def question_cost(population: Population, group: int) -> float:
-    """Return what a question of the exam costs, in iterations of one agent with ``group`` completions a prompt.
-
-    Counted are tokens that pass the model forwards, backwards as two; a prompt once for its completions. These count as
-    half of ``max_output_tokens``, but ``COMPLETION / 2`` at most.
-    """
-    lengths, samples = population.lengths("exam"), population.eval_samples
-    prompt = sum(lengths.prompts) / max(len(lengths.prompts), 1)
-    completion = lengths.turns * min(population.eval_max_new_tokens or COMPLETION, COMPLETION) / 2
-    kl = 2 * samples * (prompt + completion) if "kl" in population.objectives else 0
-    trained = population.prompts_per_step * (prompt + group * completion)
-    return (prompt + samples * completion + kl) / (trained * (3 if population.learns_from_data else 4))
-
-
-def lone_agent(config: RunConfig, population: Population) -> tuple[float, float]:
-    """Return the iterations that one agent alone would have in the budget, and how many of them an exam costs.
-
-    A completion counts as ``max_output_tokens``, but ``COMPLETION`` at most: so a budget in tokens gives no fewer.
-    """
-    rows = population.prompts_per_step * population.group_sizes[0]
-    t = config.training
-    lengths = population.lengths("exam")
-    completion = lengths.turns * min(population.eval_max_new_tokens or COMPLETION, COMPLETION)
-    prompt = sum(lengths.prompts) / max(len(lengths.prompts), 1)
-    row = prompt + completion + (0 if population.learns_from_data else completion)  # sampled, then trained on
-    iterations = t.max_steps / rows
-    if t.max_tokens is not None:
-        iterations = min(iterations, t.max_tokens / (rows * row))
-    # The KL takes two forward passes over prompts and completions.
-    examined = completion + (2 * (prompt + completion) if "kl" in population.objectives else 0)
-    exam = len(lengths.prompts) * population.eval_samples * examined / (rows * row)
-    return iterations, exam
 
 
 def try_prompts(population: Population) -> None:

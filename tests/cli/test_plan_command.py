@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
+from agilerl.config.manifest import load_manifest
+from agilerl.training.setup import build
 from tests.cli.outcome import Outcome
 from tests.cli.test_start import started
 
@@ -235,3 +237,13 @@ def test_a_micro_batch_that_does_not_fit_is_not_left_to_the_agents(agilerl: Agil
 
 def micro_batches(overrides: list[str]) -> list[int]:
     return [int(o.partition("=")[2]) for o in overrides if o.startswith("algorithm.micro_batch_size_per_gpu=")]
+
+
+@pytest.mark.parametrize("overrides", [(), ("training.max_steps=2048",), ("environment.eval_prompts=40",)], ids=str)
+def test_a_plan_has_the_generations_and_exams_of_the_run(agilerl: Agilerl, overrides: tuple[str, ...]) -> None:
+    session = build(load_manifest(None, overrides))
+    load = planned(agilerl, "--gpu", "l4", *overrides)["workload"]
+    assert (load["iterations"], load["exam_prompts"]) == (
+        session.evo_steps,
+        len(session.population.places("exam")),
+    )

@@ -7,10 +7,11 @@ import torch
 
 from agilerl.config.manifest import load_manifest
 from agilerl.population import Population
+from agilerl.training.generation import EXAM, GENERATIONS, LEAST_GENERATIONS
 from agilerl.training.loop import IterationDone, resume, train
 from agilerl.training.resolved import COMPLETION, recorded, resolve
 from agilerl.training.saved import open_run
-from agilerl.training.setup import EXAM, GENERATIONS, LEAST_GENERATIONS, Session, build
+from agilerl.training.setup import Session, build
 from agilerl.training.tasks import LEAST_PANEL
 from tests.training.small_runs import less_times, lines
 
