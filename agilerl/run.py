@@ -14,6 +14,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from agilerl import hooks
 from agilerl.arguments import Count, Location, Name, Seed, checked, described, nearest, shown
 from agilerl.errors import CheckpointError, ConfigError
 
@@ -128,13 +129,12 @@ _NAMES = tuple(name for name in inspect.signature(train).parameters if name != "
 def _meant(name: str) -> str:
     """Return a hint for an argument that ``train`` does not have."""
     from agilerl.config.run import addresses_of
-    from agilerl.other_trainers import ours
 
     if name == "loss":
         return "a custom loss is for agents in a loop of your own: docs/losses.md"
     addresses = [address.split(".") for address in addresses_of(name)]
     as_sections = " or ".join(f'give {section}={{"{key}": ...}}' for section, key in addresses)
-    return as_sections or ours(name) or nearest(name, [*_NAMES, *SECTIONS])
+    return as_sections or hooks.hint(name) or nearest(name, [*_NAMES, *SECTIONS])
 
 
 def _configured(manifest: "Location | None", settings: Mapping[str, Any]) -> "RunConfig":

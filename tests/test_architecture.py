@@ -24,7 +24,10 @@ from tests.architecture_rules import (
 
 ROOT = Path(__file__).resolve().parent.parent
 REEXPORTS, REEXPORT_LINES = (
-    ("llm_envs.py", "utils/*.py", "algorithms/core/*.py", "training/config.py", "training/train_llm.py"),
+    (
+        *("llm_envs.py", "utils/*.py", "algorithms/core/*.py"),
+        *("training/config.py", "training/llm.py", "training/train_llm.py", "training/trainer.py"),
+    ),
     20,
 )
 
@@ -50,13 +53,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 CEILINGS = {
-    ".": 4_540,
-    "algorithms": 6_440,
+    ".": 4_400,
+    "algorithms": 6_070,
     "cli": 4_250,
-    "config": 2_460,
+    "compat": 2_690,
+    "config": 2_250,
     "data": 650,
     "distributed": 760,
-    "envs": 8_680,
+    "envs": 7_850,
     "functional": 1_650,
     "hpo": 2_900,
     "models": 3_860,
@@ -65,7 +69,7 @@ CEILINGS = {
     "rewards": 2_990,
     "rollouts": 4_180,
     "runs": 2_140,
-    "training": 5_280,
+    "training": 4_250,
     "utils": 40,
 }
 """Most lines of each package; ".": the files beside them. What grows takes something away, or raises its ceiling in a
@@ -177,6 +181,8 @@ BROKEN = [
     ("layers", "agilerl.data.x", "if TYPE_CHECKING:\n    from agilerl.runtime import Runtime"),
     ("layers", "agilerl.algorithms.x", "from agilerl.algorithms.core import registry"),
     ("layers", "agilerl.helpers", ""),
+    ("layers", "agilerl.training.x", "def f():\n    from agilerl.compat import loops"),
+    ("layers", "agilerl.algorithms.x", "if TYPE_CHECKING:\n    from agilerl.compat.agents import DocumentedSurface"),
     ("forbidden_imports", "agilerl.hpo.x", "import torch"),
     ("forbidden_imports", "agilerl.planning.x", "def f():\n    import torch"),
     ("forbidden_imports", "agilerl.config.x", "import torch"),
@@ -279,16 +285,18 @@ def test_cycles_are_found_those_of_types_too() -> None:
 
 
 def test_packages_that_import_each_other_are_found_for_types_too() -> None:
-    names = frozenset({"agilerl.a.x", "agilerl.a.y", "agilerl.b.x", "agilerl.b.y"})
+    names = frozenset({"agilerl.envs.x", "agilerl.envs.y", "agilerl.rewards.x", "agilerl.rewards.y"})
 
     def found(**sources: str) -> list[str]:
         return two_way(
             {n: Module(n, sources.get(n.removeprefix("agilerl.").replace(".", "_"), ""), names) for n in names}
         )
 
-    there, back = "from agilerl.b import y", "if TYPE_CHECKING:\n    from agilerl.a.y import Y"
-    assert found(a_x=there, b_x=back) == ["agilerl.a.x -> agilerl.b.y, agilerl.b.x -> agilerl.a.y"]
-    assert not found(a_x=f"{there}\nimport agilerl.a.y", b_x="import agilerl.b.y")
+    there, back = "from agilerl.rewards import y", "if TYPE_CHECKING:\n    from agilerl.envs.y import Y"
+    assert found(envs_x=there, rewards_x=back) == [
+        "agilerl.envs.x -> agilerl.rewards.y, agilerl.rewards.x -> agilerl.envs.y"
+    ]
+    assert not found(envs_x=f"{there}\nimport agilerl.envs.y", rewards_x="import agilerl.rewards.y")
 
 
 def test_deep_inheritance_is_found() -> None:

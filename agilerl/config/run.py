@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
+from agilerl import hooks
 from agilerl.arguments import checked, nearest, shown
 from agilerl.config import Section
 from agilerl.config.base_model import NetworkConfig, SharedOptions
@@ -21,7 +22,6 @@ from agilerl.config.vllm import server_url
 from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
 from agilerl.hpo.strategies import ANNEALED, COST_TOKENS, OBJECTIVE_STRATEGIES, SETTINGS, SHRINKING, LRSchedule
-from agilerl.other_trainers import ours
 from agilerl.sizes import MAX_ROWS
 from agilerl.validation import Needs, grouped, idle, validated
 
@@ -690,7 +690,7 @@ def addresses_of(name: str) -> list[str]:
 def unknown_section(key: str, value: Any = None) -> str:
     """Return a hint for a key that does not begin with a section: where it belongs, or the nearest section."""
     places = " or ".join(map(repr, addresses_of(key)))
-    hints = [f"did you mean {places}?" if places else None, ours(key, value)]
+    hints = [f"did you mean {places}?" if places else None, hooks.hint(key, value)]
     return " ".join(filter(None, hints)) or nearest(key.partition(".")[0], RunConfig.model_fields)
 
 

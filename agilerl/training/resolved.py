@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from agilerl import hooks
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.sharing import check_borrows
@@ -34,7 +35,6 @@ from agilerl.hpo.selection import SelectionStrategy
 from agilerl.hpo.spread import EMBEDDED_RATE, around, lora_rate
 from agilerl.hpo.strategies import ANNEALED, defaults_of, make_strategy
 from agilerl.models.base import EMBEDDED, BaseModel
-from agilerl.other_trainers import ours
 from agilerl.runs.directory import run_date
 from agilerl.training.tasks import own_weights
 from agilerl.validation import grouped, idle, validated
@@ -229,7 +229,7 @@ def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> Algori
     for key in values:
         # Those of GRPO pass: an algorithm's own Config says why it does not use one of them.
         if key not in model.model_fields and key not in GRPO.Config.model_fields:
-            hint = ours(f"algorithm.{key}", values[key])
+            hint = hooks.hint(f"algorithm.{key}", values[key])
             hint = hint or nearest(key, [*model.model_fields, *SharedOptions.model_fields])
             raise ConfigError(f"unknown key {shown(f'algorithm.{key}')}; {hint}")
     values.setdefault("seed", config.training.seed)

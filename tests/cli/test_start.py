@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from agilerl.algorithms import ALGORITHMS
 from agilerl.cli import process_settings
 from agilerl.cli.app import app
-from agilerl.config.aliases import LEARNS_FROM
 from agilerl.config.declared import HYPERPARAMETERS
+from agilerl.config.manifest import LEARNS_FROM
 from agilerl.errors import ConfigError
 from benchmarking.startup import run, summary
 from tests.cli.outcome import ANNOUNCED, Outcome

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.codec import packed, read_state, unpacked, write_state
+from agilerl.compat.trainer import LocalTrainer
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.distributed.topology import SOLITARY
@@ -23,7 +24,6 @@ from agilerl.training.loop import resume, train
 from agilerl.training.resolved import recorded, resolve
 from agilerl.training.saved import SavedRun, open_run
 from agilerl.training.setup import build, check, first_generation, load_runtime
-from agilerl.training.trainer import LocalTrainer
 from agilerl.utils.utils import create_population
 from tests.training.small_runs import SMALL, lines
 
