@@ -21,6 +21,7 @@ from tests.architecture_rules import (
     too_deep,
     two_way,
 )
+from tools.handovers import handovers
 
 ROOT = Path(__file__).resolve().parent.parent
 REEXPORTS, REEXPORT_LINES = (
@@ -55,9 +56,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 CEILINGS = {
     ".": 4_400,
     "algorithms": 6_070,
-    "cli": 4_250,
+    "cli": 4_260,
     "compat": 2_690,
-    "config": 2_250,
+    "config": 2_260,
     "data": 650,
     "distributed": 760,
     "envs": 7_850,
@@ -69,11 +70,15 @@ CEILINGS = {
     "rewards": 2_990,
     "rollouts": 4_180,
     "runs": 2_140,
-    "training": 4_250,
+    "training": 4_390,
     "utils": 40,
 }
 """Most lines of each package; ".": the files beside them. What grows takes something away, or raises its ceiling in a
 commit that says why."""
+
+
+RECEIVERS, CLIMBS = 37, 9
+"""Most functions that receive a whole configuration, and most calls that return one to a higher layer."""
 
 
 # -- the package ------------------------------------------------------------------------------------------------------
@@ -129,6 +134,33 @@ def test_the_reading_list_is_true() -> None:
                 path = ROOT / "agilerl" / (f"{folder}{part}{rest.partition('}')[2]}" if braces else name)
                 count += len(path.read_text(encoding="utf-8").splitlines())
         assert abs(count - int(stated.replace(",", ""))) <= 0.05 * count, (names, count)
+
+
+def test_a_configuration_passes_through_few_hands() -> None:
+    """Most functions take the parts that they need; what grows takes something away, as for the ceilings."""
+    receivers, climbs = handovers(ROOT)
+    assert len(receivers) <= RECEIVERS, receivers
+    assert len(climbs) <= CLIMBS, climbs
+
+
+def test_handovers_are_found(tmp_path: Path) -> None:
+    sources = {
+        "config/a.py": (
+            "class RunConfig: ...\ndef read() -> RunConfig: ...\ndef idle(f: Callable[[RunConfig], int]): ..."
+        ),
+        "training/b.py": "from agilerl.config.a import RunConfig\ndef use(config: 'RunConfig | None'): ...",
+        "cli/c.py": (
+            "from agilerl.config.a import idle, read\nfrom agilerl.training.b import use\n"
+            "def command():\n    use(read())\n    idle(len)"
+        ),
+        "training/d.py": "from agilerl.config.a import RunConfig\ndef unused(config: RunConfig): ...",
+    }
+    for name, source in sources.items():
+        (tmp_path / "agilerl" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "agilerl" / name).write_text(source)
+    receivers, climbs = handovers(tmp_path)
+    assert receivers == ["agilerl.training.b.use"]
+    assert [(call.caller, call.callee) for call in climbs] == [("agilerl.cli.c.command", "agilerl.config.a.read")]
 
 
 def test_no_import_cycles() -> None:

@@ -22,7 +22,7 @@ from agilerl.models.quantised import imported_peft
 from agilerl.planning.machines import Machine
 from agilerl.planning.time import ModelShape, Widths, Workload
 from agilerl.sizes import PASS_TOKENS
-from agilerl.training.memory import adapter_slots, available_bytes, largest_rank
+from agilerl.training.memory import adapter_slots, available_bytes
 from agilerl.training.resolved import Resolved
 from agilerl.training.tasks import task
 
@@ -184,7 +184,7 @@ def workload(resolved: Resolved, rows: Lengths, pass_tokens: int = PASS_TOKENS, 
     micro = values.get("micro_batch_size_per_gpu")
     return Workload(
         agents=t.pop_size,
-        rank=largest_rank(config),
+        rank=config.largest_rank,
         prompts=config.environment.data_batch_size_per_gpu,
         group=group,
         prompt=rows.prompt,
@@ -199,7 +199,7 @@ def workload(resolved: Resolved, rows: Lengths, pass_tokens: int = PASS_TOKENS, 
         samples=not from_data,
         exam_prompts=config.environment.exam_panel * config.training.eval_samples,
         iterations=t.evo_steps or EVO_STEPS,
-        slots=adapter_slots(config, algorithm),
+        slots=adapter_slots(config.network, algorithm),
         checkpointing=resolved.options.gradient_checkpointing,
         pass_tokens=pass_tokens,
         micro_tokens=micro * algorithm.rows_per_unit * ceil(length) if micro else pass_tokens,

@@ -1,6 +1,7 @@
 """The training loops that AgileRL documents: agents, environment, selection and mutation of your own in one call.
 
-Each is :class:`agilerl.population.Population` in a loop: all agents sample, learn and take the exam together.
+Each is the :class:`agilerl.training.loop.Loop` of a run without a run directory: all agents sample, learn and take the
+exam together.
 ``max_steps`` and ``checkpoint_steps`` count samples of all agents (prompts; rows, or pairs, of data; turns of
 episodes), ``evo_steps`` and ``evaluation_interval`` count iterations, in each of which every agent learns once. A run
 that can be killed and resumed, with a report, is ``agilerl train`` (:mod:`agilerl.training.loop`).
@@ -15,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from pathlib import Path
-from time import monotonic, perf_counter
+from time import perf_counter
 from typing import Annotated, Any, TypeVar
 
 from agilerl.algorithms import LLMAlgorithm
@@ -46,7 +47,8 @@ from agilerl.hpo.mutation import Mutations
 from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.training.events import Event, Evolved, ExamDone, IterationDone
-from agilerl.training.loop import evolve
+from agilerl.training.loop import Loop, evolve
+from agilerl.training.saved import Progress
 from agilerl.training.trackers import CSVFile, Trackers, check_trackers
 
 Finetuned = tuple[list[Any], list[float]]
@@ -188,7 +190,7 @@ def finetune_llm_reasoning(
     task, rows = copy.copy(gym.task), gym.data_batch_size_per_gpu
     if isinstance(task, DatasetTask) and not isinstance(task, CuratedTask):
         task.exam_prompts = min(task.exam_prompts, EXAM if options.eval_loop is None else options.eval_loop * rows)
-    return _Loop(agents, task, gym.tokenizer, options, gym=gym, shared=env is not None, init_hp=init_hp).run()
+    return _Training(agents, task, gym.tokenizer, options, gym=gym, shared=env is not None, init_hp=init_hp).run()
 
 
 @documented_loop()
@@ -235,7 +237,7 @@ def finetune_llm_multiturn(
     """
     agents = _checked(pop, "reasoning")
     task, tokenizer = _episodes(agents, max_turns, env_factory, dict(env_config or {}), options)
-    return _Loop(agents, task, tokenizer, options, init_hp=init_hp).run()
+    return _Training(agents, task, tokenizer, options, init_hp=init_hp).run()
 
 
 @documented_loop(max_steps=32768, evaluation_interval=50)
@@ -320,7 +322,7 @@ def _from_data(
 ) -> Finetuned:
     gym: DataGym = _gym(kind, env, env_fn)
     agents = _checked(pop, gym.kind)
-    return _Loop(agents, gym.task, gym.tokenizer, options, gym=gym, shared=env is not None, init_hp=init_hp).run()
+    return _Training(agents, gym.task, gym.tokenizer, options, gym=gym, shared=env is not None, init_hp=init_hp).run()
 
 
 def _episodes(
@@ -368,7 +370,7 @@ def _episodes(
 
 
 @dataclass
-class _Loop:
+class _Training:
     """A population in training, and how far it has come."""
 
     agents: list[LLMAlgorithm]
@@ -380,11 +382,9 @@ class _Loop:
     shared: bool = False
     """Whether the agents take the batches of one stream in turns; else each reads all of it."""
     init_hp: Mapping[str, Any] | None = None
-    fitness: dict[int, Fitness] = field(default_factory=dict)
-    """The latest exam; empty once agents have learned since."""
-    samples: int = 0
-    iteration: int = 0
-    generation: int = 0
+    progress: Progress = field(default_factory=Progress)
+    checkpoints: int = 0
+    """Checkpoints that were due so far."""
 
     def __post_init__(self) -> None:
         o, runtime, first = self.options, self.agents[0].runtime, self.agents[0].config
@@ -417,51 +417,55 @@ class _Loop:
                     tracked = Trackers(wanted, None, self.init_hp or {})
                     opened.callback(tracked.finish)
                     consumers.append(tracked)
-            for event in self._train():
+            for event in self._events():
                 for consumer in consumers:
                     consumer(event)
-        return self.population.agents, [self.fitness[agent.index].mean for agent in self.population.agents]
+        fitness = self.progress.exam or {}
+        return self.population.agents, [fitness[agent.index].mean for agent in self.population.agents]
 
-    def _train(self) -> Iterator[Event]:
+    def _events(self) -> Iterator[Event]:
         o = self.options
-        start, checkpoints = monotonic(), 0
-        while self.samples < self.budget and not self._is_late(start):
-            yield self._iterate()
-            last = self.samples >= self.budget or self._is_late(start)
-            if self.iteration % o.evaluation_interval == 0:
-                yield from self._examine()
-            if o.checkpoint_steps is not None and self.samples // o.checkpoint_steps > checkpoints:
-                checkpoints = self.samples // o.checkpoint_steps
-                self._save(o.checkpoint_path or o.elite_path)
-            if o.mutation is not None and not last and self.iteration % (o.evo_steps or 1) == 0:
-                yield from self._evolve()
-        yield from self._examine()
+        self.progress.started = perf_counter()
+        steps = math.inf if o.mutation is None else o.evo_steps or 1
+        yield from Loop(
+            self.progress,
+            spent=self.spent,
+            generation_steps=lambda: steps,
+            iterate=self.iterate,
+            examine=self.examine,
+            evolve=self.evolve,
+            after_iteration=self.checkpoint,
+            evaluation_interval=o.evaluation_interval,
+        ).generations()
+        if self.progress.exam is None:  # time ran out before the first iteration, or in the last selection
+            yield self.examine()
         if o.save_elite or (o.save_elite is None and o.elite_path is not None):
             self._save(o.elite_path)
         if o.checkpoint_path is not None or (o.checkpoint_steps is not None and o.elite_path is None):
             self._save(o.checkpoint_path)
 
-    def _is_late(self, start: float) -> bool:
-        """Return whether time is up, by the first process's clock."""
+    def spent(self) -> float:
+        """Return the share of the budget of samples; 1 if time is up, by the first process's clock."""
         limit, processes = self.options.max_wall_seconds, self.agents[0].runtime.processes
-        return limit is not None and processes.gather(bytes([monotonic() - start >= limit]))[0] == b"\1"
+        is_late = limit is not None and processes.gather(bytes([self.progress.seconds >= limit]))[0] == b"\1"
+        return 1.0 if is_late else self.progress.samples / self.budget
 
-    def _iterate(self) -> IterationDone:
-        population, start = self.population, perf_counter()
+    def iterate(self) -> Event:
+        population, progress, start = self.population, self.progress, perf_counter()
         for number, agent in enumerate(population.agents):
             if self.shared:
-                agent.position = (self.iteration * len(population) + number) * self.batch
+                agent.position = (progress.iteration * len(population) + number) * self.batch
             # A pass over the data makes the present policy the reference, as documented.
             if self.rows and getattr(agent.config, "use_separate_reference_adapter", False):
-                read = self.samples if self.shared else agent.position
+                read = progress.samples if self.shared else agent.position
                 agent.set_reference_policy(read // self.rows)
         rollout = population.draw() if population.learns_from_data else population.rollout()
         metrics = population.learn(rollout)
-        self.iteration += 1
-        self.fitness = {}
+        progress.iteration += 1
+        progress.exam = None
         for agent in population.agents:
             ends, values = _episode_ends(rollout.trajectories[agent.index]), metrics[agent.index]
-            self.samples += (
+            progress.samples += (
                 self.batch if self.gym is not None else sum(t.outcome.turns if t.outcome else 1 for t in ends)
             )
             agent.scores.append(values.get("reward", float("nan")))
@@ -470,13 +474,11 @@ class _Loop:
                 values["accuracy"] = perfect / max(len(ends), 1)
             values["step_time"] = perf_counter() - start
             agent.metrics = dict(values)
-        spent = min(self.samples / self.budget, 1.0)
+        spent = min(progress.samples / self.budget, 1.0)
         outcomes = {agent.index: agent.outcome for agent in population.agents}
-        return IterationDone(self.generation, self.iteration, spent, metrics, outcomes)
+        return IterationDone(progress.generation, progress.iteration, spent, metrics, outcomes)
 
-    def _examine(self) -> Iterator[Event]:
-        if self.fitness:  # no agent has learned since
-            return
+    def examine(self) -> Event:
         population, start = self.population, perf_counter()
         if population.learns_from_data:
             assert self.gym is not None
@@ -484,32 +486,39 @@ class _Loop:
             if batches is None:
                 with self.gym.eval_mode():
                     batches = -(-min(len(self.gym), EXAM) // self.batch)
-            for agent in population.agents:
-                self.fitness[agent.index] = Fitness.from_scores(agent.test(self.gym, batches).tolist())
+            scores = {agent.index: agent.test(self.gym, batches).tolist() for agent in population.agents}
+            exam = {index: Fitness.from_scores(values) for index, values in scores.items()}
         else:
-            self.fitness = population.evaluate("exam")
+            exam = population.evaluate("exam")
+        self.progress.exam = exam
         tokens = {agent.index: dict(agent.tokens) for agent in population.agents}
         seconds = perf_counter() - start
-        yield ExamDone(self.generation, self.fitness, self.iteration, tokens, seconds)
+        return ExamDone(self.progress.generation, exam, self.progress.iteration, tokens, seconds)
 
-    def _evolve(self) -> Iterator[Event]:
-        yield from self._examine()
-        o, population = self.options, self.population
-        if o.save_elite:
-            self._save(o.elite_path)  # before anything mutates
+    def evolve(self) -> Event:
+        o, population, progress = self.options, self.population, self.progress
+        assert progress.exam is not None
         assert o.selection_strategy is not None
         assert o.mutation is not None
+        if o.save_elite:
+            self._save(o.elite_path)  # before anything mutates
         seed = population.agents[0].config.seed if o.mutation.rand_seed is None else o.mutation.rand_seed
-        now = {"generation": self.generation, "iteration": self.iteration}
-        yield evolve(population, self.fitness, o.selection_strategy, o.mutation, **now, seed=seed)
-        self.generation += 1
-        self.fitness = {}
+        now = {"generation": progress.generation, "iteration": progress.iteration}
+        event = evolve(population, progress.exam, o.selection_strategy, o.mutation, **now, seed=seed)
+        progress.exam = None
+        return event
+
+    def checkpoint(self, _ends: bool) -> None:
+        o, samples = self.options, self.progress.samples
+        if o.checkpoint_steps is not None and samples // o.checkpoint_steps > self.checkpoints:
+            self.checkpoints = samples // o.checkpoint_steps
+            self._save(o.checkpoint_path or o.elite_path)
 
     def _save(self, path: Location | None) -> None:
         """Save the agent that is best by the latest exam of each; before any exam, the first one."""
-        population = self.population
+        population, exam = self.population, self.progress.exam or {}
         latest = {
-            agent.index: self.fitness.get(agent.index) or Fitness.from_scores(agent.fitness[-1:] or [float("nan")])
+            agent.index: exam.get(agent.index) or Fitness.from_scores(agent.fitness[-1:] or [float("nan")])
             for agent in population.agents
         }
         sick = {agent.index: agent.sick for agent in population.agents if agent.sick}

@@ -2,16 +2,15 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
 from agilerl.arguments import Location, Name, checked, described
 from agilerl.config.manifest import config_of, load_manifest
-from agilerl.config.run import RunConfig, place_of_run
+from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
-from agilerl.training.given import in_manifest, rows_beside
+from agilerl.training.given import in_manifest
 
 if TYPE_CHECKING:
     from agilerl.training.setup import Session
@@ -67,8 +66,8 @@ class LocalTrainer:
         }
         if not hpo and mutation is None and selection_strategy is None:
             sections["selection_strategy"] = {"name": "none"}
-        self._sections = {name: section for name, section in sections.items() if section is not None}
-        self._begin(config_of(self._sections), resume_from_checkpoint, accelerator)
+        given_sections = {name: section for name, section in sections.items() if section is not None}
+        self._begin(config_of(given_sections), resume_from_checkpoint, accelerator)
 
     @classmethod
     @checked
@@ -105,8 +104,8 @@ class LocalTrainer:
         from agilerl.envs.upstream import check_task
         from agilerl.training.resolved import resolve
 
-        resolve(config)  # a wrong setting is reported at once, not by train()
-        check_task(config)
+        self._resolved = resolve(config)  # a wrong setting is reported at once, not by train()
+        check_task(config.environment)
         self.config = config
         self.resume_from_checkpoint = None if resume_from is None else Path(resume_from)
         self.out: Path | None = None
@@ -160,8 +159,7 @@ class LocalTrainer:
         """
         from agilerl.algorithms.codec import save_llm_checkpoint
         from agilerl.compat.loops import LoopOptions, announce, trackers
-        from agilerl.training.loop import resume, train
-        from agilerl.training.setup import build
+        from agilerl.training.start import reopen, start
 
         options = LoopOptions(
             wb=wb,
@@ -174,32 +172,16 @@ class LocalTrainer:
         )
         wanted = trackers(options)
         if self.resume_from_checkpoint is None:
-            with (
-                place_of_run(self.config, None if out is None else Path(out)) as root,
-                rows_beside(root, self._rows) as file,
-            ):
-                if file is not None:
-                    environment = {**self._sections["environment"], "dataset": file}
-                    self.config = config_of({**self._sections, "environment": environment})
-                self.session = build(self.config, allow_code=allow_code)
-            events = train(self.session, root, trackers={**self.config.training.trackers, **wanted})
+            directory = None if out is None else Path(out)
+            opened = start(self._resolved, directory, self._rows, allow_code=allow_code, trackers=wanted)
         else:
-            from agilerl.training.saved import open_run
-
-            saved = open_run(self.resume_from_checkpoint, report=print)
-            root, self.config = saved.run.root, saved.config
-            try:
-                self.session = build(saved.config, saved.checkpoint, allow_code=allow_code)
-            except BaseException:
-                saved.run.close()
-                raise
-            events = resume(self.session, saved.run, trackers={**self.config.training.trackers, **wanted})
-        self.out = root
-        with closing(events):
-            for event in events:
+            opened = reopen(self.resume_from_checkpoint, report=print, allow_code=allow_code, trackers=wanted)
+        with opened as run:
+            self.session, self.out, self.config, root = run.session, run.root, run.session.config, run.root
+            for event in run.events:
                 for follow in (*consumers, *([announce] if verbose else [])):
                     follow(event)
-        agents = self.session.population.agents
+        agents = run.session.population.agents
         if elite_path is not None and save_elite is not False and (root / "elite" / "agent.json").exists():
             elite = type(agents[0]).load(root / "elite", runtime=agents[0].runtime)
             save_llm_checkpoint(elite, elite_path, overwrite=True)

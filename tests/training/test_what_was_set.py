@@ -50,11 +50,11 @@ class Configured(Exception):  # noqa: N818
 def configured_by_train(**given: Any) -> RunConfig:
     """Return what ``agilerl.train`` makes of its arguments."""
 
-    def stop(config: RunConfig, out: Path | None) -> None:
+    def stop(config: RunConfig, *_: Any, **__: Any) -> None:
         raise Configured(config)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("agilerl.config.run.place_of_run", stop)
+        patched.setattr("agilerl.training.start.start", stop)
         with pytest.raises(Configured) as caught:
             train_in_python(**given, display=False)
     config: RunConfig = caught.value.args[0]
