@@ -5,6 +5,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from agilerl import compat as compat
 from agilerl.errors import DISTRIBUTION as DISTRIBUTION
 from agilerl.errors import mixed_installation
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         MaxRL,
         PolicyLoss,
     )
+    from agilerl.compat.trainer import LocalTrainer
     from agilerl.envs.episode_task import EpisodeTask
     from agilerl.envs.examples import PreferenceTask, SFTTask, UnpairedTask
     from agilerl.envs.procedural import ReasoningGymTask
@@ -35,7 +37,6 @@ if TYPE_CHECKING:
     from agilerl.run import Run, train
     from agilerl.runtime import Runtime
     from agilerl.training.saved import load
-    from agilerl.training.trainer import LocalTrainer
 
     HAS_ARENA_DEPENDENCIES: bool
     HAS_DEEPSPEED: bool
@@ -102,7 +103,7 @@ _HOMES = {
     "SFT": "agilerl.algorithms",
     "EpisodeTask": "agilerl.envs.episode_task",
     "HyperparameterConfig": "agilerl.hpo.parameters",
-    "LocalTrainer": "agilerl.training.trainer",
+    "LocalTrainer": "agilerl.compat.trainer",
     "Mutations": "agilerl.hpo.mutation",
     "Population": "agilerl.population",
     "PreferenceTask": "agilerl.envs.examples",

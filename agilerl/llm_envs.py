@@ -1,8 +1,8 @@
 """Documented import path of the language-model environments."""
 
-from agilerl.envs.gyms import DatasetEnv, PreferenceGym, ReasoningGym, SFTGym, UnpairedGym
+from agilerl.compat.gyms import DatasetEnv, PreferenceGym, ReasoningGym, SFTGym, UnpairedGym
+from agilerl.compat.tokenized import RolloutEnv, RolloutHarness, SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.envs.probes import ConditionalTarget, ConstantTarget, GridNavigation, MultiInputConditional
-from agilerl.envs.tokenized import RolloutEnv, RolloutHarness, SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.envs.tools import FormatRewardWrapper, SearchTool
 
 __all__ = ["ConditionalTarget", "ConstantTarget", "DatasetEnv", "FormatRewardWrapper", "GridNavigation",

@@ -8,12 +8,13 @@ import html
 import inspect
 import json
 import warnings
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
+from agilerl import hooks
 from agilerl.arguments import Count, Location, Name, Seed, checked, described, nearest, shown
 from agilerl.errors import CheckpointError, ConfigError
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from agilerl.runs.directory import RunLayout
     from agilerl.training.events import Event
     from agilerl.training.setup import Session
+    from agilerl.training.start import Started
 
 SECTIONS = ("environment", "training", "network", "mutation", "selection_strategy", "sharing", "distributed")
 
@@ -76,8 +78,7 @@ def train(
     """
     if display and _in_notebook():  # of a library: about bars that this package does not show
         warnings.filterwarnings("ignore", message="IProgress not found")
-    from agilerl.config.run import place_of_run
-    from agilerl.training.given import in_manifest, rows_beside
+    from agilerl.training.given import in_manifest
 
     settings: dict[str, Any] = {}
     for section, values in sections.items():
@@ -110,16 +111,11 @@ def train(
     settings |= {f"environment.{name}": value for name, value in environment.items()}
 
     config = _configured(manifest, settings)
-    with place_of_run(config, None if out is None else Path(out)) as root:
-        with rows_beside(root, rows) as file:
-            from agilerl.training.loop import train as events_of
-            from agilerl.training.setup import build
+    from agilerl.training.start import start
 
-            if file is not None:
-                config = _configured(manifest, {**settings, "environment.dataset": file})
-            session = build(config, allow_code=allow_code)
-        _follow(events_of(session, root), session, root, display)
-    return Run(root)
+    with start(config, None if out is None else Path(out), rows, allow_code=allow_code) as run:
+        _follow(run, display)
+    return Run(run.root)
 
 
 _NAMES = tuple(name for name in inspect.signature(train).parameters if name != "sections")
@@ -128,13 +124,12 @@ _NAMES = tuple(name for name in inspect.signature(train).parameters if name != "
 def _meant(name: str) -> str:
     """Return a hint for an argument that ``train`` does not have."""
     from agilerl.config.run import addresses_of
-    from agilerl.other_trainers import ours
 
     if name == "loss":
         return "a custom loss is for agents in a loop of your own: docs/losses.md"
     addresses = [address.split(".") for address in addresses_of(name)]
     as_sections = " or ".join(f'give {section}={{"{key}": ...}}' for section, key in addresses)
-    return as_sections or ours(name) or nearest(name, [*_NAMES, *SECTIONS])
+    return as_sections or hooks.hint(name) or nearest(name, [*_NAMES, *SECTIONS])
 
 
 def _configured(manifest: "Location | None", settings: Mapping[str, Any]) -> "RunConfig":
@@ -246,19 +241,12 @@ class Run:
             return self
         from agilerl.custom_code import give
         from agilerl.training.given import listed
-        from agilerl.training.loop import resume
-        from agilerl.training.saved import open_run
-        from agilerl.training.setup import build
+        from agilerl.training.start import reopen
 
         if reward is not None:
             give(_code_in(self.config), listed(reward))
-        saved = open_run(self.path, report=print if display else lambda _: None)
-        try:
-            session = build(saved.config, saved.checkpoint, allow_code=allow_code)
-        except BaseException:
-            saved.run.close()
-            raise
-        _follow(resume(session, saved.run), session, self.path, display)
+        with reopen(self.path, report=print if display else lambda _: None, allow_code=allow_code) as run:
+            _follow(run, display)
         return self
 
     def __repr__(self) -> str:
@@ -287,25 +275,25 @@ def _code_in(config: Mapping[str, Any]) -> list[str]:
 # -- following a run ----------------------------------------------------------------------------------------------
 
 
-def _follow(events: "Generator[Event, None, None]", session: "Session", root: Path, display: bool) -> None:
+def _follow(run: "Started", display: bool) -> None:
     """Carry out a run, showing it where a person is looking."""
     from agilerl.custom_code import contained
 
     try:
-        with closing(events), contained():
+        with closing(run.events), contained():
             if not display:
-                for _ in events:
+                for _ in run.events:
                     pass
             elif _in_notebook():
-                _show_in_notebook(events, session)
+                _show_in_notebook(run.events, run.session)
             else:
                 from agilerl.cli.output import console
                 from agilerl.cli.progress import print_plan, watch
 
-                print_plan(session, root, console())
-                watch(events, session, console())
+                print_plan(run.session, run.root, console())
+                watch(run.events, run.session, console())
     except KeyboardInterrupt:
-        print(f"interrupted; continue with agilerl.Run({str(root)!r}).resume()")
+        print(f"interrupted; continue with agilerl.Run({str(run.root)!r}).resume()")
         raise
 
 

@@ -9,7 +9,7 @@ POSITIONAL, DEPTH = 6, 4
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        *("errors", "sizes", "streams", "arguments", "validation", "custom_code", "deferred", "other_trainers"),
+        *("errors", "sizes", "streams", "arguments", "validation", "custom_code", "deferred", "hooks"),
         *("processes", "addresses", "servers", "redaction", "templates", "padding", "bounds"),
     ),
     ("functional", "data", "hpo", "planning"),
@@ -20,9 +20,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("algorithms",),
     ("population",),
     ("training", "distributed", "report"),
-    ("cli", "__main__", "llm_envs", "utils", "algorithms.core", "run"),
+    ("compat",),
+    (
+        *("cli", "__main__", "run", "llm_envs", "utils", "algorithms.core"),
+        *("training.config", "training.llm", "training.train_llm", "training.trainer"),
+    ),
 )
-"""A file imports from its own row and the rows above it; ``agilerl/__init__`` only names what the others hold."""
+"""A file imports from its own row and the rows above it; ``agilerl/__init__`` only names what the others hold.
+
+So no part of the core imports ``compat``: what the core asks of it goes through ``hooks``.
+"""
 
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "functional": ("agilerl.",),
@@ -146,12 +153,18 @@ def part_of(name: str, part: str) -> bool:
     return name == part or name.startswith(part.rstrip(".") + ".")
 
 
-def layer(name: str) -> int | None:
-    """Row of the longest matching entry; None for ``agilerl`` itself."""
-    rows = {part: row for row, parts in enumerate(LAYERS) for part in parts}
+ROWS = {part: row for row, parts in enumerate(LAYERS) for part in parts}
+
+
+def entry(name: str) -> str:
+    """The longest entry of LAYERS that a module is part of; empty for ``agilerl`` itself."""
     inside = name.removeprefix("agilerl").lstrip(".")
-    matching = [part for part in rows if part_of(inside, part)]
-    return rows[max(matching, key=len)] if matching else None
+    return max((part for part in ROWS if part_of(inside, part)), key=len, default="")
+
+
+def layer(name: str) -> int | None:
+    """Row of a module's entry; None for ``agilerl`` itself."""
+    return ROWS.get(entry(name))
 
 
 def layers(module: Module) -> Iterator[str]:
@@ -266,10 +279,10 @@ def cycles(modules: Mapping[str, Module]) -> list[list[str]]:
 
 
 def two_way(modules: Mapping[str, Module]) -> list[str]:
-    """Packages directly inside ``agilerl`` that import each other, in functions and for types included."""
+    """Entries of LAYERS that import each other, in functions and for types included."""
 
     def package(name: str) -> str:
-        return name.split(".")[1] if "." in name else name
+        return entry(name) or name
 
     arrows: dict[tuple[str, str], str] = {}
     for name, module in modules.items():

@@ -21,10 +21,14 @@ from tests.architecture_rules import (
     too_deep,
     two_way,
 )
+from tools.handovers import handovers
 
 ROOT = Path(__file__).resolve().parent.parent
 REEXPORTS, REEXPORT_LINES = (
-    ("llm_envs.py", "utils/*.py", "algorithms/core/*.py", "training/config.py", "training/train_llm.py"),
+    (
+        *("llm_envs.py", "utils/*.py", "algorithms/core/*.py"),
+        *("training/config.py", "training/llm.py", "training/train_llm.py", "training/trainer.py"),
+    ),
     20,
 )
 
@@ -50,13 +54,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 CEILINGS = {
-    ".": 4_540,
-    "algorithms": 6_440,
-    "cli": 4_250,
-    "config": 2_460,
+    ".": 4_400,
+    "algorithms": 6_070,
+    "cli": 4_260,
+    "compat": 2_690,
+    "config": 2_260,
     "data": 650,
     "distributed": 760,
-    "envs": 8_680,
+    "envs": 7_850,
     "functional": 1_650,
     "hpo": 2_900,
     "models": 3_860,
@@ -65,11 +70,15 @@ CEILINGS = {
     "rewards": 2_990,
     "rollouts": 4_180,
     "runs": 2_140,
-    "training": 5_280,
+    "training": 4_390,
     "utils": 40,
 }
 """Most lines of each package; ".": the files beside them. What grows takes something away, or raises its ceiling in a
 commit that says why."""
+
+
+RECEIVERS, CLIMBS = 37, 9
+"""Most functions that receive a whole configuration, and most calls that return one to a higher layer."""
 
 
 # -- the package ------------------------------------------------------------------------------------------------------
@@ -127,6 +136,33 @@ def test_the_reading_list_is_true() -> None:
         assert abs(count - int(stated.replace(",", ""))) <= 0.05 * count, (names, count)
 
 
+def test_a_configuration_passes_through_few_hands() -> None:
+    """Most functions take the parts that they need; what grows takes something away, as for the ceilings."""
+    receivers, climbs = handovers(ROOT)
+    assert len(receivers) <= RECEIVERS, receivers
+    assert len(climbs) <= CLIMBS, climbs
+
+
+def test_handovers_are_found(tmp_path: Path) -> None:
+    sources = {
+        "config/a.py": (
+            "class RunConfig: ...\ndef read() -> RunConfig: ...\ndef idle(f: Callable[[RunConfig], int]): ..."
+        ),
+        "training/b.py": "from agilerl.config.a import RunConfig\ndef use(config: 'RunConfig | None'): ...",
+        "cli/c.py": (
+            "from agilerl.config.a import idle, read\nfrom agilerl.training.b import use\n"
+            "def command():\n    use(read())\n    idle(len)"
+        ),
+        "training/d.py": "from agilerl.config.a import RunConfig\ndef unused(config: RunConfig): ...",
+    }
+    for name, source in sources.items():
+        (tmp_path / "agilerl" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "agilerl" / name).write_text(source)
+    receivers, climbs = handovers(tmp_path)
+    assert receivers == ["agilerl.training.b.use"]
+    assert [(call.caller, call.callee) for call in climbs] == [("agilerl.cli.c.command", "agilerl.config.a.read")]
+
+
 def test_no_import_cycles() -> None:
     assert cycles(package()) == []
 
@@ -177,6 +213,8 @@ BROKEN = [
     ("layers", "agilerl.data.x", "if TYPE_CHECKING:\n    from agilerl.runtime import Runtime"),
     ("layers", "agilerl.algorithms.x", "from agilerl.algorithms.core import registry"),
     ("layers", "agilerl.helpers", ""),
+    ("layers", "agilerl.training.x", "def f():\n    from agilerl.compat import loops"),
+    ("layers", "agilerl.algorithms.x", "if TYPE_CHECKING:\n    from agilerl.compat.agents import DocumentedSurface"),
     ("forbidden_imports", "agilerl.hpo.x", "import torch"),
     ("forbidden_imports", "agilerl.planning.x", "def f():\n    import torch"),
     ("forbidden_imports", "agilerl.config.x", "import torch"),
@@ -279,16 +317,18 @@ def test_cycles_are_found_those_of_types_too() -> None:
 
 
 def test_packages_that_import_each_other_are_found_for_types_too() -> None:
-    names = frozenset({"agilerl.a.x", "agilerl.a.y", "agilerl.b.x", "agilerl.b.y"})
+    names = frozenset({"agilerl.envs.x", "agilerl.envs.y", "agilerl.rewards.x", "agilerl.rewards.y"})
 
     def found(**sources: str) -> list[str]:
         return two_way(
             {n: Module(n, sources.get(n.removeprefix("agilerl.").replace(".", "_"), ""), names) for n in names}
         )
 
-    there, back = "from agilerl.b import y", "if TYPE_CHECKING:\n    from agilerl.a.y import Y"
-    assert found(a_x=there, b_x=back) == ["agilerl.a.x -> agilerl.b.y, agilerl.b.x -> agilerl.a.y"]
-    assert not found(a_x=f"{there}\nimport agilerl.a.y", b_x="import agilerl.b.y")
+    there, back = "from agilerl.rewards import y", "if TYPE_CHECKING:\n    from agilerl.envs.y import Y"
+    assert found(envs_x=there, rewards_x=back) == [
+        "agilerl.envs.x -> agilerl.rewards.y, agilerl.rewards.x -> agilerl.envs.y"
+    ]
+    assert not found(envs_x=f"{there}\nimport agilerl.envs.y", rewards_x="import agilerl.rewards.y")
 
 
 def test_deep_inheritance_is_found() -> None:

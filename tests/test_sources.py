@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agilerl import other_trainers
 from agilerl.algorithms import ALGORITHMS
+from agilerl.compat import other_trainers
 from docs.check_sources import SOURCES, defaults, sources
 
 ROOT = Path(__file__).resolve().parent.parent

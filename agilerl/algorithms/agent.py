@@ -4,7 +4,7 @@ import copy
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agilerl import hooks
 from agilerl.algorithms.base import AlgorithmConfig, EvolvableAlgorithm
 from agilerl.algorithms.codec import actor_folder, read_state, save_folder, write_state
 from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig, RolloutLLMConfig
 from agilerl.algorithms.custom_loss import LossFunction, check_loss, check_restored, tangent_loss
-from agilerl.algorithms.documented import DocumentedSurface
 from agilerl.algorithms.experiences import (
     ActionResult,
     Environment,
@@ -41,6 +41,7 @@ from agilerl.algorithms.state import (
 )
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
 from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, Within, checked
+from agilerl.config.base_model import SharedOptions, split_options
 from agilerl.data import RolloutBatch
 from agilerl.data.batch import union
 from agilerl.data.checks import check_context, check_vocabulary
@@ -50,14 +51,16 @@ from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models import adapters
 from agilerl.models.operators import add_noise, resize
+from agilerl.models.slots import Route
 from agilerl.padding import padding_id
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.engine import Outcome
 from agilerl.runs.strict_json import read_json
 from agilerl.runtime import Runtime
+from agilerl.validation import validated
 
 
-class LLMAlgorithm(Learner, DocumentedSurface, EvolvableAlgorithm):
+class LLMAlgorithm(Learner, EvolvableAlgorithm):
     """One agent of a population: hyperparameters and a slot of a shared :class:`Runtime`.
 
     Give exactly one of ``runtime`` (a base that is loaded already), ``actor_network`` (a plain pretrained model; agents
@@ -69,11 +72,16 @@ class LLMAlgorithm(Learner, DocumentedSurface, EvolvableAlgorithm):
     """
 
     Config: ClassVar[type[AlgorithmConfig]] = LLMConfig
+    Options = SharedOptions
     config: LLMConfig
     env_type: ClassVar[str] = "reasoning"
     """What it learns from: rewards of its own completions, or a task's demonstrations or pairs."""
     _learned: "weakref.ref[Tensor] | None" = None
     """Token ids of the last batch that ``learn`` trained on."""
+    _selected: str = "actor"
+    """The adapter that the agent's answers and log-probs are of; ``base`` is the base model alone."""
+    implied: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    """Keywords that need no action, each with the values that say how the shared base works anyway."""
 
     @checked
     def __init__(
@@ -91,7 +99,13 @@ class LLMAlgorithm(Learner, DocumentedSurface, EvolvableAlgorithm):
         loss: Annotated[LossFunction | None, Hint("pass a function of LossInputs, or a PolicyLoss")] = None,
         **arguments: Any,
     ) -> None:
-        keywords, options = self._split_documented(arguments)
+        keywords, shared = split_options(arguments)
+        for name, accepted in self.implied.items():
+            if name in keywords and not any((value := keywords[name]) is a or value == a for a in accepted):
+                expected = " or ".join(map(repr, accepted))
+                raise ConfigError(f"{name}={keywords[name]!r} is not available; expected {expected}")
+            keywords.pop(name, None)
+        options = validated(SharedOptions, shared)
         super().__init__(**keywords)
         if loss is not None:
             check_loss(loss, self)
@@ -185,6 +199,58 @@ class LLMAlgorithm(Learner, DocumentedSurface, EvolvableAlgorithm):
         store.move(self.slot, slot)
         self._lease()
         self.slot, self._lease = slot, self._lease_of(slot)
+
+    # -- which adapter is read ------------------------------------------------------------------------------------
+
+    @checked
+    def use_adapter(self, adapter_name: str) -> None:
+        """Read from this agent's ``actor`` or ``reference`` adapter from here on (``critic`` too, if it has one).
+
+        ``logprobs``, ``get_action``, ``generate``, ``test``, ``actor(...)``, a population's ``evaluate`` and direct
+        calls of the base model read from the selected adapter. ``learn``, a population's ``rollout`` and everything
+        that is saved are always of the actor. A reference without a slot is the base model alone.
+        """
+        if adapter_name not in self._adapters:
+            known = " or ".join(f"'{name}'" for name in self._adapters)
+            raise ConfigError(f"expected the adapter {known}, found {adapter_name!r}")
+        self._select(adapter_name, _route(self._adapters[adapter_name]))
+
+    def select_adapter(self, adapter_name: str) -> AbstractContextManager[object]:
+        """Read from an adapter as :meth:`use_adapter` does; as a context (``with``), only while it is open."""
+        after = ExitStack()
+        after.callback(self._select, self._selected, self.runtime.store.route)
+        self.use_adapter(adapter_name)
+        return after
+
+    def _select(self, adapter_name: str, route: Route | None) -> None:
+        self._selected, self.runtime.store.route = adapter_name, route
+
+    @property
+    def selected_slot(self) -> int | None:
+        """Slot of the selected adapter; None: the base model alone."""
+        return self._adapters.get(self._selected)
+
+    @property
+    def selected_route(self) -> Route | None:
+        """How the base reads the selected adapter; None: the base model alone."""
+        return _route(self.selected_slot)
+
+    @property
+    def _adapters(self) -> dict[str, int | None]:
+        """The slots that can be selected, by name."""
+        slots = {"actor": self.slot, "reference": self.reference_slot}
+        return slots if self.critic_slot is None else {**slots, "critic": self.critic_slot}
+
+    @contextmanager
+    def reading(self, name: str) -> Iterator[None]:
+        """Select an adapter, or ``base``; then select again what was selected before."""
+        before, self._selected = self._selected, name
+        store = self.runtime.store
+        try:
+            with store.routed(None if name == "base" else store.route):
+                yield
+        finally:
+            self._selected = before
 
     # -- acting ---------------------------------------------------------------------------------------------------
 
@@ -616,3 +682,10 @@ def _say_that_the_context_ends_it(longest: int, context: int) -> None:
         "holds), prompt included: completions end where the context is full; lower it",
         stacklevel=2,
     )
+
+
+def _route(slot: int | None) -> Route | None:
+    return None if slot is None else Route((slot,), None)
+
+
+hooks.extend(LLMAlgorithm)

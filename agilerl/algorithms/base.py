@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from agilerl import hooks
 from agilerl.arguments import Hint, Whole, checked, described, nearest
 from agilerl.errors import ConfigError, EngineError
 from agilerl.hpo.mutation import Mutation
@@ -26,7 +27,6 @@ from agilerl.hpo.parameters import (
     values_of,
     with_changes,
 )
-from agilerl.other_trainers import ours
 from agilerl.validation import LARGEST_FLOAT32, checked_numbers, sentence, validated
 
 
@@ -119,6 +119,8 @@ class EvolvableAlgorithm(ABC):
     """How the agent learns. It may change, so ask for ``agent.algorithm.name``, not for the class."""
     Config: ClassVar[type[AlgorithmConfig]] = AlgorithmConfig
     """Hyperparameters of the algorithm that a new agent of this class has."""
+    Options: ClassVar[type[BaseModel]] = BaseModel
+    """Keywords besides the hyperparameters: settings that agents share."""
     is_open: bool = True
     """False after ``clean_up``, which gives the agent's slots to other agents."""
 
@@ -137,7 +139,7 @@ class EvolvableAlgorithm(ABC):
         """Set an attribute; a new one with nearly the name of a hyperparameter is set as well, with a warning."""
         if not (name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)):
             close = get_close_matches(name, self.Config.model_fields, n=1, cutoff=0.8)
-            if hint := ours(name) or (f"did you mean {close[0]!r}?" if close else ""):
+            if hint := hooks.hint(name) or (f"did you mean {close[0]!r}?" if close else ""):
                 warnings.warn(f"{name} is not a hyperparameter, so setting it changes nothing; {hint}", stacklevel=2)
         super().__setattr__(name, value)
 
@@ -177,7 +179,7 @@ class EvolvableAlgorithm(ABC):
         for name in keywords:
             if name not in cls.Config.model_fields:
                 known = dict.fromkeys([*cls.Config.model_fields, *inspect.signature(cls).parameters])
-                hint = (ours(name) or nearest(name, known)).replace("algorithm.", "")
+                hint = (hooks.hint(name) or nearest(name, known)).replace("algorithm.", "")
                 raise ConfigError(f"{cls.__name__} has no argument {name!r}; {hint}")
         if config is not None and not isinstance(config, cls.Config):
             raise ConfigError(
@@ -280,7 +282,7 @@ def _signature(cls: type[EvolvableAlgorithm]) -> inspect.Signature:
         for name, parameter in inspect.signature(init).parameters.items():
             if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
                 parameters.setdefault(name, parameter)
-    for name, field in cls.Config.model_fields.items():
+    for name, field in (cls.Config.model_fields | cls.Options.model_fields).items():
         parameters[name] = inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=field.get_default(call_default_factory=True)
         )

@@ -10,7 +10,6 @@ from torch import Tensor
 from agilerl.arguments import Having, described
 from agilerl.data import Completion, RolloutBatch
 from agilerl.data.checks import check_vocabulary, mask_rows, number_rows, one_row, token_rows
-from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.errors import ConfigError
 from agilerl.processes import Processes
 from agilerl.sizes import padded_length
@@ -225,16 +224,14 @@ Environment = Annotated[
     Having("an environment", ("reset", "step"), "pass a ReasoningGym, e.g. ReasoningGym.from_task(task, tokenizer)"),
 ]
 
-_EXAM_SEED = 2**31
-"""Seed of the first exam episode; training counts from 0 and never reaches it."""
-
 
 def examine(agent: Any, env: Any, loop: int) -> np.ndarray:
-    """Return rewards (returns of episodes) of greedy play, ``loop`` batches or episodes of it, as one flat array."""
-    if isinstance(env, TokenObservationWrapper):
-        return np.array([_play(agent, env, number) for number in range(loop)])
-    if isinstance(env, SyncMultiTurnVecEnv):
-        return np.concatenate([_play_all(agent, env, number) for number in range(loop)])
+    """Return the scores of an exam as one flat array: ``loop`` batches, or episodes, of greedy completions.
+
+    An environment may define its exam: ``env.examine(agent, loop)``.
+    """
+    if hasattr(env, "examine"):
+        return np.asarray(env.examine(agent, loop), dtype=np.float64)
     if not hasattr(env, "eval_mode"):
         raise ConfigError(
             f"test(env=...): expected an environment with a test set (eval_mode), found {described(env)}; wrap a "
@@ -256,23 +253,3 @@ def of_all(processes: Processes, scores: np.ndarray) -> np.ndarray:
     if processes.size == 1:
         return scores
     return np.concatenate([np.frombuffer(part) for part in processes.gather(scores.astype(np.float64).tobytes())])
-
-
-def _play(agent: Any, env: TokenObservationWrapper, number: int) -> float:
-    prompt, _ = env.reset(_EXAM_SEED + number)
-    total, done = 0.0, False
-    while not done:
-        action = agent.get_action([prompt], training=False)
-        agent.tokens["evaluated"] += int(action.action_masks[0].sum())
-        prompt, reward, terminated, truncated, _ = env.step(action.completion_ids[0])
-        total, done = total + reward, terminated or truncated
-    return total
-
-
-def _play_all(agent: Any, env: SyncMultiTurnVecEnv, number: int) -> np.ndarray:
-    prompts: list[Any] | None = env.reset(_EXAM_SEED + number * env.batch_size)
-    while prompts is not None:
-        action = agent.get_action(prompts, training=False)
-        agent.tokens["evaluated"] += sum(int(m.sum()) for m in action.action_masks)
-        prompts = env.step(action.completion_ids)
-    return np.array(env.returns())

@@ -238,10 +238,6 @@ class PPO(PolicyLearner, LLMAlgorithm):
         policy = 0.0 if self.updates < self.config.critic_warmup_steps else self.current_lr
         return {self.slot: self.adamw(policy), self.critic_slot: self.adamw(critic)}
 
-    def get_lr_names(self) -> list[str]:
-        """Return the names of the learning rates."""
-        return ["lr_actor", "lr_critic"]
-
     # -- two slots ------------------------------------------------------------------------------------------------
 
     def _take_slots(self) -> None:
@@ -271,15 +267,6 @@ class PPO(PolicyLearner, LLMAlgorithm):
         if mutation.kind == "rank":
             resize(self.runtime.store, self.critic_slot, self.rank, self.config.seed)
         return label
-
-    def reinit_optimizers(self, optimizer: Any = None) -> None:
-        """Forget Adam's moments and step counters of actor and critic."""
-        super().reinit_optimizers(optimizer)
-        self.runtime.store.clear_moments(self.critic_slot)
-
-    def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
-        """Return what evolution acts on: the slots and, unless ``networks_only``, the genes' values."""
-        return {**super().evolvable_attributes(networks_only), "critic": self.critic_slot}
 
 
 def _turn_rewards(batch: RolloutBatch) -> Tensor:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Unpack
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
@@ -12,12 +11,11 @@ from torch import Tensor
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.base import Algorithm, AlgorithmConfig
 from agilerl.algorithms.config import LLMConfig
-from agilerl.algorithms.experiences import ActionResult, Environment, of_all
+from agilerl.algorithms.experiences import ActionResult
 from agilerl.algorithms.keywords import SFTKeywords
 from agilerl.algorithms.learner import Experience, ReferenceLogprobs
-from agilerl.arguments import Count, checked
+from agilerl.arguments import checked
 from agilerl.data import LossInputs, RolloutBatch
-from agilerl.envs.gyms import DataGym
 from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer, aggregate, dft, masked_mean, normaliser, sft
 from agilerl.hpo.parameters import Evolve
@@ -68,26 +66,6 @@ class DataAlgorithm(LLMAlgorithm):
     def score(self, batch: RolloutBatch) -> Tensor:
         """Return how well the agent does on each example of a held-out batch; higher is better."""
         raise NotImplementedError(f"{type(self).__name__} does not define score, which test needs")
-
-    @checked
-    def test(self, env: Environment, loop: Count = 1, *args: Any, **kwargs: Any) -> np.ndarray:
-        """Return the scores of ``loop`` batches of the environment's test set; their mean joins ``fitness``.
-
-        If the agent is ``sick``, NaN joins instead, whatever its scores: selection then replaces it.
-        An environment of prompts (``ReasoningGym``) grades greedy completions instead.
-        """
-        if not isinstance(env, DataGym):
-            return super().test(env, loop, *args, **kwargs)
-        parts: list[np.ndarray] = []
-        with env.eval_mode():
-            batch = env.reset()
-            for number in range(loop):
-                parts.append(self.score(batch).double().cpu().numpy())
-                self.tokens["evaluated"] += int(batch.lengths.sum())
-                batch = env.step() if number + 1 < loop else batch
-        scores = of_all(self.runtime.processes, np.concatenate(parts))
-        self.note_fitness(scores)
-        return scores
 
     def sampling(self, prompt_length: int, *, greedy: bool = False) -> SamplingSettings:
         """Return the sampling settings for a prompt of this length: temperature 1, or greedy."""

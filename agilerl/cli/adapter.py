@@ -5,7 +5,7 @@ contact an address, unless the user says so.
 """
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,7 +97,7 @@ def subject(
         if examined:
             _check_unseen(config, begun)
             if not allow_addresses:
-                _check_addresses(config)
+                _check_addresses(config.environment, config.algorithm, config.typed_addresses)
     else:
         if examined and not manifests and not any(one.startswith("environment.") for one in overrides):
             raise ConfigError(
@@ -110,7 +110,7 @@ def subject(
     if examined:
         from agilerl.envs.upstream import check_task
 
-        check_task(config)
+        check_task(config.environment)
     return Subject(folder, run, config, all_rows)
 
 
@@ -200,14 +200,13 @@ def _check_unseen(config: RunConfig, begun: RunConfig) -> None:
         )
 
 
-def _check_addresses(config: RunConfig) -> None:
+def _check_addresses(e: EnvironmentConfig, algorithm: Mapping[str, Any], typed: Collection[str]) -> None:
     """Raise ConfigError if an evaluation would contact an address that the run names and the user did not type."""
-    e = config.environment
-    named = [*addresses_in(e.model_dump(mode="json")), *addresses_in(dict(config.algorithm))]
+    named = [*addresses_in(e.model_dump(mode="json")), *addresses_in(dict(algorithm))]
     env_id = e.env_id or ""
     named += [env_id] if env_id.startswith("openenv:") else []
     named += [f"that of its grader {g.called}" for g in e.graders or () if g.name in _CONTACTS and not named]
-    unknown = [address for address in named if address not in config.typed_addresses]
+    unknown = [address for address in named if address not in typed]
     if unknown:
         raise ConfigError(
             f"the settings of this run lead to an address, {shown(unknown[0])}; if you trust it, allow it with "

@@ -23,7 +23,7 @@ from agilerl.planning.machines import Machine
 from agilerl.planning.time import ModelShape, Widths, Workload
 from agilerl.sizes import PASS_TOKENS
 from agilerl.training.generation import Scale
-from agilerl.training.memory import adapter_slots, available_bytes, largest_rank
+from agilerl.training.memory import adapter_slots, available_bytes
 from agilerl.training.resolved import Resolved
 from agilerl.training.tasks import task
 
@@ -184,7 +184,9 @@ def workload(resolved: Resolved, rows: Lengths, pass_tokens: int = PASS_TOKENS, 
     length = rows.prompt + rows.completion
     micro = values.get("micro_batch_size_per_gpu")
     scale = Scale(
-        config=config,
+        training=t,
+        given=config.environment.eval_prompts is not None,
+        kl="kl" in (config.selection_strategy.objectives or ()),
         prompts=config.environment.data_batch_size_per_gpu,
         group=group,
         questions=config.environment.exam_panel,
@@ -195,7 +197,7 @@ def workload(resolved: Resolved, rows: Lengths, pass_tokens: int = PASS_TOKENS, 
     iterations, questions = scale.generation()
     return Workload(
         agents=t.pop_size,
-        rank=largest_rank(config),
+        rank=config.largest_rank,
         prompts=scale.prompts,
         group=group,
         prompt=rows.prompt,
@@ -210,7 +212,7 @@ def workload(resolved: Resolved, rows: Lengths, pass_tokens: int = PASS_TOKENS, 
         samples=not from_data,
         exam_prompts=(questions or scale.questions) * t.eval_samples,
         iterations=iterations,
-        slots=adapter_slots(config, algorithm),
+        slots=adapter_slots(config.network, algorithm),
         checkpointing=resolved.options.gradient_checkpointing,
         pass_tokens=pass_tokens,
         micro_tokens=micro * algorithm.rows_per_unit * ceil(length) if micro else pass_tokens,

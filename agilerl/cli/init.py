@@ -215,7 +215,7 @@ def _write(files: dict[Path, str]) -> None:
             with open(path, "x", encoding="utf-8") as file:
                 written.append(path)
                 file.write(text)
-        check_task(configuration([str(next(iter(files)))]))  # without loading the model or the rows
+        check_task(configuration([str(next(iter(files)))]).environment)  # without loading the model or the rows
     except (OSError, AgileRLError) as error:
         for path in written:
             path.unlink(missing_ok=True)

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from agilerl.distributed.topology import Topology
     from agilerl.runs.stopping import StopRequest
     from agilerl.training.events import Event
+    from agilerl.training.resolved import Resolved
     from agilerl.training.saved import SavedRun
     from agilerl.training.setup import Session
 
@@ -98,10 +99,17 @@ class Request:
 class Job:
     """What a run does, as decided by the process that writes."""
 
-    config: RunConfig
+    resolved: "Resolved"
     root: Path
     saved: "SavedRun | None" = None
     """The open directory of a run that is resumed, in the process that writes."""
+
+    @classmethod
+    def of(cls, config: RunConfig, root: Path, saved: "SavedRun | None" = None) -> "Job":
+        """Resolve the settings of a run, once in each process; raises ConfigError for those that are wrong."""
+        from agilerl.training.resolved import resolve
+
+        return cls(resolve(config), root, saved)
 
 
 def run_train(
@@ -205,16 +213,16 @@ def launch(request: Request, manifest: str = "") -> None:
     with ExitStack() as opened:
         if isinstance(config, RunConfig):
             if writes and not request.dry_run:
-                root = opened.enter_context(place_of_run(config, request.root))
+                root = opened.enter_context(place_of_run(config.environment, request.root))
             else:
-                root = request.root or default_out(config)
+                root = request.root or default_out(config.environment)
             request = replace(request, root=root)
             if not request.silent and writes:  # one of them speaks
                 _announce(request, root, manifest)
             if not together:  # of several processes each would print the error
                 from agilerl.envs.upstream import check_task
 
-                check_task(config)
+                check_task(config.environment)
             if on_ray:
                 _on_ray(config, request, root.absolute())
                 return
@@ -292,7 +300,7 @@ def _decided(
     layout = RunLayout(root)
     if expected is not None and (not request.resumes or request.dry_run or not layout.run_json.exists()):
         check_place(root, overwrite=request.overwrite)
-        return Job(expected.dated(expected.date or datetime.now()), root)
+        return Job.of(expected.dated(expected.date or datetime.now()), root)
     info = read_run(root)
     check_not_in_use(root)  # before slow imports; the lock below decides which process is first
     from agilerl.runs.strict_json import read_json
@@ -317,7 +325,7 @@ def _decided(
     saved = open_run(root, report=say, allow_changes=request.allow_changes)
     opened.callback(saved.run.close)
     config = saved.config.typed_with(expected)
-    return Job(config.model_copy(update={"distributed": request.distributed}), root, saved)
+    return Job.of(config.model_copy(update={"distributed": request.distributed}), root, saved)
 
 
 def agreed(
@@ -327,8 +335,6 @@ def agreed(
 
     An error in any process is raised in all of them.
     """
-    from agilerl.training.resolved import resolve
-
     with topology.world.telling():
         if isinstance(request.config, ConfigError):
             raise request.config
@@ -336,14 +342,14 @@ def agreed(
         decision: dict[str, Any] | None = None
         if job is not None and topology.world.size > 1:
             # One date for all processes, whatever their clocks show.
-            date = job.config.date or datetime.now()
-            decision = {"config": resolve(job.config).given(), "date": date.isoformat(), "root": str(job.root)}
+            date = job.resolved.config.date or datetime.now()
+            decision = {"config": job.resolved.given(), "date": date.isoformat(), "root": str(job.root)}
         decision = topology.world.all(decision)[0]
         if topology.is_writer or decision is None:
             return job
         config = RunConfig.from_dict(decision["config"]).model_copy(update={"distributed": request.distributed})
         date = datetime.fromisoformat(decision["date"])
-        return Job(config.dated(date).typed_with(request.config), Path(decision["root"]))
+        return Job.of(config.dated(date).typed_with(request.config), Path(decision["root"]))
 
 
 def _work(
@@ -398,7 +404,7 @@ def prepared(request: Request, job: Job, topology: "Topology") -> "Session":
 
     checkpoint = None if job.saved is None else job.saved.checkpoint
     with topology.world.telling():
-        session = build(job.config, checkpoint, allow_code=request.allow_code, topology=topology)
+        session = build(job.resolved, checkpoint, allow_code=request.allow_code, topology=topology)
         topology.world.all(None)  # all are ready
     loading_done()
     return session

@@ -18,7 +18,7 @@ from agilerl.planning.time import ITERATION
 from agilerl.sizes import CPU_ROWS
 
 if TYPE_CHECKING:
-    from agilerl.training.resolved import Resolved
+    pass
 
 
 def run_plan(
@@ -71,7 +71,15 @@ def run_plan(
         source = f"{GPUS[known.name].source}; {shares}"
     load = workload(resolved, rows, usual, row_multiple=row_multiple)
     capacity = proposed(shape, load, machine, costs, gpus, vllm=resolved.options.use_vllm)
-    best, settings = capacity.best, overrides(resolved, capacity.best)
+    best, settings = (
+        capacity.best,
+        overrides(
+            capacity.best,
+            resolved.algorithm.rows_per_unit,
+            has_micro_batch=bool(config.algorithm.get("micro_batch_size_per_gpu")),
+            has_checkpointing=checkpointing,
+        ),
+    )
     document = {  # bytes, seconds, tokens
         "model": asdict(shape) | {"weight_bytes": shape.weight_bytes},
         "machine": asdict(machine) | {"source": source, "costs": costs.origin},
@@ -104,19 +112,19 @@ def _facts(forecast: Forecast) -> dict[str, Any]:
     }
 
 
-def overrides(resolved: "Resolved", best: Forecast) -> list[str]:
-    """Return the settings of the manifest that the proposal asks for."""
+def overrides(best: Forecast, unit: int, *, has_micro_batch: bool, has_checkpointing: bool) -> list[str]:
+    """Return the settings of the manifest that the proposal asks for; ``unit``: rows that belong together."""
     load, split = best.load, best.split
-    length, unit = ceil(load.length), resolved.algorithm.rows_per_unit
+    length = ceil(load.length)
     settings = [
         f"training.max_tokens_in_flight={max(load.max_tokens, 64)}",
         f"training.max_rows_in_flight={load.max_rows}",
     ]
     # The agents' default, or the user's choice, may be more than fits or less than is efficient.
     usual = min(load.pass_tokens, load.window * length)
-    if not usual <= load.micro_tokens <= load.pass_tokens or resolved.config.algorithm.get("micro_batch_size_per_gpu"):
+    if not usual <= load.micro_tokens <= load.pass_tokens or has_micro_batch:
         settings.append(f"algorithm.micro_batch_size_per_gpu={max(1, load.micro_tokens // (length * unit))}")
-    if load.checkpointing and not resolved.options.gradient_checkpointing:
+    if load.checkpointing and not has_checkpointing:
         settings.append("algorithm.gradient_checkpointing=true")
     if split.processes > 1:
         settings.append(f"distributed.processes_per_island={split.processes}")

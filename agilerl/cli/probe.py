@@ -151,7 +151,7 @@ def _checked(row: _Row, *, allow_code: bool) -> RunConfig:
     config = configuration(row.arguments)
     if not allow_code:
         check_allowed(config)
-    check_task(config)
+    check_task(config.environment)
     return config
 
 
@@ -163,7 +163,8 @@ def _measure(row: _Row, bases: "Bases", questions: int, samples: int | None, *, 
     population = population_of_one(config, bases, allow_code=allow_code)
     try:
         row.probe = probe(population, questions, samples)
-        row.advice = "" if row.probe.has_signal else problem(config, population, row.probe)
+        if not row.probe.has_signal:
+            row.advice = problem(config.environment, config.algorithm["name"], population, row.probe)
     finally:
         population.agents[0].clean_up()
         population.task.close()

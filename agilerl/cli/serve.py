@@ -20,7 +20,8 @@ from agilerl.arguments import shown
 from agilerl.cli.adapter import subject
 from agilerl.cli.options import Adapter
 from agilerl.cli.output import say, tell_line
-from agilerl.config.run import RunConfig
+from agilerl.config.base_model import NetworkConfig
+from agilerl.config.run import RunConfig, TrainingConfig
 from agilerl.config.vllm import adapter_options, how_to_install_vllm, installed_vllm, lora_capacity
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.models.model_config import check_model_folder
@@ -64,8 +65,9 @@ def run_serve(
     if of_a_cpu:
         # `vllm serve` asks for the version of a distribution that this one is not.
         program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
+    of_run = _of_run(adapter.config.training, adapter.config.network, adapter.run)
     options = [
-        *("--served-model-name", BASE, "--host", host, "--port", str(port), *_of_run(adapter.config, adapter.run)),
+        *("--served-model-name", BASE, "--host", host, "--port", str(port), *of_run),
         *("--logprobs-mode", "processed_logprobs"),  # those of the distribution that is drawn from, as in training
         *_ON_A_CPU * of_a_cpu,
         *adapter_options({name: str(folder) for name, folder in folders.items()}, _room(folders.values())),
@@ -138,9 +140,8 @@ def servable_base(name: str) -> str:
     return name
 
 
-def _of_run(config: RunConfig, run: Path | None) -> list[str]:
+def _of_run(training: TrainingConfig, network: NetworkConfig, run: Path | None) -> list[str]:
     """Return the options that make vLLM compute as the run did: its data type, and its chat template."""
-    training, network = config.training, config.network
     options = []
     if training.dtype != "auto":
         options += ["--dtype", training.dtype]

@@ -12,17 +12,18 @@ from typing import Any, Union, get_args, get_origin
 import yaml
 from pydantic import BaseModel
 
+from agilerl import hooks
 from agilerl.addresses import addresses_in
 from agilerl.arguments import checked, nearest, shown
 from agilerl.bounds import check_file
-from agilerl.config.aliases import LEARNS_FROM, translated, with_two_rates
 from agilerl.config.named_files import locate
 from agilerl.config.run import RunConfig, unknown_section
 from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
-from agilerl.other_trainers import ours
 
 _MANIFEST_BYTES = 50_000
+LEARNS_FROM = {"SFT": "sft", "DPO": "preference", "KTO": "unpaired"}
+"""``environment.env_type`` of the algorithms that learn from data."""
 
 _OF_DATASETS = ("dataset", "dataset_exam", "dataset_test", "columns")
 _REPLACED = {
@@ -42,7 +43,7 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), repla
 
     Raises ConfigError for a file that is missing, too large, empty or no YAML mapping, and for every wrong setting.
     """
-    values = translated(_read(path))
+    values = hooks.translate(_read(path))
     if path is not None:
         locate(values, path.parent)
     if replay is not None:
@@ -106,17 +107,29 @@ def config_of(manifest: Mapping[str, Any], overrides: Sequence[str] = ()) -> Run
 
     Raises ConfigError for every wrong setting.
     """
-    values = translated(manifest)
+    values = hooks.translate(manifest)
     _override(values, overrides)
     return _config_of(values)
 
 
 def _config_of(values: dict[str, Any]) -> RunConfig:
-    with_two_rates(values)
+    _set_both_rates(values)
     locate(values)
     config = RunConfig.from_dict(values)
     _refuse_meaningless(config)
     return config
+
+
+def _set_both_rates(values: dict[str, Any]) -> None:
+    """Let ``lr`` stand for both learning rates of PPO, as a hyperparameter and as a gene."""
+    algorithm, mutation = values.get("algorithm"), values.get("mutation")
+    if not isinstance(algorithm, dict) or algorithm.get("name") not in ("PPO", "LLMPPO"):
+        return
+    for section in (algorithm, mutation.get("rl_hp_selection") if isinstance(mutation, dict) else None):
+        if isinstance(section, dict) and "lr" in section:
+            rate = section.pop("lr")
+            for name in ("lr_actor", "lr_critic"):
+                section.setdefault(name, rate)
 
 
 def _refuse_meaningless(config: RunConfig) -> None:
@@ -214,7 +227,7 @@ def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
         fields = getattr(model, "model_fields", None)
         if fields is not None and key not in fields:
             whole = ".".join(keys)
-            hint = (ours(whole, value) or nearest(key, fields)) if depth else unknown_section(whole, value)
+            hint = (hooks.hint(whole, value) or nearest(key, fields)) if depth else unknown_section(whole, value)
             raise ConfigError(f"unknown key {shown(path)}; {hint}")
         model = None if fields is None else _nested(fields[key].annotation)
         if depth < len(keys) - 1:

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
+from agilerl import hooks
 from agilerl.arguments import checked, nearest, shown
 from agilerl.config import Section
 from agilerl.config.base_model import NetworkConfig, SharedOptions
@@ -21,7 +22,6 @@ from agilerl.config.vllm import server_url
 from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
 from agilerl.hpo.strategies import ANNEALED, COST_TOKENS, OBJECTIVE_STRATEGIES, SETTINGS, SHRINKING, LRSchedule
-from agilerl.other_trainers import ours
 from agilerl.sizes import MAX_ROWS
 from agilerl.validation import Needs, grouped, idle, validated
 
@@ -625,6 +625,17 @@ class RunConfig(Section):
         strategy = self.selection_strategy.strategy
         return self.candidates if self.candidates > 1 or strategy in ANNEALED or names_code(strategy) else 0
 
+    @property
+    def second_panel(self) -> int:
+        """Questions of the panel that chooses among candidates; they follow those of the test."""
+        return self.environment.exam_panel if self.candidates > 1 else 0
+
+    @property
+    def largest_rank(self) -> int:
+        """Largest rank that mutation may give an adapter."""
+        start, mutation = self.network.lora_config.r, self.mutation
+        return max(start, mutation.rank_range[1]) if mutation.probabilities.arch_mut > 0 else start
+
     def replaced(self, **sections: Section) -> Self:
         """Return a copy with other sections, which are taken as they are."""
         return self.model_copy(update=sections)
@@ -690,13 +701,12 @@ def addresses_of(name: str) -> list[str]:
 def unknown_section(key: str, value: Any = None) -> str:
     """Return a hint for a key that does not begin with a section: where it belongs, or the nearest section."""
     places = " or ".join(map(repr, addresses_of(key)))
-    hints = [f"did you mean {places}?" if places else None, ours(key, value)]
+    hints = [f"did you mean {places}?" if places else None, hooks.hint(key, value)]
     return " ".join(filter(None, hints)) or nearest(key.partition(".")[0], RunConfig.model_fields)
 
 
-def default_out(config: RunConfig) -> Path:
+def default_out(e: EnvironmentConfig) -> Path:
     """Return ``runs/<task>-<time>``, with a number if another run took that name in the same second."""
-    e = config.environment
     what = e.env_id or (Path(e.dataset[0].path).stem if e.dataset else e.task or "")
     task = "".join(c if c.isalnum() or c in "_-" else "_" for c in what.rpartition(":")[2])
     name = f"{task[:60]}-{datetime.now():%Y%m%d-%H%M%S}"
@@ -705,7 +715,7 @@ def default_out(config: RunConfig) -> Path:
 
 
 @contextmanager
-def place_of_run(config: RunConfig, out: Path | None) -> Iterator[Path]:
+def place_of_run(environment: EnvironmentConfig, out: Path | None) -> Iterator[Path]:
     """Yield ``out``, or else a directory of its own for the run, which is removed at the end if it is still empty.
 
     The directory is made at once: of several runs that start in the same second each has another.
@@ -714,7 +724,7 @@ def place_of_run(config: RunConfig, out: Path | None) -> Iterator[Path]:
         yield out
         return
     while True:
-        root = default_out(config)
+        root = default_out(environment)
         try:
             root.mkdir(parents=True)
         except FileExistsError:

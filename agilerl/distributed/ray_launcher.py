@@ -108,13 +108,11 @@ def serving(config: RunConfig) -> list[str]:
     from agilerl.models.base import resolve_model
     from agilerl.models.gguf import base_folder
 
-    rank = config.network.lora_config.r
-    if config.mutation.probabilities.arch_mut > 0:
-        rank = max(rank, config.mutation.rank_range[1])
     name = config.network.pretrained_model_name_or_path
     file, dtype = Path(name).expanduser(), config.training.dtype
     model = str(base_folder(file, "float32" if dtype == "auto" else dtype)) if file.is_file() else resolve_model(name)
-    size = ["--max-loras", str(config.training.pop_size + 1), "--max-lora-rank", str(lora_capacity(rank))]
+    rank = lora_capacity(config.largest_rank)
+    size = ["--max-loras", str(config.training.pop_size + 1), "--max-lora-rank", str(rank)]
     return ["vllm", "serve", model, "--enable-lora", *size, "--logprobs-mode", "processed_logprobs"]
 
 

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Any
 
 from jinja2 import TemplateError
 
-from agilerl.arguments import Having, Tokenizer, Whole, checked, described, taken
+from agilerl.arguments import Tokenizer, Whole, checked, described
 from agilerl.errors import ConfigError, EnvError
 from agilerl.padding import decoded, has_template
 from agilerl.templates import TemplateBrokenError, apply_chat_template
@@ -20,20 +20,9 @@ _GENERATION_CONFIG = "generation_config.json"
 _LARGEST_CONFIG = 1 << 20
 """Largest generation configuration to read, in bytes."""
 
-Accelerator = Annotated[
-    Any, Having("an accelerate.Accelerator", ("process_index", "num_processes"), "pass accelerate.Accelerator()")
-]
-
 
 class PromptTooLongError(EnvError):
     """A prompt or an example has too many tokens."""
-
-
-def saved_batches(state: Mapping[str, Any]) -> int:
-    """Return the number of batches in an environment's ``state()``; raises ConfigError if it is missing."""
-    if "batches" not in state:
-        raise ConfigError(f"from_state(state=...): expected what state() returned, with batches, found {dict(state)!r}")
-    return cast(int, taken(Whole, state["batches"], "from_state", "batches"))
 
 
 def check_tokenizer(tokenizer: Any) -> None:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.arguments import Positive, nearest, shown, taken
+from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.named_files import FILE_PARAMS, is_packaged
-from agilerl.config.run import RunConfig
 from agilerl.deferred import deferred
 from agilerl.envs import arithmetic
 from agilerl.errors import ConfigError, how_to_install
@@ -47,9 +47,8 @@ def known_tasks() -> list[str]:
     return sorted(_registry())
 
 
-def check_task(config: RunConfig) -> None:
+def check_task(e: EnvironmentConfig) -> None:
     """Raise ConfigError for a task or parameter of a run that reasoning_gym does not have; does not import torch."""
-    e = config.environment
     family, _, name = (e.task or "").partition(":")
     if e.env_type != "multiturn" and e.dataset is None and family == "reasoning_gym" and name:
         check_params(name, e.params)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-from agilerl.config.run import RunConfig
+from agilerl.config.run import TrainingConfig
 from agilerl.population import Population
 from agilerl.training.resolved import COMPLETION, Resolved
 from agilerl.training.tasks import LEAST_PANEL
@@ -20,7 +20,11 @@ EXAM = 0.1
 class Scale:
     """The size of an agent's iterations and exams. Lengths are in tokens."""
 
-    config: RunConfig
+    training: TrainingConfig
+    given: bool
+    """Whether the exam's size is given."""
+    kl: bool
+    """Whether exams measure the KL."""
     prompts: int
     """Of an iteration."""
     group: int
@@ -39,7 +43,9 @@ class Scale:
         """Return the scale of a population whose task is there."""
         lengths = population.lengths("exam")
         return cls(
-            config=resolved.config,
+            training=resolved.config.training,
+            given=resolved.config.environment.eval_prompts is not None,
+            kl="kl" in population.objectives,
             prompts=population.prompts_per_step,
             group=resolved.hyperparameters.group_size,  # type: ignore[attr-defined]
             questions=len(lengths.prompts),
@@ -54,23 +60,19 @@ class Scale:
         """What a completion counts as: as much as it may have, but ``COMPLETION`` at most."""
         return self.turns * min(self.longest or COMPLETION, COMPLETION)
 
-    @property
-    def kl(self) -> int:
-        """Forward passes over prompt and completion that a question's KL takes."""
-        return 2 if "kl" in (self.config.selection_strategy.objectives or ()) else 0
-
     def lone_agent(self) -> tuple[float, float]:
         """Return the iterations that one agent alone would have in the budget, and how many of them an exam costs.
 
         Completions count in full, so a budget in tokens gives no fewer iterations.
         """
-        rows, t = self.prompts * self.group, self.config.training
+        rows, t = self.prompts * self.group, self.training
         # Sampled, then trained on.
         row = self.prompt + self.completion * (1 if self.learns_from_data else 2)
         iterations = t.max_steps / rows
         if t.max_tokens is not None:
             iterations = min(iterations, t.max_tokens / (rows * row))
-        examined = self.completion + self.kl * (self.prompt + self.completion)
+        # The KL takes two forward passes over prompt and completion.
+        examined = self.completion + self.kl * 2 * (self.prompt + self.completion)
         return iterations, self.questions * t.eval_samples * examined / (rows * row)
 
     def question_cost(self) -> float:
@@ -79,9 +81,9 @@ class Scale:
         Counted are tokens that pass the model forwards, backwards as two; a prompt once for its completions, of which
         each counts as half of what it may have.
         """
-        completion, samples = self.completion / 2, self.config.training.eval_samples
+        completion, samples = self.completion / 2, self.training.eval_samples
         trained = self.prompts * (self.prompt + self.group * completion) * (3 if self.learns_from_data else 4)
-        return (self.prompt + samples * completion + self.kl * samples * (self.prompt + completion)) / trained
+        return (self.prompt + samples * completion + self.kl * 2 * samples * (self.prompt + completion)) / trained
 
     def generation(self) -> tuple[int, int | None]:
         """Return the iterations of a generation and the questions of its exam, None for all.
@@ -90,11 +92,11 @@ class Scale:
         have fewer generations, because after one iteration exams tell nothing and cost much; and if the size of the
         exam is not given, they have fewer questions rather than less than 8 generations.
         """
-        t, given = self.config.training, self.config.environment.eval_prompts is not None
+        t = self.training
         iterations, question = self.lone_agent()[0], self.question_cost()
         affordable = self.questions * question / EXAM
-        if not given:
+        if not self.given:
             affordable = min(affordable, iterations / LEAST_GENERATIONS)
         steps = t.evo_steps or max(1, round(iterations / GENERATIONS), round(affordable))
         between = min(steps, t.evaluation_interval or steps)
-        return steps, None if given else min(self.questions, max(LEAST_PANEL, int(EXAM * between / question)))
+        return steps, None if self.given else min(self.questions, max(LEAST_PANEL, int(EXAM * between / question)))

@@ -1,16 +1,12 @@
 """Rows and graders that a program holds, as settings of a run that can be resumed."""
 
-import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from agilerl.arguments import described
 from agilerl.custom_code import given_name
-from agilerl.errors import ConfigError, EnvError
-from agilerl.runs.atomic import write_text
-from agilerl.runs.directory import check_vacant
+from agilerl.errors import ConfigError
 
 
 def in_manifest(dataset: Any, reward: Any, environment: Any) -> tuple[dict[str, Any], Any]:
@@ -33,36 +29,6 @@ def in_manifest(dataset: Any, reward: Any, environment: Any) -> tuple[dict[str, 
         argument = "reward" if both[0] == "graders" else both[0]
         raise ConfigError(f"{argument}= and environment[{both[0]!r}] mean the same; leave out one of them")
     return values, rows
-
-
-@contextmanager
-def rows_beside(root: Path, rows: Any) -> Iterator[str | None]:
-    """Write rows next to the directory of a run that begins, and yield the file; None if there are no rows.
-
-    They are JSON lines, so that a resumed run reads the same, and are removed again if the run does not begin. Raises
-    EnvError for values that JSON lacks, CheckpointError if there is a run already, which still needs its rows.
-    """
-    if rows is None:
-        yield None
-        return
-    check_vacant(root)
-    file = root.with_name(f"{root.name}.rows.jsonl").absolute()
-    lines = []
-    for number, row in enumerate(rows):
-        try:
-            lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False))
-        except (TypeError, ValueError) as error:
-            raise EnvError(
-                f"row {number} of the dataset cannot be written as JSON ({error}); convert its columns to text, "
-                "numbers, lists and dicts, or leave them out"
-            ) from error
-    file.parent.mkdir(parents=True, exist_ok=True)
-    write_text(file, "".join(f"{line}\n" for line in lines))
-    try:
-        yield str(file)
-    except BaseException:
-        file.unlink(missing_ok=True)
-        raise
 
 
 def listed(reward: Any) -> list[Any]:

@@ -2,8 +2,10 @@
 
 import math
 import sys
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -167,6 +169,55 @@ def _work(
             yield event
 
 
+@dataclass
+class Loop:
+    """The order of a training: iterations, exams and selections, each an event that is yielded once it is over.
+
+    What they do is given: here for the run of a session, in ``agilerl.compat.loops`` for the functions that AgileRL
+    documents.
+    """
+
+    progress: Progress
+    spent: Callable[[], float]
+    """The largest share spent of any budget; training ends at 1."""
+    generation_steps: Callable[[], float]
+    """Iterations of the present generation."""
+    iterate: Callable[[], Event]
+    """Lets every agent learn once, after which exams are out of date."""
+    examine: Callable[[], Event]
+    """Makes the ``exam`` of the progress."""
+    evolve: Callable[[], Event]
+    """Selects by the exam, and mutates."""
+    after_iteration: Callable[[bool], object]
+    """Saves what is due; True: the generation has had its last iteration."""
+    after_exam: Callable[[], Iterable[Event]] = tuple
+    """What follows the exam that ends a generation, before anything evolves."""
+    after_generation: Callable[[], object] = tuple
+    evaluation_interval: int | None = None
+    """Iterations between further exams, besides the one that ends a generation."""
+
+    def generations(self) -> Iterator[Event]:
+        """Train until the budget is spent; a generation ends with an exam and, unless it is the last, a selection."""
+        progress = self.progress
+        while self.spent() < 1 or progress.step:
+            yield PhaseStarted("train")
+            while progress.step < self.generation_steps() and self.spent() < 1:
+                yield self.iterate()
+                progress.step += 1
+                if self.evaluation_interval and progress.iteration % self.evaluation_interval == 0:
+                    yield PhaseStarted("exam")
+                    yield self.examine()
+                self.after_iteration(progress.step == self.generation_steps() or self.spent() >= 1)
+            if progress.exam is None:
+                yield PhaseStarted("exam")
+                yield self.examine()
+            yield from self.after_exam()
+            if self.spent() < 1:
+                yield self.evolve()
+            progress.generation, progress.step = progress.generation + 1, 0
+            self.after_generation()
+
+
 def _run(
     session: Session,
     root: Path,
@@ -175,8 +226,32 @@ def _run(
     progress: Progress,
     stop: StopRequest,
 ) -> Iterator[Event]:
-    config, population = session.config, session.population
-    t = config.training
+    population = session.population
+
+    def stop_if_asked() -> None:
+        if _asked(session, stop):
+            raise Interrupted(stop.code, root)
+
+    def after_iteration(ends: bool) -> None:
+        if not ends:  # the end of the generation saves a checkpoint
+            if session.topology.world.first(lambda: checkpoints.is_due(progress)) or _asked(session, stop):
+                checkpoints.save(progress)
+            stop_if_asked()
+
+    def median_test() -> Iterator[Event]:
+        assert progress.exam is not None
+        if progress.median is None:
+            ranked = ranking(progress.exam)
+            middle = ranked[(len(ranked) - 1) // 2]  # the better of the two in the middle
+            progress.median = (middle, population.evaluate_agent(middle, "test"))
+            yield HeldOutTest("median_first_generation", *progress.median)
+
+    def after_generation() -> None:
+        progress.exam = None
+        progress.pace.clear()
+        checkpoints.save(progress)
+        stop_if_asked()
+
     total = max(progress.iteration + 1, planned_iterations(session))
     founders = {} if progress.base is not None else {a.index: dict(a.hyperparameters) for a in population.everyone}
     yield RunStarted(root, total, -(-total // session.evo_steps), founders)
@@ -186,36 +261,18 @@ def _run(
         yield PhaseStarted("base test")
         progress.base = population.evaluate_base("test")
         yield HeldOutTest("base", None, progress.base)
-    while _spent(session, progress) < 1 or progress.step:
-        yield PhaseStarted("train")
-        while progress.step < session.generation_steps and _spent(session, progress) < 1:
-            yield _iterate(session, progress)
-            progress.step += 1
-            if t.evaluation_interval and progress.iteration % t.evaluation_interval == 0:
-                yield PhaseStarted("exam")
-                yield _exam(session, progress)
-            if progress.step == session.generation_steps or _spent(session, progress) >= 1:
-                break  # the end of the generation saves a checkpoint
-            if session.topology.world.first(lambda: checkpoints.is_due(progress)) or _asked(session, stop):
-                checkpoints.save(progress)
-            if _asked(session, stop):
-                raise Interrupted(stop.code, root)
-        if progress.exam is None:
-            yield PhaseStarted("exam")
-            yield _exam(session, progress)
-        assert progress.exam is not None
-        if progress.median is None:
-            ranked = ranking(progress.exam)
-            middle = ranked[(len(ranked) - 1) // 2]  # the better of the two in the middle
-            progress.median = (middle, population.evaluate_agent(middle, "test"))
-            yield HeldOutTest("median_first_generation", *progress.median)
-        if _spent(session, progress) < 1:
-            yield _evolve(session, progress, progress.exam)
-        progress.generation, progress.step, progress.exam = progress.generation + 1, 0, None
-        progress.pace.clear()
-        checkpoints.save(progress)
-        if _asked(session, stop):
-            raise Interrupted(stop.code, root)
+    yield from Loop(
+        progress,
+        spent=partial(_spent, session, progress),
+        generation_steps=lambda: session.generation_steps,
+        iterate=partial(_iterate, session, progress),
+        examine=partial(_exam, session, progress),
+        evolve=lambda: _evolve(session, progress, progress.exam or {}),
+        after_iteration=after_iteration,
+        after_exam=median_test,
+        after_generation=after_generation,
+        evaluation_interval=session.config.training.evaluation_interval,
+    ).generations()
     yield PhaseStarted("test")
     summary = _summary(session, progress)
     tested = _tested_elite(session, writer, progress)

@@ -8,7 +8,7 @@ import torch
 
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.bounds import memory_bytes
-from agilerl.config.base_model import QuantizationConfig
+from agilerl.config.base_model import NetworkConfig, QuantizationConfig
 from agilerl.config.run import RunConfig
 from agilerl.config.vllm import VLLMConfig
 from agilerl.envs.core import Split
@@ -39,20 +39,14 @@ _CURES = {
 }
 
 
-def largest_rank(config: RunConfig) -> int:
-    """Return the largest rank that an adapter of the run may have."""
-    start = config.network.lora_config.r
-    return max(start, config.mutation.rank_range[1]) if config.mutation.probabilities.arch_mut > 0 else start
+def adapter_numbers(rank: int, layers: Sequence[LinearShape]) -> int:
+    """Return the numbers of an adapter of this rank."""
+    return rank * sum(layer.in_features + layer.out_features for layer in layers)
 
 
-def adapter_numbers(config: RunConfig, layers: Sequence[LinearShape]) -> int:
-    """Return D: the numbers of one adapter at its largest rank."""
-    return largest_rank(config) * sum(layer.in_features + layer.out_features for layer in layers)
-
-
-def adapter_slots(config: RunConfig, algorithm: type[LLMAlgorithm]) -> int:
-    """Return the slots of an agent: one, one more for a critic, one more for a separate reference policy."""
-    return algorithm.trained_slots + (config.network.adapter is not None)
+def adapter_slots(network: NetworkConfig, algorithm: type[LLMAlgorithm]) -> int:
+    """Return the slots of an agent, that of its reference policy included."""
+    return algorithm.trained_slots + (network.adapter is not None)
 
 
 def estimate(config: RunConfig, population: Population) -> dict[str, float]:
@@ -77,9 +71,9 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
     parts: dict[str, float] = footprint(
         widths=Widths.of(runtime.base),
         base=runtime.base.weight_bytes,
-        adapter=adapter_numbers(config, runtime.store.layers),
+        adapter=adapter_numbers(config.largest_rank, runtime.store.layers),
         agents=len(agents),
-        slots=adapter_slots(config, type(agents[0])),
+        slots=adapter_slots(config.network, type(agents[0])),
         decoded=max(trained, examined) if samples else None,
         cached=cached_tokens(trained, group, examined, min(prompt, longest), longest, shared=runtime.base.flattens),
         longest=longest,

@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, replace
 from typing import Any
 
+from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.run import RunConfig, SelectionConfig, SharingConfig
 from agilerl.errors import ConfigError
 from agilerl.population import Population
@@ -50,7 +51,7 @@ def preflight(session: Session) -> Probe | None:
         session.preflight = result
     if result is not None and not result.has_signal and session.config.training.preflight == "stop":
         raise ConfigError(
-            f"nothing could be learned: {problem(session.config, session.population, result)}; or start anyway, with "
+            f"nothing could be learned: {_problem(session, result)}; or start anyway, with "
             "--force (training.preflight=warn)"
         )
     return result
@@ -65,7 +66,12 @@ def event_of(probed: Probe, advice: str = "") -> PreflightDone:
 
 def preflight_event(session: Session, probed: Probe) -> PreflightDone:
     """Return the event of a run's preflight."""
-    return event_of(probed, "" if probed.has_signal else problem(session.config, session.population, probed))
+    return event_of(probed, "" if probed.has_signal else _problem(session, probed))
+
+
+def _problem(session: Session, probed: Probe) -> str:
+    config = session.config
+    return problem(config.environment, config.algorithm["name"], session.population, probed)
 
 
 def tried(session: Session) -> PreflightDone | None:
@@ -81,9 +87,8 @@ def tried(session: Session) -> PreflightDone | None:
         return event_of(probe(population, 1, 1))
 
 
-def problem(config: RunConfig, population: Population, probed: Probe) -> str:
+def problem(e: EnvironmentConfig, algorithm: str, population: Population, probed: Probe) -> str:
     """Return why no answers differ in reward, and what to change: the first cause that explains all of them."""
-    e, algorithm = config.environment, config.algorithm["name"]
     groups = f"all {len(probed.answers)} answers to {len(probed.groups)} training questions"
     limit = getattr(population.agents[0].config, "max_output_tokens", None)
     scored = e.task is not None and e.env_type == "reasoning" and e.graders is None and e.reward == "exact"
@@ -144,4 +149,4 @@ def population_of_one(config: RunConfig, bases: Bases, *, allow_code: bool = Fal
     resolved = check(config)
     if resolved.algorithm.env_type != "reasoning":
         raise ConfigError(f"{resolved.algorithm.__name__} learns from data: there are no answers to sample; name GRPO")
-    return build(config, allow_code=allow_code, runtime=bases.of(resolved)).population
+    return build(resolved, allow_code=allow_code, runtime=bases.of(resolved)).population

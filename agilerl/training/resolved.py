@@ -4,18 +4,19 @@ All later code reads the typed result. It is written to run.json, and restored f
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from agilerl import hooks
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.sharing import check_borrows
 from agilerl.arguments import checked, nearest, shown
 from agilerl.bounds import compiled_pattern
-from agilerl.config.base_model import SharedOptions, split_options
-from agilerl.config.run import GeneConfig, PulseConfig, RunConfig
+from agilerl.config.base_model import NetworkConfig, SharedOptions, split_options
+from agilerl.config.run import GeneConfig, MutationConfig, PulseConfig, ReplayConfig, RunConfig, SelectionConfig
 from agilerl.custom_code import names_code
 from agilerl.distributed.topology import Topology, local_share
 from agilerl.errors import ConfigError
@@ -34,7 +35,6 @@ from agilerl.hpo.selection import SelectionStrategy
 from agilerl.hpo.spread import EMBEDDED_RATE, around, lora_rate
 from agilerl.hpo.strategies import ANNEALED, defaults_of, make_strategy
 from agilerl.models.base import EMBEDDED, BaseModel
-from agilerl.other_trainers import ours
 from agilerl.runs.directory import run_date
 from agilerl.training.tasks import own_weights
 from agilerl.validation import grouped, idle, validated
@@ -70,7 +70,7 @@ class Resolved:
     @property
     def own_options(self) -> SharedOptions:
         """The options of the base under ``algorithm`` only, as in run.json."""
-        return _own_options(self.config)
+        return _own_options(self.config.algorithm)
 
     @property
     def algorithm(self) -> type[LLMAlgorithm]:
@@ -134,10 +134,18 @@ class Resolved:
         samples = training.num_epochs * rows * training.pop_size * self.hyperparameters.group_size  # type: ignore[attr-defined]
         return self.derived(max_steps=samples)
 
+    def reading(self, rows: str) -> "Resolved":
+        """Return the settings with another file of rows in place of their dataset."""
+        e = self.config.environment
+        parts = [part.model_copy(update={"path": rows}) for part in e.dataset or ()]
+        return replace(self, config=self.config.replaced(environment=e.model_copy(update={"dataset": parts})))
+
     def seen_from(self, topology: Topology) -> "Resolved":
         """Return the settings of one process: its device, its share of the agents, its vLLM server."""
         here = local_share(self.config, topology)
-        return self if here is self.config else replace(self, config=here, options=_options(here))
+        if here is self.config:
+            return self
+        return replace(self, config=here, options=_options(here.algorithm, here.network))
 
     def document(self) -> dict[str, Any]:
         """Return the resolved manifest, defaults included, as plain data; any number of processes can resume it."""
@@ -154,25 +162,27 @@ class Resolved:
 
 
 @checked
-def resolve(config: RunConfig) -> Resolved:
-    """Resolve a configuration and check everything that needs neither a model nor this machine.
+def resolve(config: RunConfig | Resolved) -> Resolved:
+    """Resolve a configuration and check everything that needs neither a model nor this machine; once is enough.
 
     Raises ConfigError, naming the key, for an unknown algorithm or hyperparameter, a value out of range, contradictory
     settings, and a gene whose range is empty, exceeds what the algorithm accepts, or excludes the start. A start
     outside a range that was given is moved to its nearer end, with a warning.
     """
-    algorithms = _algorithms(config)
+    if isinstance(config, Resolved):
+        return config
+    algorithms = _algorithms(config.algorithm["name"], config.environment.env_type)
     starts = list[AlgorithmConfig]()
-    options = _options(config)
+    options = _options(config.algorithm, config.network)
     genes: dict[str, Gene] = {}
     for algorithm in algorithms:
         # The last result holds for all: a range that an algorithm does not declare is taken from the first.
-        start, genes = _genes_of(config, algorithm, _hyperparameters(config, algorithm), genes)
+        start, genes = _genes_of(config.genes, config.algorithm, algorithm, _hyperparameters(config, algorithm), genes)
         starts.append(start)
     if len(algorithms) > 1:
         names = tuple(algorithm.__name__ for algorithm in algorithms)
         genes["algorithm"] = Gene("algorithm", "choice", scale="choice", choices=names)
-    starts = [_replayed(config, start) for start in starts]
+    starts = [_replayed(config.training.replay, config.algorithm["name"], start) for start in starts]
     (low, high), lora = config.mutation.rank_range, config.network.lora_config
     if config.mutation.probabilities.arch_mut > 0 and not low <= lora.r <= high:
         raise ConfigError(
@@ -190,16 +200,17 @@ def resolve(config: RunConfig) -> Resolved:
                 "sharing.experience needs agents without a KL, found the gene mutation.rl_hp_selection.beta; remove "
                 "one of the two"
             )
-    return Resolved(config, algorithms, starts[0], options, genes, _mutations(config), _selection(config))
+    selection = _selection(config.selection_strategy, config.training.pop_size, config.tournament_size, config.genes)
+    return Resolved(config, algorithms, starts[0], options, genes, _mutations(config.mutation), selection)
 
 
-def _algorithms(config: RunConfig) -> tuple[type[LLMAlgorithm], ...]:
+def _algorithms(written: str, env_type: str) -> tuple[type[LLMAlgorithm], ...]:
     """Return the class that ``algorithm.name`` stands for, or those of ``choice[GRPO, CISPO]``: a gene.
 
     Raises ConfigError for an unknown name, a choice among algorithms that cannot turn into one another, and an
     environment that offers something else to learn from.
     """
-    written, family, env_type = config.algorithm["name"], GRPO.family(), config.environment.env_type
+    family = GRPO.family()
     choice = re.fullmatch(r"\s*choice\[(.*)\]\s*", written)
     names = [written] if choice is None else [name.strip() for name in choice[1].split(",")]
     for name in names:
@@ -229,7 +240,7 @@ def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> Algori
     for key in values:
         # Those of GRPO pass: an algorithm's own Config says why it does not use one of them.
         if key not in model.model_fields and key not in GRPO.Config.model_fields:
-            hint = ours(f"algorithm.{key}", values[key])
+            hint = hooks.hint(f"algorithm.{key}", values[key])
             hint = hint or nearest(key, [*model.model_fields, *SharedOptions.model_fields])
             raise ConfigError(f"unknown key {shown(f'algorithm.{key}')}; {hint}")
     values.setdefault("seed", config.training.seed)
@@ -249,9 +260,8 @@ def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> Algori
     return validated(model, values, "algorithm")
 
 
-def _replayed(config: RunConfig, start: AlgorithmConfig) -> AlgorithmConfig:
+def _replayed(schedule: ReplayConfig | None, name: str, start: AlgorithmConfig) -> AlgorithmConfig:
     """Return the hyperparameters that a replayed schedule begins with; raises ConfigError for one that does not fit."""
-    schedule, name = config.training.replay, config.algorithm["name"]
     if schedule is None:
         return start
     if schedule.algorithm not in (None, name):
@@ -274,16 +284,16 @@ def _replayed(config: RunConfig, start: AlgorithmConfig) -> AlgorithmConfig:
     return begun
 
 
-def _own_options(config: RunConfig) -> SharedOptions:
-    return validated(SharedOptions, split_options(config.algorithm)[1], "algorithm")
+def _own_options(algorithm: Mapping[str, Any]) -> SharedOptions:
+    return validated(SharedOptions, split_options(algorithm)[1], "algorithm")
 
 
-def _options(config: RunConfig) -> SharedOptions:
+def _options(algorithm: Mapping[str, Any], network: NetworkConfig) -> SharedOptions:
     """Return the options under ``algorithm`` with their equivalents under ``network``, unless they conflict."""
-    options = _own_options(config)
+    options = _own_options(algorithm)
     same = {"quantization": "quantization_config", "attn_implementation": "attn_implementation"}
     for name, option in same.items():
-        value, present = getattr(config.network, name), getattr(options, option)
+        value, present = getattr(network, name), getattr(options, option)
         if value is not None and present not in (None, value):
             raise ConfigError(
                 f"network.{name}={shown(value)} and algorithm.{option}={shown(present)} mean the same but differ; set "
@@ -311,7 +321,7 @@ def _document(config: RunConfig, algorithms: tuple[type[LLMAlgorithm], ...], sta
     resolved["training"]["lr_schedule"] = asdict(config.lr_schedule)
     # One of the two decides.
     del resolved["training"]["num_epochs" if config.training.num_epochs is None else "max_steps"]
-    shared = _own_options(config).model_dump(mode="json")
+    shared = _own_options(config.algorithm).model_dump(mode="json")
     return {**resolved, "algorithm": {"name": config.algorithm["name"], **values, **shared}}
 
 
@@ -338,18 +348,25 @@ def _strategy_document(config: RunConfig) -> dict[str, Any]:
 
 def document_of(config: RunConfig) -> dict[str, Any]:
     """Return the document without checking the genes: with today's defaults they may exclude the start."""
-    algorithms = _algorithms(config)
+    algorithms = _algorithms(config.algorithm["name"], config.environment.env_type)
     return _document(config, algorithms, _hyperparameters(config, algorithms[0]))
 
 
 def _genes_of(
-    config: RunConfig, algorithm: type[LLMAlgorithm], start: AlgorithmConfig, known: Mapping[str, Gene]
+    wanted: Mapping[str, GeneConfig],
+    written: Mapping[str, Any],
+    algorithm: type[LLMAlgorithm],
+    start: AlgorithmConfig,
+    known: Mapping[str, Gene],
 ) -> tuple[AlgorithmConfig, dict[str, Gene]]:
-    """Return the start within the genes, and the genes, checked against it; a ``known`` gene keeps its range."""
+    """Return the start within the genes, and the genes, checked against it; a ``known`` gene keeps its range.
+
+    ``written`` is the section ``algorithm``.
+    """
     model = algorithm.Config
     names = [*genes_from(model), *(name for name in gene_names(model) if "." in name)]
     genes = {}
-    for name, wanted in config.genes.items():
+    for name, section in wanted.items():
         where = f"mutation.rl_hp_selection.{name}"
         declared = declared_gene(model, name)
         if declared is None:
@@ -357,7 +374,7 @@ def _genes_of(
             wrong = "this" if known_field else f"{algorithm.__name__} has no"
             wrong += " hyperparameter does not evolve" if known_field else f" hyperparameter {shown(name)}"
             raise ConfigError(f"{where}: {wrong}; {nearest(name, names)}")
-        genes[name] = gene = known.get(name) or _gene(declared, wanted, where)
+        genes[name] = gene = known.get(name) or _gene(declared, section, where)
         # A mutation must not reach a value that the algorithm refuses, given the other starts.
         for end in gene.choices or (gene.min, gene.max):
             number = int(end) if gene.dtype == "int" else end
@@ -366,13 +383,13 @@ def _genes_of(
             except ConfigError as error:
                 raise ConfigError(f"{where} allows {number!r}, which the algorithm does not: {error}") from None
         # A range that was given outweighs the start, and any range outweighs a default.
-        given = wanted.model_fields_set & {"min", "max"} or name.partition(".")[0] not in config.algorithm
+        given = section.model_fields_set & {"min", "max"} or name.partition(".")[0] not in written
         if given and (moved := moved_into_range({name: gene}, values_of(start, [name]))):
             start = validated(model, with_changes(start.model_dump(exclude_unset=True), moved), where)
         if not gene.contains(value := values_of(start, [name])[name]):
             raise ConfigError(
                 f"{where}: the range {gene.span()} excludes the start, algorithm.{name}={value!r}"
-                f"{'' if name in config.algorithm else ', which is the default'}; widen the range or move the start"
+                f"{'' if name in written else ', which is the default'}; widen the range or move the start"
             )
     return start, genes
 
@@ -405,8 +422,7 @@ def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
     return replace(gene, factors=(factors.shrink_factor, factors.grow_factor))
 
 
-def _mutations(config: RunConfig) -> Mutations:
-    m = config.mutation
+def _mutations(m: MutationConfig) -> Mutations:
     return Mutations(
         no_mutation=m.probabilities.no_mut,
         architecture=m.probabilities.arch_mut,
@@ -422,18 +438,17 @@ def _mutations(config: RunConfig) -> Mutations:
     )
 
 
-def _selection(config: RunConfig) -> SelectionStrategy | None:
-    s = config.selection_strategy
+def _selection(s: SelectionConfig, size: int, tournament_size: int, genes: Container[str]) -> SelectionStrategy | None:
     if names_code(s.strategy):
         return None
     settings = s.settings
     if s.strategy == "tournament":
-        settings |= {"tournament_size": config.tournament_size, "elitism": s.elitism}
-    if s.strategy in ANNEALED and not set(LEARNING_RATES) & set(config.genes):
+        settings |= {"tournament_size": tournament_size, "elitism": s.elitism}
+    if s.strategy in ANNEALED and not any(name in genes for name in LEARNING_RATES):
         # A challenger differs by its learning rate alone.
         settings["pulses"] = {**settings.get("pulses", {}), "factors": []}
     try:
-        return make_strategy(s.strategy, config.training.pop_size, settings)
+        return make_strategy(s.strategy, size, settings)
     except ConfigError as error:
         raise ConfigError(f"selection_strategy: {error}") from error
 

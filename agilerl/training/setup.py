@@ -18,7 +18,7 @@ from agilerl.algorithms.state import differences
 from agilerl.arguments import checked, shown
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.named_files import digests
-from agilerl.config.run import TEACHER_KEY, RunConfig
+from agilerl.config.run import TEACHER_KEY, RunConfig, SelectionConfig
 from agilerl.config.vllm import API_KEY, VLLMConfig, lora_capacity
 from agilerl.custom_code import contained, load_code, names_code
 from agilerl.distributed.islands import IslandPopulation
@@ -43,7 +43,7 @@ from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.runtime import Runtime
 from agilerl.templates import at_date
 from agilerl.training.generation import Scale
-from agilerl.training.memory import adapter_numbers, adapter_slots, check_memory, check_weights, estimate, largest_rank
+from agilerl.training.memory import adapter_numbers, adapter_slots, check_memory, check_weights, estimate
 from agilerl.training.probe import Probe
 from agilerl.training.resolved import Resolved, resolve, usual_rate
 from agilerl.training.saved import SavedCheckpoint, received
@@ -139,7 +139,7 @@ class Session:
 
 @checked
 def build(
-    config: RunConfig,
+    config: RunConfig | Resolved,
     checkpoint: Path | None = None,
     *,
     allow_code: bool = False,
@@ -157,11 +157,12 @@ def build(
     Raises ConfigError or EnvError for problems that can be found before training, and CheckpointError for a checkpoint
     that does not fit.
     """
-    _check_islands(config, topology)
     resolved = check(config)
-    trackers = load_trackers(config, allow_code=allow_code)
+    config = resolved.config
+    _check_islands(config, topology)
+    trackers = load_trackers(config.training.trackers, allow_code=allow_code)
     if resolved.selection is None:
-        resolved = replace(resolved, selection=selection_strategy(config, allow_code=allow_code))
+        resolved = replace(resolved, selection=selection_strategy(config.selection_strategy, allow_code=allow_code))
     # Without microseconds: run.json stores seconds, and a resumed run must see the same date.
     date = (config.date or datetime.now()).replace(microsecond=0)
     here = resolved.seen_from(topology)
@@ -177,7 +178,7 @@ def build(
             resolved = resolved.with_epochs(source.train_size if isinstance(source, Task) else None)
             steps, population.exam_prompts = Scale.of(resolved, population).generation()
             check_memory(estimate(here.config, population), here.config.training.device)
-            start_sampling(here.config, population)
+            start_sampling(population, here.config.training.pop_size, here.config.largest_rank)
         except BaseException:
             source.close()
             raise
@@ -195,7 +196,8 @@ def _population(
     saved: SavedCheckpoint | None,
 ) -> Population:
     """Assemble the population of this process, which has the settings ``here``, new or from a checkpoint."""
-    agents = first_generation(resolved, runtime, topology) if saved is None else _survivors(here, saved, runtime)
+    most = max(here.network.lora_config.r, here.mutation.rank_range[1])
+    agents = first_generation(resolved, runtime, topology) if saved is None else _survivors(most, saved, runtime)
     t, islands = here.training, topology.peers.size > 1
     population = (partial(IslandPopulation, exchange=topology.peers) if islands else Population)(
         agents,
@@ -233,9 +235,10 @@ def _check_islands(config: RunConfig, topology: Topology) -> None:
         )
 
 
-def check(config: RunConfig) -> Resolved:
+def check(config: RunConfig | Resolved) -> Resolved:
     """Return what a configuration resolves to; raises ConfigError for all that needs no model, this machine too."""
     resolved = resolve(config)
+    config = resolved.config
     trackers = config.training.trackers
     check_trackers(trackers, own=filter(names_code, trackers))
     check_sampling(config, resolved.options)
@@ -255,7 +258,8 @@ def merged_model(folder: Path, config: RunConfig, *, dtype: str = "auto") -> tup
     W + scale B A is computed in fp32, whatever the run quantised, and rounded to ``dtype``; ``auto`` is the type of the
     base's files. Raises CheckpointError if the adapter does not fit the base, and ConfigError as :func:`load_base`.
     """
-    name, peft = config.network.pretrained_model_name_or_path, imported_peft()
+    network, options, peft = config.network, resolve(config).options, imported_peft()
+    name = network.pretrained_model_name_or_path
     path = resolve_model(name)
     check_weights(path, "cpu", None)
     _spare_retries(name)
@@ -265,7 +269,7 @@ def merged_model(folder: Path, config: RunConfig, *, dtype: str = "auto") -> tup
             f"the files of {name!r} are quantised, and merging rounds the adapter away; name the base that they were "
             "made from: network.pretrained_model_name_or_path=..."
         )
-    options, settings = resolve(config).options, read_config(folder)
+    settings = read_config(folder)
     if settings.alora_invocation_tokens:
         raise ConfigError(
             f"the adapter in {str(folder)!r} is activated (alora_invocation_tokens): it does not act on prompts, so it "
@@ -275,7 +279,7 @@ def merged_model(folder: Path, config: RunConfig, *, dtype: str = "auto") -> tup
     overrides = {key: value for key, value in (options.config_overrides or {}).items() if "dtype" not in key}
     changed = SharedOptions(config_overrides=overrides or None)
     base = _guarded(name, lambda: load_base(name, dtype="float32", options=changed))
-    tokenizer = _guarded(name, lambda: load_tokenizer(name, **config.network.of_tokenizer))
+    tokenizer = _guarded(name, lambda: load_tokenizer(name, **network.of_tokenizer))
     scope = options.lora_target_scope
     read_adapter(folder, lora_layers(base.model, settings, scope))  # every layer is there, and nothing else
     loaded = {"weights": base.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer), "config_overrides": overrides}
@@ -309,9 +313,8 @@ def first_generation(resolved: Resolved, runtime: Runtime, topology: Topology) -
     return agents
 
 
-def _survivors(config: RunConfig, saved: SavedCheckpoint, runtime: Runtime) -> list[LLMAlgorithm]:
-    """Return the agents of a checkpoint; raises CheckpointError if they are larger than the run allows."""
-    most = max(config.network.lora_config.r, config.mutation.rank_range[1])
+def _survivors(most: int, saved: SavedCheckpoint, runtime: Runtime) -> list[LLMAlgorithm]:
+    """Return the agents of a checkpoint; raises CheckpointError if their rank is above ``most``."""
     if saved.bank_rank > most:
         raise CheckpointError(
             f"{saved.path} was made with adapters of rank {saved.bank_rank}, but this run goes up to {most}; resume "
@@ -402,7 +405,8 @@ def load_runtime(resolved: Resolved) -> Runtime:
     given = {**network.lora_config.model_dump(), "alora_invocation_tokens": tokens}
     settings = imported_peft().LoraConfig(**given, task_type="CAUSAL_LM")
     layers = lora_layers(base.model, settings, options.lora_target_scope)
-    adapters = bank_bytes(adapter_numbers(config, layers), t.pop_size, adapter_slots(config, resolved.algorithm))
+    numbers, slots = adapter_numbers(config.largest_rank, layers), adapter_slots(network, resolved.algorithm)
+    adapters = bank_bytes(numbers, t.pop_size, slots)
     check_memory({"base": base.weight_bytes, "adapters": adapters}, t.device)
     return Runtime(
         base,
@@ -451,7 +455,7 @@ def check_sampling(config: RunConfig, options: SharedOptions) -> None:
         return
     if settings.base_url is None:
         check_installed(settings, config.training.device.partition(":")[0])
-    rank, most = largest_rank(config), settings.max_lora_rank
+    rank, most = config.largest_rank, settings.max_lora_rank
     if most is not None and rank > most:
         raise ConfigError(
             f"algorithm.vllm_config.max_lora_rank={most} is less than the rank {rank} that adapters may reach "
@@ -468,7 +472,7 @@ def check_sampling(config: RunConfig, options: SharedOptions) -> None:
         )
 
 
-def start_sampling(config: RunConfig, population: Population) -> None:
+def start_sampling(population: Population, agents: int, rank: int) -> None:
     """Start vLLM if it samples, so that problems show before training."""
     engine = population.runtime.engine
     if not isinstance(engine, VLLMEngine):
@@ -476,8 +480,8 @@ def start_sampling(config: RunConfig, population: Population) -> None:
     if engine.config.max_model_len is not None:  # before starting vLLM
         check_room(population, engine.config, engine.config.max_model_len)
     longest = population.context_length + (population.eval_max_new_tokens or 0)
-    rank = max(largest_rank(config), population.runtime.store.max_rank)
-    engine.start(max(len(population), config.training.pop_size), rank, longest)
+    rank = max(rank, population.runtime.store.max_rank)
+    engine.start(max(len(population), agents), rank, longest)
     check_room(population, engine.config, engine.backend.context_length)
 
 
@@ -568,9 +572,9 @@ class CustomSelection:
         return plan
 
 
-def selection_strategy(config: RunConfig, *, allow_code: bool) -> SelectionStrategy:
+def selection_strategy(section: SelectionConfig, *, allow_code: bool) -> SelectionStrategy:
     """Return the custom strategy that a configuration names, made with ``selection_strategy.params``."""
-    name, params = config.selection_strategy.strategy, config.selection_strategy.params or {}
+    name, params = section.strategy, section.params or {}
     strategy = load_code(_WHERE, name, allowed=allow_code)
     with _reported(f"{_WHERE}={shown(name)} cannot be made with selection_strategy.params={shown(params)}"):
         inner = strategy(**params)

@@ -54,27 +54,35 @@ def task(config: RunConfig, *, allow_code: bool = False, all_rows: bool = False)
     ``environment.dataset`` is in the test, in order: for an evaluation, which trains on none.
     """
     e, seed = config.environment, config.training.seed
+    options: Any = {"seed": seed, "typed_addresses": config.typed_addresses, "allow_code": allow_code}
     if e.env_type == "multiturn":
-        return _episodes(e, seed, allow_code, e.test_prompts + second_panel(config))
+        return _episodes(e, seed, allow_code, e.test_prompts + config.second_panel)
     if e.dataset is not None:
-        test_prompts = None if all_rows else e.test_prompts + second_panel(config)
-        return _wrapped(config, _from_data(e, e.dataset, e.env_type, seed, test_prompts), None, allow_code)
+        test_prompts = None if all_rows else e.test_prompts + config.second_panel
+        return _wrapped(_from_data(e, e.dataset, e.env_type, seed, test_prompts), e, None, **options)
     family, _, name = (e.task or "").partition(":")
     if family != "reasoning_gym" or not name:
         hint = f"; did you mean reasoning_gym:{e.task}?" if e.task in known_tasks() else ""
         raise ConfigError(f"environment.task={shown(e.task)} is unknown; expected reasoning_gym:<dataset>{hint}")
-    return _wrapped(config, _procedural(config, name, second_panel(config)), _careless, allow_code)
+    return _wrapped(_procedural(e, seed, name, config.second_panel), e, _careless, **options)
 
 
-def _wrapped(config: RunConfig, task: Task, mistake: Mistake | None, allow_code: bool) -> Task:
+def _wrapped(
+    task: Task,
+    e: EnvironmentConfig,
+    mistake: Mistake | None,
+    *,
+    seed: int,
+    typed_addresses: Iterable[str],
+    allow_code: bool,
+) -> Task:
     """Return a task as what the algorithm learns from."""
-    e = config.environment
     if e.env_type == "sft":
         return SFTTask(task, loss_on=e.loss_on)
     if e.env_type in ("preference", "unpaired"):
         kind = PreferenceTask if e.env_type == "preference" else UnpairedTask
-        return kind(task, mistake=mistake, seed=config.training.seed)
-    task = graded(e, task, allow_code=allow_code, typed_addresses=config.typed_addresses)
+        return kind(task, mistake=mistake, seed=seed)
+    task = graded(e, task, allow_code=allow_code, typed_addresses=typed_addresses)
     task = task if e.answer_format == "whole" else AnswerFormatTask(task, e.answer_format, e.answer_phrase)
     if e.agent is None:
         return task
@@ -84,13 +92,12 @@ def _wrapped(config: RunConfig, task: Task, mistake: Mistake | None, allow_code:
     return AgentTask(task, program, ProgramLimits(**e.agent_limits.model_dump()))
 
 
-def _procedural(config: RunConfig, name: str, second: int) -> _TemplateTask:
+def _procedural(e: EnvironmentConfig, seed: int, name: str, second: int) -> _TemplateTask:
     """Return a task with its panels drawn; the ``second`` one takes at most what the other two leave."""
-    e = config.environment
     task = _TemplateTask(
         name,
         params=e.params,
-        seed=config.training.seed,
+        seed=seed,
         exam_prompts=e.exam_panel,
         test_prompts=e.test_prompts + second,
         reward=e.reward,
@@ -107,23 +114,18 @@ def _procedural(config: RunConfig, name: str, second: int) -> _TemplateTask:
     except EnvError:
         if not second:
             raise
-        return _procedural(config, name, 0)
+        return _procedural(e, seed, name, 0)
     missing = e.exam_panel + e.test_prompts + second - task.exam_prompts - task.test_prompts
     if not second or not missing:
         return task
     task.close()
     # As many fewer again: the last questions of a task are found by luck.
     rest = (second - missing) // 2 if second - missing >= LEAST_PANEL else 0
-    return _procedural(config, name, rest)
+    return _procedural(e, seed, name, rest)
 
 
 LEAST_PANEL = 32
 """Questions below which a panel would choose by chance: an exam has as many, a second panel is left out."""
-
-
-def second_panel(config: RunConfig) -> int:
-    """Return the questions of the panel that chooses among candidates; they follow those of the test."""
-    return config.environment.exam_panel if config.candidates > 1 else 0
 
 
 def _from_data(

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 from pydantic import Field
 
 from agilerl.arguments import Location, checked, nearest, shown
-from agilerl.config.run import TRACKERS, RunConfig
+from agilerl.config.run import TRACKERS
 from agilerl.custom_code import contained, load_code, names_code
 from agilerl.errors import CheckpointError, ConfigError, WriteError, how_to_install
 from agilerl.report.life import changed
@@ -78,12 +78,11 @@ def check_trackers(wanted: Wanted, own: Iterable[str] = ()) -> None:
             raise ConfigError(f"the tracker {name} needs its library, which is not installed: {how_to_install(name)}")
 
 
-def load_trackers(config: RunConfig, *, allow_code: bool) -> dict[str, Callable[..., Tracker]]:
+def load_trackers(names: Mapping[str, Any], *, allow_code: bool) -> dict[str, Callable[..., Tracker]]:
     """Return the classes of the user's own trackers, by their names in ``training.trackers``, and check the others.
 
     Raises ConfigError if code is not allowed or cannot be loaded, and if a library is missing.
     """
-    names = config.training.trackers
     own = [name for name in names if names_code(name)]
     check_trackers(names, own)
     return {name: load_code("training.trackers", name, allowed=allow_code) for name in own}

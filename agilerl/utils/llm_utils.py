@@ -1,6 +1,6 @@
 """Documented import path; re-exports only."""
 
-from agilerl.training.documented import (
+from agilerl.compat.helpers import (
     aggregate_metrics_across_gpus,
     compare_responses,
     create_llm_accelerator,

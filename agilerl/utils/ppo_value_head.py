@@ -1,5 +1,5 @@
 """Documented import path; re-exports only."""
 
-from agilerl.training.documented import AutoModelForCausalLMWithValueHead
+from agilerl.compat.helpers import AutoModelForCausalLMWithValueHead
 
 __all__ = ["AutoModelForCausalLMWithValueHead"]

@@ -1,7 +1,7 @@
 """Documented import path; re-exports only."""
 
 from agilerl.algorithms.codec import save_llm_checkpoint
-from agilerl.training.documented import (
+from agilerl.compat.helpers import (
     aggregate_metrics_across_gpus,
     create_population,
     run_selection_and_mutation,

@@ -347,6 +347,18 @@ def test_get_action_and_learn_as_documented() -> None:
     assert [i.shape[0] for i in expanded.completion_ids] == [1, 1]
 
 
+def test_an_environment_may_define_its_exam() -> None:
+    class Exam:
+        def reset(self) -> None: ...
+        def step(self) -> None: ...
+        def examine(self, agent: GRPO, loop: int) -> list[float]:
+            return [agent.lr] * loop
+
+    (agent,) = make_agents(1, lr=0.5)
+    assert agent.test(Exam(), 3).tolist() == [0.5] * 3
+    assert agent.fitness == [0.5]
+
+
 @pytest.mark.parametrize(
     ("experiences", "message"),
     [

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from agilerl.algorithms import GRPO, GSPO, PPO, RLOO
+from agilerl.compat.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.data import Completion, RolloutBatch, Trajectory, collate
 from agilerl.data.batch import union
-from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.functional import log_ratio, pool_log_ratio
 from agilerl.models.base import BaseModel
 from agilerl.processes import ALONE

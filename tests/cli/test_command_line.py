@@ -96,7 +96,7 @@ def test_a_shell_completes_settings(
 def test_runs_of_the_same_second_get_directories_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     config = load_manifest()
-    places = [place_of_run(config, None) for _ in range(3)]
+    places = [place_of_run(config.environment, None) for _ in range(3)]
     roots = [place.__enter__() for place in places]
     assert len(set(roots)) == 3
     assert all(root.is_dir() and root.parent == Path("runs") for root in roots)
@@ -105,10 +105,10 @@ def test_runs_of_the_same_second_get_directories_of_their_own(tmp_path: Path, mo
         place.__exit__(None, None, None)
     assert [root.exists() for root in roots] == [False, True, False]
     (roots[1] / "run.json").unlink()
-    with pytest.raises(ValueError, match="ends"), place_of_run(config, None) as root:
+    with pytest.raises(ValueError, match="ends"), place_of_run(config.environment, None) as root:
         raise ValueError("ends")
     assert not root.exists()
-    with place_of_run(config, Path("given")) as root:
+    with place_of_run(config.environment, Path("given")) as root:
         assert root == Path("given")
     assert not root.exists()
 

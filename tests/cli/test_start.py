@@ -12,12 +12,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from agilerl import LocalTrainer, Run, train
 from agilerl.algorithms import ALGORITHMS
 from agilerl.cli import process_settings
 from agilerl.cli.app import app
-from agilerl.config.aliases import LEARNS_FROM
 from agilerl.config.declared import HYPERPARAMETERS
+from agilerl.config.manifest import LEARNS_FROM, load_manifest
 from agilerl.errors import ConfigError
+from agilerl.training import resolved
+from agilerl.training.loop import train as begin
+from agilerl.training.setup import build
 from benchmarking.startup import run, summary
 from tests.cli.outcome import ANNOUNCED, Outcome
 from tests.training.small_runs import ROOT, SMALL, environment
@@ -281,3 +285,30 @@ def test_env_says_what_is_set(agilerl: Agilerl) -> None:
     found = json.loads(agilerl("env", "--json").output)
     assert found["process"] == process_settings.described()
     assert process_settings.SWITCH in agilerl("env").output
+
+
+SHORTEST = (*SMALL, "training.max_steps=1", "training.evo_steps=1")
+
+
+@pytest.mark.parametrize("door", ["command", "dry run", "train", "resume", "LocalTrainer"])
+def test_a_configuration_is_resolved_once(
+    door: str, agilerl: Agilerl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the door of the process: what comes after it is handed the result."""
+    mutations, count = resolved._mutations, list[object]()
+    monkeypatch.setattr(resolved, "_mutations", lambda section: count.append(section) or mutations(section))
+    out, manifest = tmp_path / "run", tmp_path / "it.yaml"
+    manifest.write_text(json.dumps(load_manifest(None, SHORTEST).model_dump(mode="json", exclude_unset=True)))
+    if door in ("command", "dry run"):
+        assert agilerl("train", str(manifest), "--out", str(out), *["--dry-run"] * (door == "dry run")).code == 0
+    elif door == "train":
+        train(manifest=manifest, out=out, display=False)
+    elif door == "resume":
+        next(run := begin(build(load_manifest(manifest)), out))
+        run.close()
+        count.clear()
+        assert not Run(out).is_finished
+        Run(out).resume(display=False)
+    else:
+        LocalTrainer.from_manifest(manifest).train(out=out, verbose=False)
+    assert len(count) == 1

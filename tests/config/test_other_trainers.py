@@ -11,11 +11,11 @@ from pydantic import BaseModel
 
 from agilerl import GRPO, train
 from agilerl.algorithms import ALGORITHMS
+from agilerl.compat.other_trainers import NAMES, ours
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.manifest import _nested, load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
-from agilerl.other_trainers import NAMES, ours
 from agilerl.training.resolved import resolve
 
 KEY = re.compile(r"\b(?:algorithm|environment|training|network|selection_strategy)\.\w+(?:\.\w+)*")

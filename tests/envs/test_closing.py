@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
+from agilerl.compat.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.envs.adapters import as_text_env
-from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.envs.tools import SearchTool
 from agilerl.errors import EnvError
 from agilerl.rewards.grader import BaseGrader

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from agilerl.algorithms.experiences import ActionResult, action_result
+from agilerl.compat.gyms import ReasoningGym
+from agilerl.compat.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.data import Completion
 from agilerl.envs.core import Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.gyms import ReasoningGym
 from agilerl.envs.prompts import completion_length, decode_completions, end_token_ids, render_prompt
-from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.errors import EnvError
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.collect import collect_answers
@@ -201,7 +201,7 @@ def test_the_documented_loop(case: Case, tokenizer: Any) -> None:
 
 
 def test_a_completion_that_may_be_padding_is_told_once(tmp_path: Path) -> None:
-    from agilerl.envs.tokenized import _warn_of_padding
+    from agilerl.compat.tokenized import _warn_of_padding
 
     _warn_of_padding.cache_clear()
     tokenizer = tokenizer_of("pad is eos", tmp_path)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from agilerl.algorithms import GRPO, PPO
+from agilerl.compat.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.envs.probes import GridNavigation
-from agilerl.envs.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.errors import ConfigError, EnvError
 from agilerl.runtime import Runtime
 from tests.envs.conftest import make_tokenizer

@@ -21,6 +21,7 @@ from agilerl.algorithms import (
     PolicyLoss,
 )
 from agilerl.algorithms.agent import _say_that_the_context_ends_it
+from agilerl.compat.loops import LoopOptions
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.envs import (
@@ -116,7 +117,6 @@ from agilerl.runs import (
     read_lines,
     read_run,
 )
-from agilerl.training.llm import LoopOptions
 from agilerl.training.resolved import resolve
 from agilerl.training.trackers import check_trackers
 from agilerl.training.train_llm import (

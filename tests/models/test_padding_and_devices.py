@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 
 from agilerl import Population
 from agilerl.algorithms import GRPO, SFT
+from agilerl.compat.gyms import PreferenceGym, ReasoningGym
+from agilerl.compat.tokenized import TokenObservationWrapper
 from agilerl.config.manifest import load_manifest
 from agilerl.envs import DatasetTask
-from agilerl.envs.gyms import PreferenceGym, ReasoningGym
-from agilerl.envs.tokenized import TokenObservationWrapper
 from agilerl.errors import ConfigError
 from agilerl.models.base import check_device, load_tokenizer
 from agilerl.models.tiny import tiny_model_path

@@ -20,6 +20,7 @@ from agilerl import (
     TournamentSelection,
 )
 from agilerl.algorithms import LLMAlgorithm
+from agilerl.compat import loops
 from agilerl.envs import GuessTheNumber
 from agilerl.errors import ConfigError
 from agilerl.llm_envs import PreferenceGym, ReasoningGym, SFTGym, TokenObservationWrapper
@@ -226,7 +227,7 @@ def test_checkpoints_are_saved_every_so_many_samples(
     runtime: Runtime, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[tuple[int, Any]] = []
-    monkeypatch.setattr(llm, "save_llm_checkpoint", lambda agent, path, **_: saved.append((agent.updates, path)))
+    monkeypatch.setattr(loops, "save_llm_checkpoint", lambda agent, path, **_: saved.append((agent.updates, path)))
     options = {"max_steps": 6 * BATCH, "checkpoint_steps": 2 * BATCH, "checkpoint_path": tmp_path, **QUIET}
     finetune_llm_reasoning(agents(runtime, 1), questions(runtime, rows), **options)
     assert saved == [(2, tmp_path), (4, tmp_path), (6, tmp_path), (6, tmp_path)]

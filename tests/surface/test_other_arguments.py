@@ -32,6 +32,7 @@ from agilerl import (
 )
 from agilerl.algorithms import CosineLRScheduleConfig
 from agilerl.algorithms.config import lr_factor
+from agilerl.compat.loops import LoopOptions
 from agilerl.config.manifest import load_manifest
 from agilerl.envs.core import score_completions
 from agilerl.envs.episode_task import EpisodeTask
@@ -56,7 +57,6 @@ from agilerl.llm_envs import (
 )
 from agilerl.streams import stream
 from agilerl.training import llm
-from agilerl.training.llm import LoopOptions
 from agilerl.training.loop import _evolve, planned_iterations
 from agilerl.training.saved import Progress
 from agilerl.training.setup import build

@@ -208,7 +208,8 @@ def test_the_advice_fits_the_cause(one: Any, answer: Answer, graded: str, settin
     population = one(*settings)
     found = Probe([Group("", "5", [answer] * 2, [graded] * 2)] * 2)
     assert not found.has_signal
-    sentence = problem(load_manifest(None, settings), population, found)
+    config = load_manifest(None, settings)
+    sentence = problem(config.environment, config.algorithm["name"], population, found)
     assert re.search(advice, sentence), sentence
 
 

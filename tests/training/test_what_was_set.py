@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.codec import packed, read_state, unpacked, write_state
+from agilerl.compat.trainer import LocalTrainer
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.distributed.topology import SOLITARY
@@ -23,7 +24,6 @@ from agilerl.training.loop import resume, train
 from agilerl.training.resolved import recorded, resolve
 from agilerl.training.saved import SavedRun, open_run
 from agilerl.training.setup import build, check, first_generation, load_runtime
-from agilerl.training.trainer import LocalTrainer
 from agilerl.utils.utils import create_population
 from tests.training.small_runs import SMALL, lines
 
@@ -50,11 +50,11 @@ class Configured(Exception):  # noqa: N818
 def configured_by_train(**given: Any) -> RunConfig:
     """Return what ``agilerl.train`` makes of its arguments."""
 
-    def stop(config: RunConfig, out: Path | None) -> None:
+    def stop(config: RunConfig, *_: Any, **__: Any) -> None:
         raise Configured(config)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("agilerl.config.run.place_of_run", stop)
+        patched.setattr("agilerl.training.start.start", stop)
         with pytest.raises(Configured) as caught:
             train_in_python(**given, display=False)
     config: RunConfig = caught.value.args[0]

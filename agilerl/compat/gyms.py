@@ -4,12 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from agilerl.arguments import Count, Name, Seed, Tokenizer, checked
+from agilerl.arguments import Count, Having, Name, Seed, Tokenizer, Whole, checked, taken
 from agilerl.data import RolloutBatch, collate
 from agilerl.envs.core import AnyTask, Row, Split, Task, TrainingOrder, score_completions
 from agilerl.envs.curation import Form, as_messages, check_rows, form_of
@@ -24,15 +25,18 @@ from agilerl.envs.examples import (
     demonstration,
     trajectories,
 )
-from agilerl.envs.prompts import Accelerator, check_tokenizer, decode_completions, render_prompt, saved_batches
+from agilerl.envs.prompts import check_tokenizer, decode_completions, render_prompt
 from agilerl.envs.sources import Rows, read_dataset
-from agilerl.errors import EnvError
+from agilerl.errors import ConfigError, EnvError
 from agilerl.padding import decoded, padded
 from agilerl.rewards.combine import Graders
 
 Batch = TypeVar("Batch")
 Prompt = dict[str, Any]
 """``input_ids`` and ``attention_mask`` [1, P] int64, ``text``, ``question``, ``answer``, and ``row`` (all columns)."""
+Accelerator = Annotated[
+    Any, Having("an accelerate.Accelerator", ("process_index", "num_processes"), "pass accelerate.Accelerator()")
+]
 
 
 class Gym(ABC, Generic[Batch]):
@@ -107,6 +111,13 @@ class Gym(ABC, Generic[Batch]):
         # A panel's last batch may be short, because no row counts twice in one pass.
         first = drawn % -(-size // whole) * whole
         return range(first, min(first + whole, size))[self._rank :: self._world]
+
+
+def _saved_batches(state: Mapping[str, Any]) -> int:
+    """Return the number of batches in an environment's ``state()``; raises ConfigError if it is missing."""
+    if "batches" not in state:
+        raise ConfigError(f"from_state(state=...): expected what state() returned, with batches, found {dict(state)!r}")
+    return cast(int, taken(Whole, state["batches"], "from_state", "batches"))
 
 
 class ReasoningGym(Gym[list[Prompt]]):
@@ -212,7 +223,7 @@ class ReasoningGym(Gym[list[Prompt]]):
     @checked
     def from_state(self, state: Mapping[str, int]) -> list[Prompt]:
         """Return to a saved position, and return its current prompts."""
-        self._split, self._drawn["train"] = "train", saved_batches(state)
+        self._split, self._drawn["train"] = "train", _saved_batches(state)
         if not self._drawn["train"]:
             return []
         self._drawn["train"] -= 1
@@ -348,12 +359,24 @@ class DataGym(Gym[RolloutBatch]):
     @checked
     def from_state(self, state: Mapping[str, int]) -> None:
         """Return to a saved position."""
-        self._split, self._drawn["train"] = "train", saved_batches(state)
+        self._split, self._drawn["train"] = "train", _saved_batches(state)
 
     def _next(self) -> RolloutBatch:
         rows = [self.row(self._split, position) for position in self._positions()]
         examples = [t for group, row in enumerate(rows) for t in trajectories(self._examples(row), group, row)]
         return collate(examples, int(self.tokenizer.pad_token_id))
+
+    def examine(self, agent: Any, batches: int) -> np.ndarray:
+        """Return the agent's score of each row in that many batches of the test dataset."""
+        if agent.env_type == "reasoning":
+            raise ConfigError(f"{agent.algorithm.name} learns from rewards; test it on a ReasoningGym")
+        scores: list[np.ndarray] = []
+        with self.eval_mode():
+            for number in range(batches):
+                batch = self.step() if number else self.reset()
+                scores.append(agent.score(batch).double().cpu().numpy())
+                agent.tokens["evaluated"] += int(batch.lengths.sum())
+        return np.concatenate(scores)
 
     def _examples(self, row: Row) -> list[Example]:
         """Return the examples of a row of the current split; those that belong together are adjacent."""

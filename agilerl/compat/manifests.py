@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from agilerl.arguments import shown
+from agilerl.config.manifest import LEARNS_FROM
 from agilerl.errors import ConfigError
 
 Section = dict[str, Any]
 
 _ALGORITHMS = {"LLMPPO": "PPO", "LLMREINFORCE": "REINFORCE"}
-LEARNS_FROM = {"SFT": "sft", "DPO": "preference", "KTO": "unpaired"}
-"""``environment.env_type`` of the algorithms that learn from data."""
 _SECTIONS = {"tournament_selection": "selection_strategy"}
 _NAMES = {
     "algorithm": {"chunk_rows": "fused_logprobs_chunk_rows", "action_granularity": "advantage_granularity"},
@@ -70,18 +69,6 @@ def translated(manifest: Mapping[str, Any]) -> dict[str, Any]:
     for step in (_algorithm, _environment, _training, _selection, _mutation):
         step(values)
     return values
-
-
-def with_two_rates(values: Section) -> None:
-    """Let ``lr`` stand for both learning rates of PPO, as a hyperparameter and as a gene."""
-    algorithm = _section(values, "algorithm")
-    if algorithm.get("name") not in ("PPO", "LLMPPO"):
-        return
-    for section in (algorithm, _section(values, "mutation.rl_hp_selection")):
-        if "lr" in section:
-            rate = section.pop("lr")
-            for name in ("lr_actor", "lr_critic"):
-                section.setdefault(name, rate)
 
 
 _NOTHING = object()

@@ -1,12 +1,11 @@
-"""Documented names that mean little for an agent that is one adapter slot, kept for compatibility in this one file."""
+"""Attributes and methods that AgileRL documents for its agents; they mean little for one that is an adapter slot."""
 
-import inspect
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 import torch
@@ -15,12 +14,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from agilerl.algorithms.config import CosineLRScheduleConfig, lr_factor
 from agilerl.arguments import Having, Location, checked, shown, taken
-from agilerl.config.base_model import SharedOptions, split_options
-from agilerl.errors import CheckpointError, ConfigError
+from agilerl.errors import CheckpointError
 from agilerl.models import adapters
-from agilerl.models.slots import Route
-from agilerl.runtime import Runtime
-from agilerl.validation import validated
+
+if TYPE_CHECKING:
+    from agilerl.algorithms.agent import LLMAlgorithm
+else:
+    LLMAlgorithm = object  # the members are given to it, so it need not be imported
 
 # Accepted with exactly these values, because that is how the shared base works already.
 _IMPLIED: dict[str, tuple[Any, ...]] = {
@@ -121,8 +121,8 @@ class ActorView:
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
-        """Read from the base model alone inside, as :meth:`DocumentedSurface.select_adapter` reads from an adapter."""
-        with self._agent._reading("base"):
+        """Read from the base model alone inside, as ``agent.select_adapter`` reads from an adapter."""
+        with self._agent.reading("base"):
             yield
 
     @checked
@@ -146,20 +146,14 @@ class ActorView:
         return self
 
     def _routed(self) -> AbstractContextManager[None]:
-        return self._agent.runtime.store.routed(_route(self._agent.selected_slot))  # type: ignore[no-any-return]
+        return self._agent.runtime.store.routed(self._agent.selected_route)  # type: ignore[no-any-return]
 
 
-class DocumentedSurface:
-    """Methods and attributes of the documented interface whose job the shared base has taken over."""
+class DocumentedSurface(LLMAlgorithm):
+    """Methods and attributes of the documented interface whose job the shared base has taken over.
 
-    runtime: Runtime
-    slot: int
-    reference_slot: int | None
-    critic_slot: int | None
-    _selected: str = "actor"
-    """The adapter that the agent's answers and log-probs are of; ``base`` inside ``actor.disable_adapter()``."""
-
-    # -- attributes that programs read ----------------------------------------------------------------------------
+    :func:`extend` gives them to the class of agents, which does not inherit from this one.
+    """
 
     @property
     def device(self) -> torch.device:
@@ -169,7 +163,7 @@ class DocumentedSurface:
     @property
     def algo(self) -> str:
         """Name of the algorithm."""
-        return self.algorithm.name  # type: ignore[attr-defined,no-any-return]
+        return self.algorithm.name
 
     @property
     def actor(self) -> ActorView:
@@ -192,9 +186,9 @@ class DocumentedSurface:
 
         None without ``cosine_lr_schedule_config``.
         """
-        if self.cosine_lr_schedule_config is None:  # type: ignore[attr-defined]
+        if self.cosine_lr_schedule_config is None:
             return None
-        return SimpleNamespace(get_last_lr=lambda: [s.lr for s in self.optimizer_settings().values()])  # type: ignore[attr-defined]
+        return SimpleNamespace(get_last_lr=lambda: [s.lr for s in self.optimizer_settings().values()])
 
     @property
     def accelerator(self) -> Any:
@@ -214,96 +208,30 @@ class DocumentedSurface:
     @property
     def batch_size_per_process(self) -> int:
         """Rows of an optimizer step in each process."""
-        return int(self.config.batch_size) // self.runtime.processes.size  # type: ignore[attr-defined]
+        return int(self.config.batch_size) // self.runtime.processes.size
 
     @property
     def registry(self) -> SimpleNamespace:
         """What evolution knows of the agent: ``hp_config``, ``hooks``, and ``groups``, the names of what it trains."""
-        groups = ["actor", "critic"][: self.trained_slots]  # type: ignore[attr-defined]
-        return SimpleNamespace(hp_config=self.hp_config, hooks=list(self._mutation_hooks), groups=groups)  # type: ignore[attr-defined]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        parameters = dict(inspect.signature(cls).parameters)
-        for name, field in SharedOptions.model_fields.items():
-            parameters[name] = inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=field.default)
-        cls.__signature__ = inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))  # type: ignore[attr-defined]
-
-    @staticmethod
-    def _split_documented(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], SharedOptions]:
-        """Take out the options of the shared base, and keywords that need no action here.
-
-        Raises ConfigError for an option that is wrong, and for a value that would need an action.
-        """
-        rest, options = split_options(arguments)
-        for name, accepted in _IMPLIED.items():
-            if name in rest:
-                value = rest.pop(name)
-                if not any(value is a or value == a for a in accepted):
-                    raise ConfigError(f"{name}={value!r} is not available; expected {' or '.join(map(repr, accepted))}")
-        return rest, validated(SharedOptions, options)
+        groups = ["actor", "critic"][: self.trained_slots]
+        return SimpleNamespace(hp_config=self.hp_config, hooks=list(self._mutation_hooks), groups=groups)
 
     def load_weights(self, path: Location) -> None:
         """Load the adapter of a checkpoint folder: ``load_checkpoint`` by another name."""
-        self.load_checkpoint(path)  # type: ignore[attr-defined]
+        self.load_checkpoint(path)
 
     def get_lr_names(self) -> list[str]:
         """Return the names of the learning rates."""
-        return ["lr"]
+        return [name for name in ("lr", "lr_actor", "lr_critic") if name in self.Config.model_fields]
 
     def get_policy(self) -> Any:
         """Return the base model; an agent's own adapter is active inside its calls only."""
         return self.runtime.base.model
 
-    @checked
-    def use_adapter(self, adapter_name: str) -> None:
-        """Read from this agent's ``actor`` or ``reference`` adapter from here on (``critic`` too, if it has one).
-
-        ``logprobs``, ``get_action``, ``generate``, ``test``, ``actor(...)``, a population's ``evaluate`` and direct
-        calls of the base model read from the selected adapter. ``learn``, a population's ``rollout`` and everything
-        that is saved are always of the actor. A reference without a slot is the base model alone.
-        """
-        if adapter_name not in self._adapters:
-            known = " or ".join(f"'{name}'" for name in self._adapters)
-            raise ConfigError(f"expected the adapter {known}, found {adapter_name!r}")
-        self._select(adapter_name, _route(self._adapters[adapter_name]))
-
-    def select_adapter(self, adapter_name: str) -> AbstractContextManager[object]:
-        """Read from an adapter as :meth:`use_adapter` does; as a context (``with``), only while it is open."""
-        after = ExitStack()
-        after.callback(self._select, self._selected, self.runtime.store.route)
-        self.use_adapter(adapter_name)
-        return after
-
-    def _select(self, adapter_name: str, route: Route | None) -> None:
-        self._selected, self.runtime.store.route = adapter_name, route
-
-    @property
-    def selected_slot(self) -> int | None:
-        """Slot of the selected adapter; None: the base model alone."""
-        return self._adapters.get(self._selected)
-
-    @property
-    def _adapters(self) -> dict[str, int | None]:
-        """The slots that can be selected, by name."""
-        slots = {"actor": self.slot, "reference": self.reference_slot}
-        return slots if self.critic_slot is None else {**slots, "critic": self.critic_slot}
-
-    @contextmanager
-    def _reading(self, name: str) -> Iterator[None]:
-        """Select an adapter, or ``base``; then select again what was selected before."""
-        before, self._selected = self._selected, name
-        store = self.runtime.store
-        try:
-            with store.routed(None if name == "base" else store.route):
-                yield
-        finally:
-            self._selected = before
-
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
-        """Return what evolution acts on: the adapter's slot and, unless ``networks_only``, the genes' values."""
-        genes: dict[str, Any] = {} if networks_only else self.hyperparameters  # type: ignore[attr-defined]
-        return {"actor": self.slot, **genes}
+        """Return what evolution acts on: the trained slots and, unless ``networks_only``, the genes' values."""
+        genes: dict[str, Any] = {} if networks_only else self.hyperparameters
+        return {**dict(zip(("actor", "critic"), self.optimizer_settings())), **genes}
 
     @staticmethod
     def inspect_attributes(agent: Any, input_args_only: bool = False) -> dict[str, Any]:
@@ -321,8 +249,9 @@ class DocumentedSurface:
         return clone
 
     def reinit_optimizers(self, optimizer: Any = None) -> None:
-        """Forget Adam's moments and step counter."""
-        self.runtime.store.clear_moments(self.slot)
+        """Forget Adam's moments and step counter of each trained slot."""
+        for slot in self.optimizer_settings():
+            self.runtime.store.clear_moments(slot)
 
     @staticmethod
     @checked
@@ -390,5 +319,9 @@ class DocumentedSurface:
         )
 
 
-def _route(slot: int | None) -> Route | None:
-    return None if slot is None else Route((slot,), None)
+def extend(agent_class: "type[LLMAlgorithm]") -> None:
+    """Give agents the members of :class:`DocumentedSurface`, and the keywords of AgileRL that need no action here."""
+    for name, member in vars(DocumentedSurface).items():
+        if not name.startswith("__"):
+            setattr(agent_class, name, member)
+    agent_class.implied = _IMPLIED

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +20,8 @@ from agilerl.padding import decoded, padded
 
 Prompt = dict[str, Any]
 """``input_ids`` and ``attention_mask`` [1, P] int64, and ``text``."""
+_EXAM_SEED = 2**31
+"""Seed of the first exam episode; training counts from 0 and never reaches it."""
 
 
 class TokenObservationWrapper:
@@ -145,6 +148,20 @@ class TokenObservationWrapper:
         if self._episode is None:
             raise EnvError("expected reset() first: no episode has begun")
         return self._episode.trajectories(group, number)
+
+    def examine(self, agent: Any, episodes: int) -> np.ndarray:
+        """Return the returns of that many greedy episodes, from seeds that training never reaches."""
+        returns: list[float] = []
+        for number in range(episodes):
+            prompt, _ = self.reset(_EXAM_SEED + number)
+            total, done = 0.0, False
+            while not done:
+                action = agent.get_action([prompt], training=False)
+                agent.tokens["evaluated"] += int(action.action_masks[0].sum())
+                prompt, reward, terminated, truncated, _ = self.step(action.completion_ids[0])
+                total, done = total + reward, terminated or truncated
+            returns.append(total)
+        return np.array(returns)
 
     def close(self) -> None:
         """Close the environment; ``reset`` and ``step`` raise EnvError afterwards. A second call does nothing."""
@@ -333,6 +350,18 @@ class SyncMultiTurnVecEnv:
     def returns(self) -> list[float]:
         """Return the sum of each episode's rewards."""
         return [env.trajectories()[0].episode_return for env in self.envs]
+
+    def examine(self, agent: Any, batches: int) -> np.ndarray:
+        """Return the returns of that many batches of greedy episodes, from seeds that training never reaches."""
+        returns: list[float] = []
+        for number in range(batches):
+            prompts: list[Prompt] | None = self.reset(_EXAM_SEED + number * self.batch_size)
+            while prompts is not None:
+                action = agent.get_action(prompts, training=False)
+                agent.tokens["evaluated"] += sum(int(mask.sum()) for mask in action.action_masks)
+                prompts = self.step(action.completion_ids)
+            returns += self.returns()
+        return np.array(returns)
 
     def close(self) -> None:
         """Close all environments."""

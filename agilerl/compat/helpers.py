@@ -24,9 +24,9 @@ from agilerl.arguments import (
     described,
     nearest,
 )
+from agilerl.compat.gyms import DataGym, ReasoningGym
 from agilerl.config.base_model import SharedOptions
 from agilerl.envs.core import Task
-from agilerl.envs.gyms import DataGym, ReasoningGym
 from agilerl.envs.prompts import render_prompt
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import Mutations
