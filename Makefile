@@ -120,7 +120,7 @@ $(VERIFIERS_READY): pyproject.toml
 	$(PYTHON) -m venv $(VERIFIERS_VENV)
 	$(VERIFIERS_VENV)/bin/python -m pip install --quiet torch==2.13.0
 	$(VERIFIERS_VENV)/bin/python -m pip install --quiet torch==2.13.0 --editable '.[verifiers]' \
-		hypothesis==6.170.15 pytest==9.2.0 pytest-timeout==2.4.0
+		hypothesis==6.170.15 nltk==3.10.4 pytest==9.2.0 pytest-timeout==2.4.0 textarena==0.7.4
 	touch $@
 
 peers: $(READY) $(TRL_READY) ## Measure a step against TRL's trainer; ARGS='...' reaches benchmarking/peers.py

@@ -133,12 +133,14 @@ async def plays(openai: Any, row: Row) -> str:
     return str(total)
 
 
-def rollout(model: str, task: Callable[[EpisodeTask], Any]) -> Callable[[], dict[str, float]]:
-    """Return what measures one rollout of four agents."""
+def rollout(
+    model: str, agents: int, prompts: int, task: Callable[[EpisodeTask], Any]
+) -> Callable[[], dict[str, float]]:
+    """Return what measures one rollout."""
     game = EpisodeTask(GuessTheNumber, {"max_number": 9, "max_turns": 4}, exam_episodes=4, test_episodes=4)
     runtime = Runtime.from_pretrained(model, seed=0)
-    agents = [GRPO(runtime=runtime, index=i, seed=0, **SETTINGS) for i in range(4)]
-    population = Population(agents, task(game), prompts_per_step=4, eval_max_new_tokens=8)
+    members = [GRPO(runtime=runtime, index=i, seed=0, **SETTINGS) for i in range(agents)]
+    population = Population(members, task(game), prompts_per_step=prompts, eval_max_new_tokens=8)
     step = torch_engine._Decoder._step
 
     def measured() -> dict[str, float]:
@@ -166,13 +168,16 @@ def main() -> None:
     parser.add_argument("out", type=Path, nargs="?", default=ROOT / "benchmarking" / "results" / "endpoint.json")
     parser.add_argument("--model", default="embedded", help="embedded, or a folder")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--agents", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=4, help="of each agent; each is played eight times")
     parser.add_argument("--calls", type=int, default=200)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     runtime = Runtime.from_pretrained("embedded", seed=0)
     agent = GRPO(runtime=runtime, index=0, seed=0, **SETTINGS)
-    program = rollout(arguments.model, lambda game: AgentTask(Seeds(game), plays, ProgramLimits(timeout=600.0)))
-    environment = rollout(arguments.model, lambda game: game)
+    size = arguments.model, arguments.agents, arguments.prompts
+    program = rollout(*size, lambda game: AgentTask(Seeds(game), plays, ProgramLimits(timeout=600.0)))
+    environment = rollout(*size, lambda game: game)
     program(), environment()
     calls: list[dict[str, float]] = []
     rollouts: list[dict[str, dict[str, float]]] = []
@@ -192,6 +197,7 @@ def main() -> None:
         "date": datetime.now(UTC).date().isoformat(),
         "machine": {"platform": platform.platform(), "cores": os.cpu_count(), "load": loads},
         "model": arguments.model,
+        "episodes": arguments.agents * arguments.prompts * SETTINGS["group_size"],
         "call_ms": typical,
         "rollout": {
             "ratio": round(ratio, 3),

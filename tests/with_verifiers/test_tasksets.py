@@ -1,5 +1,6 @@
 """Runs on tasksets of verifiers: ``environment.env_id: verifiers:NAME``."""
 
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -84,6 +85,20 @@ def test_a_harness_of_verifiers_calls_the_tools_of_a_task() -> None:
     assert {t.rewards[-1] for t in rollout.trajectories[0]} == {0.0}
     assert all(t.token_ids for t in rollout.trajectories[0])
     task.close()
+
+
+def test_a_game_of_verifiers_own_is_played_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hangman of textarena, whose taskset takes the turns itself; nltk's list of words is short and of this folder."""
+    words = tmp_path / "corpora" / "words"
+    words.mkdir(parents=True)
+    (words / "en").write_text("apple\nriver\nstone\nhouse\ngarden\nmountain\n")
+    monkeypatch.setenv("NLTK_DATA", str(tmp_path))
+    params = {"game": "Hangman-v0", "agent": {"max_turns": 2}}
+    task = taskset("textarena", params=params, agent_limits={"timeout": 250.0}, eval_prompts=2, test_prompts=2)
+    rollout = population(task, 1, group_size=2, batch_size=2, max_output_tokens=4).rollout()
+    task.close()
+    assert not rollout.failures, rollout.failures
+    assert all("[GAME] You are playing Hangman" in t.text for t in rollout.trajectories[0])
 
 
 def test_without_allow_code_nothing_is_imported() -> None:

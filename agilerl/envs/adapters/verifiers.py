@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Future
+from functools import cache
 from itertools import islice
 from threading import Lock, Thread
 from typing import Any, Self
@@ -12,8 +13,8 @@ from agilerl.envs.core import Row, Split, Task, TrainingOrder, fewer, warn_of_fe
 from agilerl.envs.programs import MODEL, AgentTask, ProgramLimits, client
 from agilerl.errors import AgileRLError, ConfigError, EnvError, how_to_install
 
-MOST_TASKS = 10_000
-"""Tasks that are read of a taskset, which may be infinite."""
+MOST_TASKS, MOST_OF_INFINITE = 10_000, 1_000
+"""Tasks that are read of a taskset."""
 
 
 class Answer(str):
@@ -39,8 +40,9 @@ class TasksetTask(Task):
     def __init__(self, env: Any, name: str, exam: int, test: int, seed: int) -> None:
         """Read the tasks; raises EnvError if there are too few for an exam and a test."""
         self.env, self.name = env, name
+        most = MOST_TASKS if env.taskset.bounded else MOST_OF_INFINITE
         # An index would make equal tasks different.
-        distinct = {task.with_data(idx=None).hash: task for task in islice(env.taskset, MOST_TASKS)}
+        distinct = {task.with_data(idx=None).hash: task for task in islice(env.taskset, most)}
         self._tasks = [distinct[key] for key in sorted(distinct)]
         sizes = fewer(exam, test, min(exam + test, len(self._tasks) // 2))
         if sizes is None:
@@ -129,7 +131,7 @@ def make_taskset(
     """
     try:
         import verifiers.v1 as vf
-        from verifiers.v1.utils.loaders import default_harness_id, environment_class, resolve_env_config
+        from verifiers.v1.utils.loaders import default_harness_id, env_config_type, load_environment, resolve_env_config
     except ImportError as error:
         raise ConfigError(
             f"environment.env_id=verifiers:{name} needs the package verifiers 0.4, in an environment of its own: "
@@ -141,21 +143,25 @@ def make_taskset(
         with contained():
             own = default_harness_id(name)  # "bash" if there is none, which would give the model a shell
             agent = {"harness": {"id": "null" if own == "bash" else own}, **given}
-            config = resolve_env_config({"taskset": {"id": name, **settings}, "agent": agent})
-            kind = environment_class(name)
-            if kind is not vf.SingleAgentEnv:
-                raise ConfigError(f"expected a taskset of one agent, found {kind.__name__}")
-            env = kind(config)
+            roles = [
+                role
+                for role, field in env_config_type(name).model_fields.items()
+                if isinstance(field.default, vf.AgentConfig)
+            ]
+            if len(roles) != 1:
+                raise ConfigError(f"expected a taskset of one agent, found {', '.join(roles) or 'none'}")
+            config = resolve_env_config({"taskset": {"id": name, **settings}, roles[0]: agent})
+            env = load_environment(config)
+            task = TasksetTask(env, name, exam, test, seed)
             tools = env.taskset.toolsets(config.taskset) or env.taskset.task_type().toolsets(config.taskset.task)
-            if agent["harness"] == {"id": "null"} and "harness" not in given and not tools:
-                env = _in_this_process(config)
+            if own == "bash" and "harness" not in given and not tools and type(env) is vf.SingleAgentEnv:
+                env.setup = _in_this_process
             (harness,) = env._harnesses.values()
-            if harness.EXECUTES_CODE and isinstance(config.agent.runtime, vf.SubprocessConfig):
+            if harness.EXECUTES_CODE and isinstance(getattr(config, roles[0]).runtime, vf.SubprocessConfig):
                 raise ConfigError(
                     f"its harness {harness.config.id!r} would run what the model writes on this machine; set "
                     "environment.params.agent.runtime to {type: docker}, or agent.harness to {id: 'null'}"
                 )
-            task = TasksetTask(env, name, exam, test, seed)
     except AgileRLError as error:
         raise type(error)(f"environment.env_id=verifiers:{name}: {error}") from error
     except Exception as error:  # its code may raise anything
@@ -163,8 +169,14 @@ def make_taskset(
     return AgentTask(task, task.play, limits)
 
 
-def _in_this_process(config: Any) -> Any:
-    """Return the environment of one agent whose harness asks the model once, without a process of its own.
+async def _in_this_process(agents: Any) -> None:
+    """Give the agent of an episode the harness ``_chat``: by configuration, it would need a package of its own."""
+    agents.agent.harness = _chat()(agents.agent.harness.config)
+
+
+@cache
+def _chat() -> Any:
+    """Return the harness that asks once, in this process.
 
     It does what verifiers' harness ``null`` does if there are no tools, some hundred times as fast.
     """
@@ -175,7 +187,7 @@ def _in_this_process(config: Any) -> Any:
         APPENDS_SYSTEM_PROMPT, EXECUTES_CODE, NEEDS_CONTAINER = True, False, False
 
         async def launch(self, ctx: Any, *given: Any, **_: Any) -> Any:
-            """Ask, through verifiers' interception, which keeps the conversation as a trace."""
+            """Ask through verifiers' interception, which keeps the conversation."""
             _, _, endpoint, secret, _, data = given
             system, prompt = self.resolve_prompt(data)
             said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt)
@@ -184,10 +196,4 @@ def _in_this_process(config: Any) -> Any:
                 await asked.chat.completions.create(model=ctx.model, messages=messages)
             return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
-    env = vf.SingleAgentEnv(config)
-
-    async def setup(agents: Any) -> None:
-        agents.agent.harness = Chat(agents.agent.harness.config)  # by configuration it would need a package of its own
-
-    env.setup = setup
-    return env
+    return Chat
