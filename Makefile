@@ -28,6 +28,10 @@ endif
 VLLM_VENV ?= .venv-vllm
 VLLM_READY := $(VLLM_VENV)/.ready
 
+# verifiers, which wants other versions of openai and mcp than constraints.txt has.
+VERIFIERS_VENV ?= .venv-verifiers
+VERIFIERS_READY := $(VERIFIERS_VENV)/.ready
+
 # A file is one process's work, because its fixtures are; the order is that of tests/conftest.py.
 DIVIDED := --numprocesses auto --dist loadfile --no-loadscope-reorder
 
@@ -43,10 +47,10 @@ DOCS_READY := $(DOCS_VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train real train-real test check test-nightly test-real test-vllm peers lint types unit format generated docs clean
+.PHONY: help setup train real train-real test check test-nightly test-real test-verifiers test-vllm peers lint types unit format generated docs clean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) ## Make .venv with the package, editable, and all that the checks need
 
@@ -108,6 +112,17 @@ $(VLLM_READY): pyproject.toml
 	$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
+test-verifiers: $(VERIFIERS_READY) ## The tests of tasksets of verifiers, with that package; not a part of test
+	$(VERIFIERS_VENV)/bin/pytest -m verifiers tests/with_verifiers $(ARGS)
+
+# torch first, or an open range may bring a CUDA build.
+$(VERIFIERS_READY): pyproject.toml
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet torch==2.13.0
+	$(VERIFIERS_VENV)/bin/python -m pip install --quiet torch==2.13.0 --editable '.[verifiers]' \
+		hypothesis==6.170.15 nltk==3.10.4 pytest==9.2.0 pytest-timeout==2.4.0 textarena==0.7.4
+	touch $@
+
 peers: $(READY) $(TRL_READY) ## Measure a step against TRL's trainer; ARGS='...' reaches benchmarking/peers.py
 	$(BIN)/python benchmarking/peers.py --trl-python $(TRL_VENV)/bin/python $(ARGS)
 
@@ -142,4 +157,4 @@ $(DOCS_READY): pyproject.toml
 	touch $@
 
 clean: ## Remove the environment and all caches
-	rm -rf $(VENV) $(VLLM_VENV) $(TRL_VENV) $(DOCS_VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) $(VLLM_VENV) $(VERIFIERS_VENV) $(TRL_VENV) $(DOCS_VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

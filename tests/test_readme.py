@@ -394,6 +394,23 @@ def test_excerpts_of_the_main_job_have_the_lines_of_a_smaller_one(workplace: Pat
         assert_excerpt(name, done.output)
 
 
+def test_the_agent_program_of_the_readme_trains(workplace: Path) -> None:
+    """The function and the manifest as they stand, with rows of one's own, in a smaller run."""
+    section = (
+        ROOT.joinpath("README.md").read_text(encoding="utf-8").partition("\n## Any agent\n")[2].partition("\n## ")[0]
+    )
+    (_, program), (_, manifest) = [(kind, text) for _, kind, text in FENCE.findall(section)]
+    rows = [{"question": f"{n}, {n + 1}.", "answer": str(n)} for n in range(40)]
+    Path("agent.py").write_text(program)
+    Path("mine.yaml").write_text(manifest)
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = ["train", "mine.yaml", "--allow-code", *SMALLER, "training.max_steps=64", "--out", "agents"]
+    done = CliRunner().invoke(app, command, catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert "The first 8 test questions" in done.output
+    assert Path("agents", "elite", "adapter_model.safetensors").exists()
+
+
 @pytest.mark.nightly
 @pytest.mark.processes
 def test_excerpts_of_the_main_job_are_its_own(tmp_path: Path) -> None:

@@ -11,14 +11,9 @@ from agilerl.custom_code import code_name
 from agilerl.redaction import secrets_in
 from agilerl.validation import LARGEST_FLOAT32
 
-_OF_EPISODES = (
-    "env_id",
-    "max_turns",
-    "enable_sliding_window",
-    "apply_chat_template",
-    "strict_chat_template_boundary",
-    "step_timeout",
-)
+_OF_TURNS = ("enable_sliding_window", "apply_chat_template", "strict_chat_template_boundary", "step_timeout")
+"""Settings of environments whose turns the run takes."""
+_OF_EPISODES = ("env_id", "max_turns", *_OF_TURNS)
 """Settings that only multi-turn environments have."""
 _OF_TASKS = ("params", "reward", "holdout", "curriculum")
 """Settings that only reasoning_gym's tasks have."""
@@ -104,7 +99,7 @@ class GraderConfig(Section):
 
 
 class AgentLimitsConfig(Section):
-    """What the program ``environment.agent`` may use."""
+    """What the program ``environment.agent``, or the harness of a taskset, may use."""
 
     timeout: Annotated[float, Field(gt=0)] = 300.0
     """Seconds of an episode; a program that needs more has no grade."""
@@ -148,12 +143,14 @@ class EnvironmentConfig(Section):
     """What to do about rows with a value that is missing, empty or no text: stop before the run, or leave them out and
     count them. Rows that are too long, or that hold special tokens, are always left out and counted."""
     params: Params = Field(default_factory=dict)
-    """Parameters of the dataset, or of the environment ``env_id``. No secrets."""
+    """Parameters of the dataset, or of the environment ``env_id``. No secrets. Of a taskset of verifiers: the fields of
+    its configuration, and ``agent``: that of its agent."""
     curriculum: CurriculumConfig | None = None
     """Levels of a reasoning_gym task, from easy to hard; None: all of training is alike."""
     env_id: str | None = None
     """``multiturn``: id of a text environment that is registered with gymnasium, ``agilerl/GuessTheNumber-v0``. With
-    ``--allow-code`` also a custom class: ``env.py:MyEnv``, in the manifest's folder or below, or ``module:Name``."""
+    ``--allow-code`` also a custom class: ``env.py:MyEnv``, in the manifest's folder or below, or ``module:Name``; or an
+    installed taskset of verifiers: ``verifiers:NAME``."""
     agent: Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)] | None = None
     """A program that answers the questions of ``task`` or ``dataset`` by calls of the run's OpenAI-compatible endpoint:
     ``agent.py:agent``, a function of a client and a row, or a command line, ``[python, solve.py]``. Both need
@@ -201,6 +198,12 @@ class EnvironmentConfig(Section):
     """Messages with ``{question}``; a last one of the assistant is a prefill. None asks the plain question."""
 
     @property
+    def taskset(self) -> str | None:
+        """Name of the taskset of verifiers, if ``env_id`` is one."""
+        prefix, _, name = (self.env_id or "").partition(":")
+        return name if prefix == "verifiers" else None
+
+    @property
     def exam_panel(self) -> int:
         """Questions or rows that are kept for the exam."""
         return self.eval_prompts or 128
@@ -215,9 +218,11 @@ class EnvironmentConfig(Section):
             self._refuse(("answer_phrase",), f"for answer_format: after, found {self.answer_format}")
         if self.graders is None:
             self._refuse(("fitness_grader",), "for environment.graders, found none")
-        if self.agent is None:
+        if self.agent is None and self.taskset is None:
             self._refuse(("agent_limits",), "for environment.agent, found none")
-        else:
+        if self.taskset is not None:
+            self._refuse(_OF_TURNS, "not for tasksets of verifiers, whose harness takes the turns")
+        if self.agent is not None:
             self._refuse(
                 ("conversation_template", "answer_format"), "not for environment.agent, which writes its prompts"
             )

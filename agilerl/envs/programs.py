@@ -4,7 +4,7 @@ import asyncio
 import inspect
 import json
 import os
-import signal
+import shutil
 import subprocess
 import sys
 import traceback
@@ -20,7 +20,8 @@ from agilerl.arguments import Count, Positive, check_fields, checked
 from agilerl.custom_code import contained, printing_bounded
 from agilerl.envs.core import AnyTask, Lengths, Place, Split, TaskWrapper
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
-from agilerl.errors import AgileRLError, ConfigError, EnvError, how_to_install
+from agilerl.errors import AgileRLError, ConfigError, EnvError, RewardError, how_to_install
+from agilerl.rewards.sandbox import Contained
 
 Program = Callable[..., Any] | Sequence[str]
 """``agent(client, row)``, plain or ``async``, or a command line."""
@@ -131,7 +132,7 @@ def run_program(program: Program, row: Mapping[str, Any], base_url: str, api_key
         raise EnvError(_described(error)) from error
 
 
-def client(base_url: str, api_key: str, timeout: float, *, asynchronous: bool = False) -> Any:
+def client(base_url: str, api_key: str, timeout: float | None, *, asynchronous: bool = False) -> Any:
     """Return an OpenAI client of an endpoint; raises ConfigError if the package is missing."""
     try:
         import httpx
@@ -157,7 +158,9 @@ async def _awaited(program: Callable[..., Any], row: Mapping[str, Any], url: str
 def _command(command: Sequence[str], row: Mapping[str, Any], base_url: str, api_key: str, timeout: float) -> str:
     """Run a command line with the row on its standard input; returns what it printed."""
     variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
-    command = [sys.executable if command[0] in ("python", "python3") else command[0], *command[1:]]
+    file = sys.executable if command[0] in ("python", "python3") else shutil.which(command[0])
+    if file is None:
+        raise EnvError(f"environment.agent: {command[0]} cannot be started: there is no such program")
     # Files, not pipes: what the command leaves running may hold a pipe open for ever.
     opened = partial(TemporaryFile, "w+", encoding="utf-8", errors="replace")
     with opened() as asked, opened() as out, opened() as errors:
@@ -165,18 +168,17 @@ def _command(command: Sequence[str], row: Mapping[str, Any], base_url: str, api_
         asked.seek(0)
         environment = {**os.environ, **variables}
         try:
-            process = subprocess.Popen(
-                command, stdin=asked, stdout=out, stderr=errors, env=environment, start_new_session=True
-            )
-        except OSError as error:
-            raise EnvError(f"environment.agent: {command[0]} cannot be started: {error}") from error
+            process = Contained([file, *command[1:]], environment=environment, stdin=asked, stdout=out, stderr=errors)
+        except RewardError as error:
+            raise EnvError(f"environment.agent: {error}") from error
         try:
-            status = process.wait(timeout)
+            process.process.wait(timeout)
+            status = process.status()
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"no result within {timeout:g} seconds") from None
         finally:
-            _end(process)
-        if status:
+            process.end()  # and all that it has started
+        if status != 0:
             last = "\n".join(_read(errors).strip().splitlines()[-_ERROR_LINES:])
             raise EnvError(f"{Path(command[0]).name} ended with status {status}: {last}")
         return _read(out).rstrip("\n")
@@ -187,15 +189,6 @@ def _read(file: IO[str]) -> str:
     size = file.seek(0, os.SEEK_END)
     file.seek(max(size - _LONGEST_RESULT, 0))
     return file.read()
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a command and what it has started."""
-    try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except (OSError, AttributeError):
-        process.kill()
-    process.wait()
 
 
 def _described(error: BaseException) -> str:

@@ -55,7 +55,9 @@ class Contained:
         ``files`` are put into the folder; ``patience`` is the time that the supervisor has to end everything.
         """
         if not hasattr(os, "fork"):
-            raise RewardError("graders in processes of their own need Linux or macOS; on Windows, run this in WSL")
+            raise RewardError(
+                "graders in processes of their own need Linux or macOS, as do commands; on Windows, run this in WSL"
+            )
         folder = None if limits is None else tempfile.mkdtemp(prefix="sandbox-")
         self.channel, theirs = socket.socketpair()
         try:
@@ -69,11 +71,10 @@ class Contained:
                 environment = {**(environment or {}), **homes, **single}
             self.process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(CHILD), str(theirs.fileno()), json.dumps(limits), *command],
-                stdout=subprocess.PIPE,
                 env=environment,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
-                **streams,
+                **{"stdout": subprocess.PIPE, **streams},
             )
         except BaseException as error:
             self.channel.close()

@@ -179,10 +179,17 @@ def before_and_after(population: Population, elite: LLMAlgorithm, count: int = 1
     rows = [place.row for place in population.places("test")[:count]]
     groups, _ = population.answers("test", [(None, None), (elite.selected_slot, elite)], first=count)
     answers = [finite(asdict(answers_of(group, 1)[0])) for group in groups]
+    if population.task.multi_turn:
+        answers = [{**answer, "text": _last_reply(answer["text"])} for answer in answers]
     return [
         {**_question(row), "base": base, "elite": after}
         for row, base, after in zip(rows, answers[: len(rows)], answers[len(rows) :])
     ]
+
+
+def _last_reply(log: str) -> str:
+    """Return what the model said last in the log of an episode."""
+    return f"\n{log}".rpartition("\n> ")[2].partition("\n< ")[0].removeprefix("\n")
 
 
 def _asked(session: Session, who: Sequence[Any], samples: int, temperature: float) -> list[list[list[Answer]]]:

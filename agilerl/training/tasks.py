@@ -17,6 +17,7 @@ from agilerl.config.run import RunConfig
 from agilerl.custom_code import code_name, contained, load_code, names_code, not_allowed
 from agilerl.envs import ENVIRONMENTS
 from agilerl.envs.adapters import make_env
+from agilerl.envs.adapters.verifiers import make_taskset
 from agilerl.envs.answer_format import AnswerFormatTask
 from agilerl.envs.core import Message, Row, Task
 from agilerl.envs.curation import Purpose
@@ -56,7 +57,8 @@ def task(config: RunConfig, *, allow_code: bool = False, all_rows: bool = False)
     e, seed = config.environment, config.training.seed
     options: Any = {"seed": seed, "typed_addresses": config.typed_addresses, "allow_code": allow_code}
     if e.env_type == "multiturn":
-        return _episodes(e, seed, allow_code, e.test_prompts + config.second_panel)
+        made = _episodes if e.taskset is None else _of_verifiers
+        return made(e, seed, allow_code, e.test_prompts + config.second_panel)
     if e.dataset is not None:
         test_prompts = None if all_rows else e.test_prompts + config.second_panel
         return _wrapped(_from_data(e, e.dataset, e.env_type, seed, test_prompts), e, None, **options)
@@ -188,6 +190,16 @@ def _episodes(config: EnvironmentConfig, seed: int, allow_code: bool, test_episo
         enable_sliding_window=config.enable_sliding_window,
         step_timeout=config.step_timeout,
     )
+
+
+def _of_verifiers(config: EnvironmentConfig, seed: int, allow_code: bool, test_prompts: int) -> AgentTask:
+    name, env_id, params = config.taskset or "", config.env_id or "", dict(config.params)
+    if not allow_code:
+        raise not_allowed("environment.env_id", env_id)
+    if config.max_turns is not None:
+        params["agent"] = {**dict(params.get("agent") or {}), "max_turns": config.max_turns}
+    limits = ProgramLimits(**config.agent_limits.model_dump())
+    return make_taskset(name, params, limits=limits, exam=config.exam_panel, test=test_prompts, seed=seed)
 
 
 def _check_id(env_id: str) -> None:

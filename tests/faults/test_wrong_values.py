@@ -46,6 +46,7 @@ from agilerl.envs import (
 )
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.examples import PreferenceTask, SFTTask, UnpairedTask
+from agilerl.envs.programs import AgentTask, ProgramLimits
 from agilerl.envs.tools import (
     LocalSearch,
     PythonTool,
@@ -204,6 +205,8 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "Runtime": lambda w: (Runtime, {"base": w.runtime.base}),
     "Population": lambda w: (Population, {"agents": w.population.agents, "task": w.task}),
     "EpisodeTask": lambda w: (EpisodeTask, {"env_factory": GridNavigation}),
+    "AgentTask": lambda w: (AgentTask, {"task": w.task, "program": ["python", "solve.py"]}),
+    "ProgramLimits": lambda w: (ProgramLimits, {}),
     "ReasoningGymTask": lambda w: (ReasoningGymTask, {"name": "spell_backward"}),
     "SFTTask": lambda w: (SFTTask, {"task": w.task}),
     "PreferenceTask": lambda w: (PreferenceTask, {"task": w.task}),

@@ -1,14 +1,16 @@
 """The endpoint of a population: programs with the stock openai client, and what is captured of them."""
 
 import asyncio
+import contextlib
 import json
 import random
 import re
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -30,8 +32,10 @@ from agilerl.rollouts.endpoint.collect import _answer, _arrived
 from agilerl.rollouts.endpoint.server import LARGEST_BODY, Endpoint
 from agilerl.rollouts.endpoint.session import Session
 from agilerl.rollouts.engine import Ask, Conversation, GenerationRequest, SamplingSettings
+from agilerl.training.evaluation import _last_reply, before_and_after
 
 pytestmark = pytest.mark.model
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Letters(Task):
@@ -288,6 +292,44 @@ def test_calls_are_bounded() -> None:
     assert {t.outcome.truncated for t in episodes if t.outcome} == {"turns"}
 
 
+def test_the_final_table_shows_the_last_answer_of_an_episode() -> None:
+    answers = []
+
+    def asks_twice(client: Any, row: Row) -> None:
+        messages: Any = [{"role": "user", "content": row["question"]}]
+        for _ in range(2):
+            said = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+            messages += [said, {"role": "user", "content": "9, 9."}]
+        answers.append(said.content)
+
+    trained = population(AgentTask(Letters(), asks_twice), 1)
+    shown = [one[who]["text"] for one in before_and_after(trained, trained.agents[0], 2) for who in ("base", "elite")]
+    assert sorted(shown) == sorted(answers)
+    assert _last_reply("> 3\n< lower\n> 2\n< right") == "2"  # an environment may have the last word
+
+
+@pytest.mark.parametrize("choices", [1, 3])
+def test_calls_side_by_side_share_the_tokens_of_an_episode(choices: int) -> None:
+    """What is promised to calls in flight counts; what they leave is free again."""
+
+    async def at_once(client: Any, row: Row) -> None:
+        question: Any = [{"role": "user", "content": row["question"]}]
+        asked = [client.chat.completions.create(model="policy", messages=question, seed=n, n=choices) for n in range(9)]
+        await asyncio.gather(*asked, return_exceptions=True)
+        with contextlib.suppress(openai.BadRequestError):
+            for _ in range(20):
+                await client.chat.completions.create(model="policy", messages=question, max_tokens=1)
+
+    rollout = population(AgentTask(Letters(), at_once, ProgramLimits(max_tokens=19)), 1).rollout()
+    assert not rollout.failures
+    episodes: dict[Any, int] = {}
+    for t in rollout.trajectories[0]:
+        key = t.group, t.episode
+        episodes[key] = episodes.get(key, 0) + sum(turn >= 0 for turn in t.turn_ids)
+    assert set(episodes.values()) == {19}
+    assert {t.outcome.truncated for t in rollout.trajectories[0] if t.outcome} == {"turns"}
+
+
 def test_all_programs_fail_and_the_run_says_why() -> None:
     with pytest.raises(EnvError, match="no such tool"):
         population(AgentTask(Letters(), raises)).rollout()
@@ -321,9 +363,42 @@ def test_a_command_ends_with_what_it_started(tmp_path: Path) -> None:
     begun = time.monotonic()
     child = run_program((sys.executable, str(script)), {}, "http://127.0.0.1:1/v1", "key", 50.0)
     assert time.monotonic() - begun < 20
-    time.sleep(0.2)
-    stat = Path(f"/proc/{child}/stat")
-    assert not stat.exists() or stat.read_text().split()[2] == "Z"  # whoever adopts it may not have read its status
+    assert waited_for(lambda: not alive(int(child)), 0.2)
+
+
+@pytest.mark.processes
+def test_a_command_ends_with_a_trainer_that_is_killed(tmp_path: Path) -> None:
+    """And what it has started, in a session of its own."""
+    pids = tmp_path / "pids"
+    script = tmp_path / "stays.py"
+    script.write_text(
+        "import os, subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(90)'], start_new_session=True)\n"
+        f"open({str(pids)!r}, 'w').write(f'{{os.getpid()}} {{child.pid}} ')\n"
+        "time.sleep(90)\n"
+    )
+    called = f"run_program((sys.executable, {str(script)!r}), {{}}, 'http://127.0.0.1:1/v1', 'key', 80.0)"
+    trainer = subprocess.Popen(
+        [sys.executable, "-c", f"import sys; from agilerl.envs.programs import run_program; {called}"], cwd=ROOT
+    )
+    try:
+        assert waited_for(lambda: pids.exists() and pids.read_text().endswith(" "), 60)
+    finally:
+        trainer.kill()
+        trainer.wait()
+    assert waited_for(lambda: not any(alive(int(pid)) for pid in pids.read_text().split()), 20)
+
+
+def waited_for(holds: Callable[[], bool], seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.05)
+    return holds()
+
+
+def alive(pid: int) -> bool:
+    stat = Path(f"/proc/{pid}/stat")
+    return stat.exists() and stat.read_text().split()[2] != "Z"  # whoever adopts it may not have read its status
 
 
 def test_a_program_cannot_change_the_row_of_others() -> None:

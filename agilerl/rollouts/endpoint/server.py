@@ -189,7 +189,9 @@ class Endpoint:
             return JSONResponse({"error": details}, status_code=refusal.status)
 
     def _admit(self, request: Any) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ")
+        # verifiers' client puts a key of its own into the usual header.
+        headers = request.headers
+        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
         if not secrets.compare_digest(given.encode(), self.key.encode()):
             raise RefusedError("wrong or missing API key", status=401, code="invalid_api_key")
 
@@ -303,17 +305,20 @@ class Endpoint:
 
         session = self._session(request, body)
         at = session or self._other(request, body)
-        calls = [call(at) for _ in range(body.n)]
-        pending = [
-            Pending(self._of_other(at, body, asked) if session is None else session.request(asked, body.longest))
-            for asked in calls
-        ]
-        for one in pending:
-            self.inbox.put(one)
+        calls, pending = list[Call](), list[Pending]()
         try:
+            for _ in range(body.n):
+                calls.append(asked := call(at))
+                pending.append(Pending(at.request(asked, body.longest) if session else self._of_other(at, body, asked)))
+            for one in pending:
+                self.inbox.put(one)
             completions = [await asyncio.wrap_future(p.answer) for p in pending]
         except asyncio.CancelledError:
             raise RefusedError("this episode is over", status=410, code="episode_over") from None
+        finally:
+            for asked, p in zip(calls, pending) if session is not None else ():
+                done = p.answer.done() and not p.answer.cancelled()
+                at.ended(asked, p.answer.result() if done else None)
         for completion in completions:
             if completion.finish_reason not in _REASONS:
                 raise RefusedError(f"the model failed: {completion.finish_reason}", status=503, code="model_failed")

@@ -42,6 +42,8 @@ class Call:
     reply: Message | None = None
     completion: Completion | None = None
     """None until it has been answered."""
+    promised: int = 0
+    """Tokens that it may generate while it is being answered."""
 
     @property
     def ids(self) -> list[int]:
@@ -89,7 +91,9 @@ class Session:
     asked: int = 0
     """Calls so far, those included that are still being answered."""
     tokens: int = 0
-    """Tokens that were generated."""
+    """Tokens that were generated, also by calls whose program has gone."""
+    promised: int = 0
+    """Tokens that calls which are being answered may generate."""
     truncated: str | None = None
     over: bool = False
     _prompts: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -136,7 +140,7 @@ class Session:
         if self.asked >= self.limits.max_calls:
             self.truncated = "turns"
             raise RefusedError(f"an episode may make {self.limits.max_calls} calls", code="too_many_calls")
-        if self.limits.max_tokens is not None and self.tokens >= self.limits.max_tokens:
+        if self.limits.max_tokens is not None and self.tokens + self.promised >= self.limits.max_tokens:
             self.truncated = "turns"
             raise RefusedError(f"an episode may generate {self.limits.max_tokens} tokens", code="too_many_tokens")
         if len(ids) + 1 > self.ask.context_length:
@@ -186,9 +190,16 @@ class Session:
         )
         most = min(request.sampling.max_new_tokens, max_tokens or request.sampling.max_new_tokens)
         if self.limits.max_tokens is not None:
-            most = min(most, max(self.limits.max_tokens - self.tokens, 1))
+            most = min(most, self.limits.max_tokens - self.tokens - self.promised)
+        call.promised = most
+        self.promised += most
         least = min(request.sampling.min_new_tokens, most)
         return replace(request, sampling=replace(request.sampling, max_new_tokens=most, min_new_tokens=least))
+
+    def ended(self, call: Call, completion: Completion | None) -> None:
+        """Count what a requested call has generated; None for a call that was refused meanwhile."""
+        self.promised -= call.promised
+        self.tokens += len(completion.token_ids) if completion is not None else 0
 
     def answered(self, call: Call, completion: Completion, text: str, reply: Mapping[str, Any] | None = None) -> None:
         """Record a call whose completion has reached the program."""
@@ -196,7 +207,6 @@ class Session:
             return
         call.completion, call.text = completion, text
         call.reply = None if reply is None else normalised(reply)
-        self.tokens += len(completion.token_ids)
         if completion.finish_reason == "context":
             self.truncated = "context"
         self.calls.append(call)
