@@ -1,4 +1,5 @@
-# `make train` sets up and runs the main job; `make test` sets up and passes every check. Both need python3 with venv, no more.
+# `make train` sets up and runs the main job; `make test` sets up and checks everything in a few minutes, `make test-all`
+# with the long tests, too. They need python3 with venv, no more.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -31,6 +32,9 @@ VLLM_READY := $(VLLM_VENV)/.ready
 # A file is one process's work, because its fixtures are; the order is that of tests/conftest.py.
 DIVIDED := --numprocesses auto --dist loadfile --no-loadscope-reorder
 
+# What pyproject.toml leaves out, and the tests of which tests/long_tests.py names quicker ones.
+QUICK := -m 'not long and not nightly and not slow and not gpu and not real'
+
 # TRL with the dependencies of its trainer, for benchmarking/peers.py.
 TRL_VENV ?= .venv-trl
 TRL_READY := $(TRL_VENV)/.ready
@@ -43,7 +47,7 @@ DOCS_READY := $(DOCS_VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train real train-real test check test-nightly test-real test-vllm peers lint types unit format generated docs clean
+.PHONY: help setup train real train-real test test-all check test-nightly test-real test-vllm peers lint types unit format generated docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,7 +78,10 @@ real: $(READY) ## Bring SmolLM2-135M-Instruct (Apache-2.0, 92 MB) into build/smo
 train-real: real ## Train four agents on it, about eight minutes; ARGS='...' reaches agilerl train
 	$(BIN)/agilerl train tutorials/manifests/real/smollm2.yaml $(ARGS)
 
-test: lint types unit ## Run every check
+test: lint types $(READY) ## Style, types and every test but the long ones: six minutes on two quiet cores
+	$(BIN)/pytest $(DIVIDED) $(QUICK)
+
+test-all: lint types unit ## Run every check, as the continuous integration does
 
 check: lint types ## Style, types, the rules of the house and the mathematics: a minute before each commit
 	$(BIN)/pytest $(DIVIDED) tests/test_architecture.py tests/functional

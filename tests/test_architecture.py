@@ -21,6 +21,7 @@ from tests.architecture_rules import (
     too_deep,
     two_way,
 )
+from tests.long_tests import LEFT_OUT
 
 ROOT = Path(__file__).resolve().parent.parent
 REEXPORTS, REEXPORT_LINES = (
@@ -157,6 +158,18 @@ def test_only_packages_and_reexports_list_their_names() -> None:
     listing = {path for path in (ROOT / "agilerl").rglob("*.py") if "\n__all__ = " in path.read_text(encoding="utf-8")}
     allowed = {path for pattern in ("**/__init__.py", *REEXPORTS) for path in (ROOT / "agilerl").glob(pattern)}
     assert sorted(listing - allowed) == []
+
+
+def test_what_make_test_leaves_out_is_tried_by_tests_that_exist_and_are_not_left_out() -> None:
+    """See ``tests/long_tests.py``; of a row of a table the row itself is not looked for."""
+    long = [name for names in LEFT_OUT.values() for name in names]
+    assert len(set(long)) == len(long)
+    for name in (*LEFT_OUT, *long):
+        path, _, test = name.partition("::")
+        assert (ROOT / "tests" / path).is_file(), name
+        assert not test or f"def {test.partition('[')[0]}(" in (ROOT / "tests" / path).read_text(encoding="utf-8"), name
+    for name in LEFT_OUT:
+        assert not {name, name.partition("[")[0], name.partition("::")[0]} & set(long), name
 
 
 @pytest.mark.processes
