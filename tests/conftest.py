@@ -56,5 +56,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     long = {name for names in LEFT_OUT.values() for name in names}
     for item in items:
         row = item.nodeid.removeprefix("tests/")
-        if not long.isdisjoint({row, row.partition("[")[0], row.partition("::")[0]}):
+        table = row.partition("[")[0]
+        if row not in LEFT_OUT and not long.isdisjoint({row, table, table.rpartition("::")[0]}):
             item.add_marker("long")

@@ -1,7 +1,8 @@
 """The tests that `make test` leaves out because they take long, by the quick tests that try the same claim there.
 
-`make test-all` and a `pytest` without `-m` run both. A test is its path below `tests/`, its name and, for some rows of
-a table, their ids; `tests/test_architecture.py` checks that quick tests exist and are not left out themselves.
+`make test-all` and a `pytest` without `-m` run both. A test is its path below `tests/`, its name and, for a row of a
+table, its id: a quick row beside its table without an id leaves the other rows out. `tests/test_architecture.py` checks
+that quick tests exist and are not left out themselves.
 """
 
 LEFT_OUT: dict[str, tuple[str, ...]] = {
@@ -21,7 +22,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
             f"faults/test_resume_kinds.py::test_each_iteration_in_another_process[{kind}]"
             for kind in (
                 *("rank", "sharing", "reference that follows", "dynamic sampling", "knockout", "halving", "objectives"),
-                *("multi-frequency", "KTO", "objectives of episodes", "crossover", "algorithm as a gene"),
+                *("multi-frequency", "KTO", "objectives of episodes", "crossover", "algorithm as a gene", "episodes"),
             )
         ),
         "faults/test_resume_kinds.py::test_a_run_that_a_saved_adapter_teaches",
@@ -70,6 +71,119 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "distributed/test_one_agent.py::test_a_divided_base_computes_the_same": (
         "distributed/test_one_agent_runs.py::test_a_divided_base_stops_for_all_and_is_missed_by_all",
     ),
+    # -- rows of tables ------------------------------------------------------------------------------------------------
+    "faults/test_resume.py::test_stopped_after_any_event[6]": ("faults/test_resume.py::test_stopped_after_any_event",),
+    "faults/test_signals.py::test_a_request_at_any_moment_is_heeded_after_the_iteration[5]": (
+        "faults/test_signals.py::test_a_request_at_any_moment_is_heeded_after_the_iteration",
+    ),
+    "faults/test_locking.py::test_exactly_one_of_many_that_start_at_once_proceeds[open(sys.argv[1])-2]": (
+        "faults/test_locking.py::test_exactly_one_of_many_that_start_at_once_proceeds[create(sys.argv[1], {}, 0)-5]",
+        "faults/test_locking.py::test_exactly_one_of_many_that_start_at_once_proceeds[create(sys.argv[1], {}, 0)-8]",
+        "faults/test_locking.py::test_exactly_one_of_many_that_start_at_once_proceeds[open(sys.argv[1])-5]",
+        "faults/test_locking.py::test_exactly_one_of_many_that_start_at_once_proceeds[open(sys.argv[1])-8]",
+    ),
+    "faults/test_lost_lines.py::test_an_older_checkpoint_that_can_do_without_them_is_used[metrics.jsonl]": (
+        "faults/test_lost_lines.py::test_an_older_checkpoint_that_can_do_without_them_is_used",
+    ),
+    "faults/test_sick_runs.py::test_an_agent_that_collapses_makes_room_for_a_mutant_of_the_elite[False]": (
+        "faults/test_sick_runs.py::test_an_agent_that_collapses_makes_room_for_a_mutant_of_the_elite",
+    ),
+    "faults/test_out_of_memory.py::test_the_gradient_is_equal[backward-1-error4]": (
+        "faults/test_out_of_memory.py::test_the_gradient_is_equal",
+    ),
+    "faults/test_order.py::test_the_size_of_micro_batches[GRPO]": (
+        "faults/test_order.py::test_the_size_of_micro_batches",
+        "faults/test_order.py::test_the_order_of_agents[PPO]",
+        "faults/test_order.py::test_the_number_of_reward_workers",
+    ),
+    "faults/test_io_errors.py::test_a_thread_that_cannot_be_started_is_told": (
+        "faults/test_io_errors.py::test_a_python_that_lacks_something_is_told",
+    ),
+    "faults/test_attacks.py::test_an_attack_ends_in_a_sentence[rows: a bomb of dictionaries]": (
+        "faults/test_attacks.py::test_an_attack_ends_in_a_sentence[rows: a bomb of Parquet]",
+        "faults/test_attacks.py::test_an_attack_ends_in_a_sentence[pattern: layers that backtrack in any engine]",
+        "faults/test_attacks.py::test_an_attack_ends_in_a_sentence[reward model: a wide one]",
+    ),
+    "faults/test_attacks_on_scoring.py::test_what_brings_the_worker_down_costs_one_answer[kills the process]": (
+        "faults/test_attacks_on_scoring.py::test_what_brings_the_worker_down_costs_one_answer",
+    ),
+    "faults/test_attacks_on_scoring.py::test_sizes_that_no_machine_makes_are_refused[chain_sum-params0]": (
+        "faults/test_attacks_on_scoring.py::test_sizes_that_no_machine_makes_are_refused",
+    ),
+    "faults/test_attacks_on_scoring.py::test_scores_are_those_of_the_scorer_itself[polynomial_multiplication]": (
+        "faults/test_attacks_on_scoring.py::test_scores_are_those_of_the_scorer_itself[intermediate_integration]",
+        "faults/test_attacks_on_scoring.py::test_scores_are_those_of_the_scorer_itself[simple_integration]",
+    ),
+    "faults/test_fuzz.py::test_any_bytes_are_read_or_refused": (
+        "faults/test_fuzz.py::test_damaged_bytes_are_read_or_refused[rows-parquet]",
+        "faults/test_fuzz.py::test_damaged_bytes_are_read_or_refused[checkpoint-manifest]",
+    ),
+    "faults/test_hostile_rows.py::test_columns_of_parquet_and_csv": (
+        "faults/test_hostile_rows.py::test_rows_of_thousands_of_columns_take_no_longer_than_their_size",
+    ),
+    "training/test_manifest.py::test_more_than_the_memory[overrides1-adapters]": (
+        *(f"training/test_manifest.py::test_more_than_the_memory[overrides{row}-rollouts]" for row in (3, 4)),
+        *(f"training/test_manifest.py::test_more_than_the_memory[overrides{row}-adapters]" for row in (0, 2)),
+    ),
+    "training/test_elites.py::test_the_elite_of_a_run_loads_with_its_algorithm_and_with_peft[GRPO]": (
+        "training/test_elites.py::test_the_elite_of_a_run_loads_with_its_algorithm_and_with_peft",
+    ),
+    "training/test_not_learning.py::test_a_hack_that_was_learned_is_an_alarm[alike]": (
+        "training/test_not_learning.py::test_a_hack_that_was_learned_is_an_alarm",
+    ),
+    "training/test_default_search.py::test_agents_that_cost_more_sit_iterations_out[False]": (
+        "training/test_default_search.py::test_agents_that_cost_more_sit_iterations_out",
+    ),
+    "training/test_operators_in_runs.py::test_a_soup_is_the_weighted_mean_of_all_deltas": (
+        "training/test_operators_in_runs.py::test_a_soup_is_the_elite_only_if_it_wins_on_the_second_panel",
+    ),
+    "training/test_operators_in_runs.py::test_a_child_of_two_equal_parents_is_the_same_policy": (
+        "training/test_operators_in_runs.py::test_a_run_with_crossover_says_who_the_parents_are",
+    ),
+    "rewards/test_isolated.py::test_a_grader_that_misbehaves_is_counted_in_time_and_leaves_nothing[hangs]": (
+        "rewards/test_isolated.py::test_a_grader_that_misbehaves_is_counted_in_time_and_leaves_nothing[powers]",
+        "rewards/test_isolated.py::test_a_grader_that_misbehaves_is_counted_in_time_and_leaves_nothing[backtracks]",
+        "rewards/test_isolated.py::test_a_grader_that_misbehaves_is_counted_in_time_and_leaves_nothing[forks]",
+        "rewards/test_isolated.py::test_a_grader_that_misbehaves_is_counted_in_time_and_leaves_nothing[ignores_sigterm]",
+    ),
+    "rewards/test_trl_convention.py::test_trl_functions_by_name_say_what_they_say": (
+        "rewards/test_grader_contract.py::TestTRLMathematics",
+    ),
+    "rollouts/test_endpoint.py::test_a_failing_program_is_a_failed_episode[program10-timeout-within 1 seconds]": (
+        "rollouts/test_endpoint.py::test_a_failing_program_is_a_failed_episode[hangs-timeout-within]",
+    ),
+    "rollouts/test_endpoint.py::test_bits_do_not_depend_on_what_arrives_when": (
+        "rollouts/test_endpoint.py::test_an_update_has_the_same_bits_at_any_concurrency",
+    ),
+    "rollouts/test_activated.py::test_what_does_not_know_them_is_refused": (
+        "rollouts/test_activated.py::test_episodes_and_critics_and_preferences_train",
+    ),
+    "models/test_padding_and_devices.py::test_a_pad_token_that_is_given_acts_with_a_model_s_name[both]": (
+        "models/test_padding_and_devices.py::test_a_pad_token_that_is_given_acts_with_a_model_s_name",
+    ),
+    "envs/test_reasoning_gym_catalogue.py::test_every_dataset[chain_sum]": (
+        "envs/test_reasoning_gym_catalogue.py::test_every_dataset[arc_agi]",
+        "envs/test_reasoning_gym_catalogue.py::test_every_dataset[acre]",
+        "envs/test_reasoning_gym_catalogue.py::test_every_dataset[binary_matrix]",
+        "envs/test_reasoning_gym_catalogue.py::test_every_dataset[knight_swap]",
+    ),
+    "envs/test_curriculum.py::test_every_curriculum": (
+        "envs/test_curriculum.py::test_a_problem_is_that_of_a_plain_task_with_the_parameters_of_its_level[composite-params1]",
+        "envs/test_curriculum.py::test_every_slow_curriculum_has_its_levels",
+    ),
+    "algorithms/test_metrics_reducer.py::test_no_metric_depends_on_the_micro_batch[settings0]": (
+        "algorithms/test_metrics_reducer.py::test_no_metric_depends_on_the_micro_batch",
+    ),
+    "algorithms/test_sharing.py::test_a_student_comes_near_its_teacher": (
+        "algorithms/test_sharing.py::test_a_saved_adapter_teaches_every_agent_of_a_population",
+    ),
+    "test_population.py::test_grpo_solves_probes_of_known_optimum[task0-12-1.0-0.5]": (
+        "test_population.py::test_grpo_solves_probes_of_known_optimum",
+    ),
+    "hpo/test_surrogate_worlds.py::test_no_elite_and_no_parent_is_ever_nan[tournament]": (
+        "hpo/test_surrogate_worlds.py::test_no_elite_and_no_parent_is_ever_nan",
+        "hpo/test_surrogate_worlds.py::test_searching_around_a_good_default_costs_little",
+    ),
     # -- what pages show -----------------------------------------------------------------------------------------------
     "test_tutorials.py::test_what_a_tutorial_imports_exists": tuple(
         f"test_tutorials.py::test_tutorial_runs[{name}]"
@@ -78,7 +192,19 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
             *("09_evolving_the_reward", "10_after_the_run"),
         )
     ),
-    "test_readme.py::test_python_runs[start-0]": ("test_readme.py::test_python_runs[README-0]",),
+    "test_readme.py::test_python_runs[start-0]": (
+        "test_readme.py::test_python_runs[README-0]",
+        "test_readme.py::test_python_runs[start-3]",
+        "test_readme.py::test_python_runs[reliability-0]",
+        "test_readme.py::test_python_runs[multi_turn-0]",
+    ),
+    "test_readme.py::test_train_commands_have_valid_options_and_settings": (
+        "test_readme.py::test_train_commands_pass_every_check",
+    ),
+    "cli/test_progress.py::test_a_real_run_tells_its_story_in_order": (
+        "test_readme.py::test_excerpts_of_the_main_job_have_the_lines_of_a_smaller_one",
+        "test_readme.py::test_the_life_of_an_agent_is_told_as_shown",
+    ),
     "cli/test_after.py::test_eval_finds_the_numbers_of_the_final_test": (
         "cli/test_after.py::test_the_page_shows_what_is_printed",
     ),
@@ -125,6 +251,7 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "cli/test_start.py::test_a_misspelt_task_or_parameter_is_found_without_torch": (
         "cli/test_start.py::test_what_is_deferred_works_when_it_is_used",
         "cli/test_start.py::test_a_dry_run_speaks_first_and_imports_nothing_needless",
+        "cli/test_output.py::test_streams_that_are_closed_from_the_start",
     ),
     "cli/test_output.py::test_ascii_is_enough": ("cli/test_output.py::test_a_run_in_ascii",),
     "cli/test_report_command.py::test_a_live_report_of_finished_runs_is_a_report": (
@@ -133,6 +260,24 @@ LEFT_OUT: dict[str, tuple[str, ...]] = {
     "test_installation.py::test_no_module_that_is_imported_needs_posix": (
         "test_installation.py::test_a_run_needs_nothing_that_only_posix_has",
     ),
-    "test_pretended_cuda.py::test_the_tests_of_a_gpu": ("test_pretended_cuda.py::test_a_run",),
+    "test_pretended_cuda.py::test_the_tests_of_a_gpu[test_agents_in_one_batch_compute_what_each_computes_alone]": (
+        "test_pretended_cuda.py::test_a_run",
+        "test_pretended_cuda.py::test_the_tests_of_a_gpu[test_a_few_iterations_train_every_agent]",
+        "test_pretended_cuda.py::test_the_tests_of_a_gpu[test_a_resumed_run_is_the_run_that_was_not_stopped]",
+    ),
+    "cli/test_plan_command.py::test_what_a_person_reads": (
+        "cli/test_plan_command.py::test_a_cpu_is_planned_for_in_bf16_as_it_computes",
+        "cli/test_plan_command.py::test_the_proposed_settings_are_settings_of_a_manifest",
+        "cli/test_plan_command.py::test_quantised_bases_and_mixtures_are_counted_as_they_lie_in_memory",
+    ),
+    "training/test_preflight.py::test_a_run_without_a_signal_does_not_begin": (
+        "cli/test_probe.py::test_a_run_without_a_signal_stops_unless_it_is_forced",
+    ),
+    "faults/test_run_date.py::test_another_date_than_that_of_the_run_is_refused_where_it_is_shown": (
+        "faults/test_run_date.py::test_two_processes_have_one_date",
+    ),
+    "test_gpu_script.py::test_what_comes_late_is_left_out_when_the_time_is_up": (
+        "test_gpu_script.py::test_a_part_keeps_its_rows_whatever_becomes_of_it",
+    ),
 }
-"""Quick test: what it stands for in `make test`. A name without brackets stands for all rows of its table."""
+"""Quick test: what it stands for in `make test`."""
