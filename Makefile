@@ -78,7 +78,7 @@ real: $(READY) ## Bring SmolLM2-135M-Instruct (Apache-2.0, 92 MB) into build/smo
 train-real: real ## Train four agents on it, about eight minutes; ARGS='...' reaches agilerl train
 	$(BIN)/agilerl train tutorials/manifests/real/smollm2.yaml $(ARGS)
 
-test: lint types $(READY) ## Style, types and every test but the long ones: six minutes on two quiet cores
+test: lint types $(READY) ## Style, types and every test but the long ones
 	$(BIN)/pytest $(DIVIDED) $(QUICK)
 
 test-all: lint types unit ## Run every check, as the continuous integration does

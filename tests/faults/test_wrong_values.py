@@ -177,6 +177,19 @@ WRONG = {
     "a class": int,
     "a tensor": torch.rand(2, 3),
 }
+PLAIN = ("None", "minus one", "a half", "NaN", "infinity", "true")
+"""Of these the sentence names the parameter or the value."""
+IN_OTHER_WORDS = ("sft.learn", "library_grader", "create_population")
+"""These say what they need instead."""
+
+
+def refusal(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
+    """Return why a call is refused, or nothing."""
+    try:
+        function(**arguments)
+    except AgileRLError as error:
+        return str(error)
+    return ""
 
 
 def own_arguments(loop: Callable[..., Any]) -> Callable[..., Any]:
@@ -467,8 +480,16 @@ def test_a_wrong_value_works_or_ends_in_a_sentence(
         for what, value in WRONG.items():
             try:
                 function(**{**valid, parameter.name: value})
-            except AgileRLError:
-                pass
+            except AgileRLError as error:
+                named = parameter.name in str(error) or repr(value) in str(error)
+                # Some doors refuse the other arguments as well, so that nothing trains, and speak of those.
+                if (
+                    what in PLAIN
+                    and name not in IN_OTHER_WORDS
+                    and not named
+                    and str(error) != refusal(function, valid)
+                ):
+                    foreign.append(f"{parameter.name}={what} is not named: {error}")
             except Exception as error:
                 foreign.append(f"{parameter.name}={what}: {type(error).__name__}: {error}")
     assert not foreign, "\n".join(foreign)
