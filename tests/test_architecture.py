@@ -48,6 +48,24 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "agilerl.custom_code: exec_module",
         "agilerl.custom_code: source_to_code",
     ),
+    "vague_names": (
+        # Of the type Place:
+        "agilerl.population: place",
+        "agilerl.rollouts.engine: place",
+        # What an error says was expected and found, and where:
+        "agilerl.arguments: found",
+        "agilerl.arguments: place",
+        # Arguments that are given by name:
+        "agilerl.rollouts.vllm.engine: own",
+        "agilerl.training.trackers: own",
+        # Not yet renamed:
+        "agilerl.algorithms.documented: own",
+        "agilerl.envs.programs: place",
+        "agilerl.other_trainers: found",
+        "agilerl.rollouts.endpoint.server: found",
+        "agilerl.rollouts.torch_engine: said",
+        "agilerl.training.setup: place",
+    ),
 }
 
 CEILINGS = {
@@ -243,6 +261,8 @@ BROKEN = [
     ("global_rng", "agilerl.x", "from torch import nn\nnn.init.zeros_(w)"),
     ("hidden_machinery", "agilerl.x", "class A(metaclass=M): ..."),
     ("hidden_machinery", "agilerl.x", "class A:\n    def __getattr__(self, name): ..."),
+    ("vague_names", "agilerl.x", "def f(xs):\n    found = max(xs)\n    return found"),
+    ("vague_names", "agilerl.x", "def f(own): ..."),
 ]
 
 KEPT = [
@@ -264,6 +284,7 @@ KEPT = [
     ("dynamic_imports", "agilerl.x", "import json\nfrom agilerl import runs"),
     ("global_rng", "agilerl.x", "import numpy as np, torch\nnp.random.Generator(b)\ntorch.randn(3, generator=g)"),
     ("global_rng", "agilerl.x", "from random import Random\nRandom(1).choice(x)\nrng.random()"),
+    ("vague_names", "agilerl.x", "def f(state):\n    return state.found, state.place"),
 ]
 
 

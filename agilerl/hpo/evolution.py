@@ -96,7 +96,7 @@ class Evolution:
         self.next_index = size
         self.best: Best | None = None
         """The best exam so far."""
-        self._members = [_Numbers(index, own, self.genes) for index, own in enumerate(starts)]
+        self._members = [_Numbers(index, start, self.genes) for index, start in enumerate(starts)]
         self._kept: dict[str, Value] = {}
         self._births: dict[int, tuple[int, bool]] = {}
 

@@ -102,7 +102,7 @@ class MultiFrequencySelection(Strategy):
         ranked = ranking({index: fitness[index] for index in parts[number]})
         finite = [index for index in ranked if fitness[index].is_finite]
         first_loser = len(ranked) - self.n_losers
-        losers = [i for place, i in enumerate(ranked) if place >= first_loser or not fitness[i].is_finite]
+        losers = [i for rank, i in enumerate(ranked) if rank >= first_loser or not fitness[i].is_finite]
         winners = finite[: self.n_winners]
         for loser in losers if winners else ():
             pick = int(stream(seed, "selection", generation, loser).integers(len(winners)))

@@ -256,9 +256,9 @@ class Mutations:
         if self.genes_per_mutation > len(names):
             _say_that_all_move(self.genes_per_mutation, len(names))
         count = min(self.genes_per_mutation, len(names))
-        chosen = sorted(int(place) for place in rng.choice(len(names), count, replace=False))
+        chosen = sorted(int(position) for position in rng.choice(len(names), count, replace=False))
         changes = []
-        for name in (names[place] for place in chosen):
+        for name in (names[position] for position in chosen):
             if name not in member.hyperparameters:
                 raise ConfigError(f"Agent {member.index} has no value for the gene {name}; give it one to evolve it.")
             old = member.hyperparameters[name]
@@ -266,7 +266,7 @@ class Mutations:
             if new != old:
                 changes.append(Change(name, old, new))
         if not changes:
-            ends = ", ".join(names[place] for place in chosen)
+            ends = ", ".join(names[position] for position in chosen)
             return Mutation(member.index, details={"reason": f"{ends} moves one way and is at the end of its range"})
         return Mutation(member.index, "hyperparameters", tuple(changes))
 

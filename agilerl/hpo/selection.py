@@ -178,8 +178,8 @@ class Contest:
     def places(self, kept: Collection[int], judged: Collection[int]) -> dict[int, str]:
         """Return the verdict on each agent that leaves for its place, without those that are ``judged`` already."""
         return {
-            index: f"left: place {place} of {len(self.ranked)}, {self.fitness[index].value:.3f}"
-            for place, index in enumerate(self.ranked, start=1)
+            index: f"left: place {rank} of {len(self.ranked)}, {self.fitness[index].value:.3f}"
+            for rank, index in enumerate(self.ranked, start=1)
             if index not in kept and index not in judged
         }
 
