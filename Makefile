@@ -32,7 +32,7 @@ VLLM_READY := $(VLLM_VENV)/.ready
 # A file is one process's work, because its fixtures are; the order is that of tests/conftest.py.
 DIVIDED := --numprocesses auto --dist loadfile --no-loadscope-reorder
 
-# What pyproject.toml leaves out, and the tests of which tests/long_tests.py names quicker ones.
+# What pyproject.toml leaves out, and the tests for which tests/long_tests.txt names quicker ones.
 QUICK := -m 'not long and not nightly and not slow and not gpu and not real'
 
 # TRL with the dependencies of its trainer, for benchmarking/peers.py.

@@ -88,6 +88,7 @@ def _append(genes: dict[str, list[dict[str, Any]]], tokens: int, values: Mapping
     """Add a step to each gene whose value changed; a value that held for no token leaves no step."""
     for name, value in values.items():
         steps = genes.setdefault(name, [])
+        # Positions that were rounded together, or changes before the first token: the last one counts.
         while steps and steps[-1]["tokens"] >= tokens:
             steps.pop()
         if not steps or steps[-1]["value"] != value:
