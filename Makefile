@@ -47,7 +47,7 @@ DOCS_READY := $(DOCS_VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train real train-real test test-all check test-nightly test-real test-vllm peers lint types unit format generated docs clean
+.PHONY: help setup train real train-real test quick test-all check test-nightly test-real test-vllm peers lint types unit format generated docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,8 +78,12 @@ real: $(READY) ## Bring SmolLM2-135M-Instruct (Apache-2.0, 92 MB) into build/smo
 train-real: real ## Train four agents on it, about eight minutes; ARGS='...' reaches agilerl train
 	$(BIN)/agilerl train tutorials/manifests/real/smollm2.yaml $(ARGS)
 
-test: lint types $(READY) ## Style, types and every test but the long ones
-	$(BIN)/pytest $(DIVIDED) $(QUICK)
+# The types beside the tests: alone they would leave every core but one idle.
+test: lint ## Style, types and every test but the long ones
+	$(MAKE) --no-print-directory --jobs 2 types quick
+
+quick: $(READY)
+	$(BIN)/pytest $(DIVIDED) $(QUICK) $(ARGS)
 
 test-all: lint types unit ## Run every check, as the continuous integration does
 
