@@ -1,4 +1,5 @@
-# `make train` sets up and runs the main job; `make test` sets up and passes every check. Both need python3 with venv, no more.
+# `make train` sets up and runs the main job; `make test` sets up and checks everything in a few minutes, `make test-all`
+# with the long tests, too. They need python3 with venv, no more.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -35,6 +36,9 @@ VERIFIERS_READY := $(VERIFIERS_VENV)/.ready
 # A file is one process's work, because its fixtures are; the order is that of tests/conftest.py.
 DIVIDED := --numprocesses auto --dist loadfile --no-loadscope-reorder
 
+# What pyproject.toml leaves out, and the tests for which tests/long_tests.txt names quicker ones.
+QUICK := -m 'not long and not nightly and not slow and not gpu and not real'
+
 # TRL with the dependencies of its trainer, for benchmarking/peers.py.
 TRL_VENV ?= .venv-trl
 TRL_READY := $(TRL_VENV)/.ready
@@ -47,7 +51,7 @@ DOCS_READY := $(DOCS_VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train real train-real test check test-nightly test-real test-verifiers test-vllm peers lint types unit format generated docs clean
+.PHONY: help setup train real train-real test quick test-all check test-nightly test-real test-verifiers test-vllm peers lint types unit format generated docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -78,7 +82,14 @@ real: $(READY) ## Bring SmolLM2-135M-Instruct (Apache-2.0, 92 MB) into build/smo
 train-real: real ## Train four agents on it, about eight minutes; ARGS='...' reaches agilerl train
 	$(BIN)/agilerl train tutorials/manifests/real/smollm2.yaml $(ARGS)
 
-test: lint types unit ## Run every check
+# The types beside the tests: alone they would leave every core but one idle.
+test: lint ## Style, types and every test but the long ones
+	$(MAKE) --no-print-directory --jobs 2 types quick
+
+quick: $(READY)
+	$(BIN)/pytest $(DIVIDED) $(QUICK) $(ARGS)
+
+test-all: lint types unit ## Run every check, as the continuous integration does
 
 check: lint types ## Style, types, the rules of the house and the mathematics: a minute before each commit
 	$(BIN)/pytest $(DIVIDED) tests/test_architecture.py tests/functional

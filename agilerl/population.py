@@ -498,7 +498,7 @@ class Population:
         asks = [
             Ask(
                 slot,
-                place,
+                question,
                 samples,
                 sampling,
                 self.context_length,
@@ -509,7 +509,7 @@ class Population:
                 state=self._state(agent),
             )
             for slot, agent in who
-            for number, place in enumerate(self.places(split)[:first])
+            for number, question in enumerate(self.places(split)[:first])
         ]
         return self.runtime.collect(self.task, self.tokenizer, asks)
 
@@ -549,7 +549,7 @@ class Population:
         errors = [failure for failure in failures if failure.kind != "oom"]
         by_agent = [{f.request % size: f.message for f in errors if f.request // size == k} for k in range(examined)]
         if not all_agents:
-            return {place for places in by_agent if len(places) <= size / 2 for place in places}
+            return {question for places in by_agent if len(places) <= size / 2 for question in places}
         episodes = self.task.multi_turn
         if not episodes and len(errors) == examined * size * self.eval_samples:
             check_error_rate(len(errors), errors, 0.0, episodes=False)
@@ -560,7 +560,7 @@ class Population:
         """Return the rows of a task's fixed panel with their rendered prompts."""
         if self.task.multi_turn:
             raise ConfigError(f"{self.task.name} is an environment, which has episodes, not a panel of questions")
-        return [(place.row, list(place.prompt_ids)) for place in self.places(split)]
+        return [(question.row, list(question.prompt_ids)) for question in self.places(split)]
 
     def _rows_of(self, split: Split | Panels) -> tuple[Split, int, int]:
         """Return the task's split that a panel is part of, its first row there and the row after its last."""

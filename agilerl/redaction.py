@@ -62,9 +62,9 @@ def without_keys(value: Any) -> Any:
     return [without_keys(item) for item in value] if isinstance(value, list) else value
 
 
-def _hidden(found: re.Match[str]) -> str:
-    user, place, rest = found.groups(default="")
-    return f"{user and REDACTED + '@'}{place}{rest and rest[0] + REDACTED}"
+def _hidden(match: re.Match[str]) -> str:
+    user, host, rest = match.groups(default="")
+    return f"{user and REDACTED + '@'}{host}{rest and rest[0] + REDACTED}"
 
 
 def secrets_in(value: Any) -> Iterator[str]:

@@ -6,7 +6,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from functools import cache
 from importlib import resources
 from itertools import pairwise
@@ -47,9 +47,30 @@ The whole of a resolved manifest, defaults included, stands in a run's `run.json
 """
 
 
+FIRST = {
+    "network": ("pretrained_model_name_or_path", "lora_config.r"),
+    "environment": (
+        *("task", "params", "dataset", "env_type", "env_id", "graders", "answer_format"),
+        *("data_batch_size_per_gpu", "eval_prompts", "test_prompts"),
+    ),
+    "algorithm": ("lr", "group_size", "batch_size", "max_output_tokens", "temperature", "beta", "update_epochs"),
+    "training": (
+        *("pop_size", "max_tokens", "max_steps", "max_seconds", "evo_steps", "lr_schedule", "seed", "device"),
+        *("checkpoint_seconds", "trackers"),
+    ),
+    "selection_strategy": ("name",),
+}
+"""The settings that most runs touch: where to begin among some three hundred."""
+
+
 def render() -> str:
     """Return the text of docs/manifest.md."""
-    parts = [INTRODUCTION]
+    models = {name: _model(field.annotation) for name, field in RunConfig.model_fields.items()}
+    models["algorithm"] = ALGORITHMS["GRPO"].Config
+    rows = [row for name, keys in FIRST.items() for row in _rows(models[name], prefix=f"{name}.", only=keys)]
+    assert len(rows) == sum(map(len, FIRST.values()))
+    few = _lines([["key", "type", "default", "meaning"], *rows])
+    parts = [INTRODUCTION, f"## The {len(rows)} to know first\n\nThose of `algorithm` are GRPO's.\n\n{few}"]
     for name, field in RunConfig.model_fields.items():
         if name == "algorithm":
             parts += list(_algorithms())
@@ -67,19 +88,32 @@ def _algorithms() -> Iterator[str]:
         "## algorithm\n\n`name` and the hyperparameters of that algorithm. What has a range under *evolves in* can be a"
         "\ngene: name it in `mutation.rl_hp_selection`, with that range (`lr: {}`) or one of your own."
     )
-    yield f"### of the base, whatever the algorithm\n\n{inspect.getdoc(SharedOptions)}\n\n{_table(SharedOptions)}"
     for name, algorithm in ALGORITHMS.items():
         yield f"### name: {name}\n\n{inspect.getdoc(algorithm)}\n\n{_table(algorithm.Config, genes=True)}"
+    yield f"### of the base, whatever the algorithm\n\n{inspect.getdoc(SharedOptions)}\n\n{_table(SharedOptions)}"
 
 
 def _table(model: type[BaseModel], *, genes: bool = False) -> str:
-    spans = {name: gene.span() for name, gene in genes_from(model).items()} if genes else {}
     head = ["key", "type", "default", *(["evolves in"] if genes else []), "meaning"]
-    rows = [head, ["---"] * len(head)]
-    for key, field, said in _leaves(model):
+    return _lines([head, *_rows(model, genes=genes)])
+
+
+def _rows(
+    model: type[BaseModel], *, genes: bool = False, prefix: str = "", only: Collection[str] | None = None
+) -> Iterator[list[str]]:
+    """Yield the cells of each setting, those of ``only`` in its order."""
+    spans = {name: gene.span() for name, gene in genes_from(model).items()} if genes else {}
+    leaves = {key: (field, description) for key, field, description in _leaves(model)}
+    for key in leaves if only is None else only:
+        field, description = leaves[key]
         evolves = [spans.get(key, "")] if genes else []
-        meaning = " ".join(said.split()).replace("``", "`")
-        rows.append([f"`{key}`", _type(field), _default(field), *evolves, meaning])
+        meaning = " ".join(description.split()).replace("``", "`")
+        yield [f"`{prefix}{key}`", _type(field), _default(field), *evolves, meaning]
+
+
+def _lines(rows: list[list[str]]) -> str:
+    """Return a table whose first row is its head."""
+    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
 
 
@@ -92,7 +126,7 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
     for name, field in model.model_fields.items():
         inner, is_list = _model(field.annotation), _has_list(field.annotation)
         if inner is None or is_list or field.metadata:  # what a validator turns into a section has other forms as well
-            yield prefix + name, field, _said(model).get(name, "")
+            yield prefix + name, field, _descriptions(model).get(name, "")
         if inner is not None and inner not in listed:
             of_many = "<name>." if get_origin(field.annotation) is dict else ""
             yield from _leaves(inner, f"{prefix}{name}{'[]' if is_list else ''}.{of_many}")
@@ -100,12 +134,12 @@ def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fie
 
 
 @cache
-def _said(model: type[BaseModel]) -> dict[str, str]:
+def _descriptions(model: type[BaseModel]) -> dict[str, str]:
     """Return the docstrings under the fields of a model and of its parents.
 
     Pydantic can read them too (``use_attribute_docstrings``), but does so when a class is made: with every import.
     """
-    found = {}
+    descriptions = {}
     for part in reversed(model.__mro__):
         if part.__module__.startswith("agilerl."):
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(part))).body
@@ -117,8 +151,8 @@ def _said(model: type[BaseModel]) -> dict[str, str]:
                     and isinstance(doc, ast.Expr)
                 ):
                     assert isinstance(doc.value, ast.Constant)
-                    found[field.target.id] = inspect.cleandoc(str(doc.value.value))
-    return found
+                    descriptions[field.target.id] = inspect.cleandoc(str(doc.value.value))
+    return descriptions
 
 
 def _has_list(annotation: Any) -> bool:

@@ -73,6 +73,7 @@ UNSAFE_KEYWORDS = {"trust_remote_code": "False", "allow_pickle": "False", "shell
 DYNAMIC_IMPORTS = ("import_module", "exec_module", "load_module", "source_to_code", "run_module", "run_path")
 TORCH_DRAWS = ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "multinomial", "bernoulli", "normal")
 INPLACE_DRAWS = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")
+VAGUE = ("found", "place", "own", "said", "told", "made")
 GENERATORS = ("Generator", "Philox", "SeedSequence", "BitGenerator", "Random")
 
 
@@ -245,6 +246,16 @@ def hidden_machinery(module: Module) -> Iterator[str]:
             yield name
 
 
+def vague_names(module: Module) -> Iterator[str]:
+    """Names of variables and arguments say what the thing is, not that it was found or is one's own."""
+    for _, function in module.functions():
+        for node in ast.walk(function):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE:
+                yield f"{module.name}: {node.id}"
+            elif isinstance(node, ast.arg) and node.arg in VAGUE:
+                yield f"{module.name}: {node.arg}"
+
+
 RULES: dict[str, Callable[[Module], Iterator[str]]] = {
     rule.__name__: rule
     for rule in (
@@ -255,6 +266,7 @@ RULES: dict[str, Callable[[Module], Iterator[str]]] = {
         dynamic_imports,
         global_rng,
         hidden_machinery,
+        vague_names,
     )
 }
 

@@ -23,6 +23,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 from hypothesis import settings  # noqa: E402
 
+from tests.long_tests import LEFT_OUT  # noqa: E402
+
 # A check that fails now and then is of no use to whoever did not cause it.
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
@@ -49,5 +51,11 @@ LONGEST = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    place = {name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+    rank = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(LONGEST)))
+    long = {name for names in LEFT_OUT.values() for name in names}
+    for item in items:
+        row = item.nodeid.removeprefix("tests/")
+        table = row.partition("[")[0]
+        if row not in LEFT_OUT and not long.isdisjoint({row, table, table.rpartition("::")[0]}):
+            item.add_marker("long")

@@ -22,6 +22,7 @@ from tests.architecture_rules import (
     two_way,
 )
 from tools.handovers import handovers
+from tests.long_tests import LEFT_OUT
 
 ROOT = Path(__file__).resolve().parent.parent
 REEXPORTS, REEXPORT_LINES = (
@@ -51,6 +52,24 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "agilerl.custom_code: exec_module",
         "agilerl.custom_code: source_to_code",
     ),
+    "vague_names": (
+        # Of the type Place:
+        "agilerl.population: place",
+        "agilerl.rollouts.engine: place",
+        # What an error says was expected and found, and where:
+        "agilerl.arguments: found",
+        "agilerl.arguments: place",
+        # Arguments that are given by name:
+        "agilerl.rollouts.vllm.engine: own",
+        "agilerl.training.trackers: own",
+        # Not yet renamed:
+        "agilerl.algorithms.documented: own",
+        "agilerl.envs.programs: place",
+        "agilerl.other_trainers: found",
+        "agilerl.rollouts.endpoint.server: found",
+        "agilerl.rollouts.torch_engine: said",
+        "agilerl.training.setup: place",
+    ),
 }
 
 CEILINGS = {
@@ -63,7 +82,7 @@ CEILINGS = {
     "distributed": 760,
     "envs": 7_850,
     "functional": 1_650,
-    "hpo": 2_900,
+    "hpo": 2_930,
     "models": 3_860,
     "planning": 960,
     "report": 2_310,
@@ -195,6 +214,17 @@ def test_only_packages_and_reexports_list_their_names() -> None:
     assert sorted(listing - allowed) == []
 
 
+def test_what_make_test_leaves_out_is_tried_by_tests_that_exist_and_are_not_left_out() -> None:
+    """See ``tests/long_tests.txt``. Of a row of a table, the table is looked for."""
+    long = [name for names in LEFT_OUT.values() for name in names]
+    assert len(set(long)) == len(long)
+    for name in (*LEFT_OUT, *long):
+        path, _, test = name.partition("::")
+        source = (ROOT / "tests" / path).read_text(encoding="utf-8")
+        assert not test or re.search(rf"^(def|class) {re.escape(test.partition('[')[0])}\b", source, re.MULTILINE), name
+    assert [name for name in LEFT_OUT if {name, name.partition("::")[0]} & set(long)] == []
+
+
 @pytest.mark.processes
 def test_light_imports_stay_light() -> None:
     light = ["agilerl", "agilerl.errors", "agilerl.streams", "agilerl.cli.app", "agilerl.training.config"]
@@ -269,6 +299,8 @@ BROKEN = [
     ("global_rng", "agilerl.x", "from torch import nn\nnn.init.zeros_(w)"),
     ("hidden_machinery", "agilerl.x", "class A(metaclass=M): ..."),
     ("hidden_machinery", "agilerl.x", "class A:\n    def __getattr__(self, name): ..."),
+    ("vague_names", "agilerl.x", "def f(xs):\n    found = max(xs)\n    return found"),
+    ("vague_names", "agilerl.x", "def f(own): ..."),
 ]
 
 KEPT = [
@@ -290,6 +322,7 @@ KEPT = [
     ("dynamic_imports", "agilerl.x", "import json\nfrom agilerl import runs"),
     ("global_rng", "agilerl.x", "import numpy as np, torch\nnp.random.Generator(b)\ntorch.randn(3, generator=g)"),
     ("global_rng", "agilerl.x", "from random import Random\nRandom(1).choice(x)\nrng.random()"),
+    ("vague_names", "agilerl.x", "def f(state):\n    return state.found, state.place"),
 ]
 
 

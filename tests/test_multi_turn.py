@@ -184,7 +184,7 @@ def test_an_environment_that_hangs_is_left_behind() -> None:
 
 
 def test_an_environment_that_always_fails_stops_with_its_reason() -> None:
-    with pytest.raises(EnvError, match=r"all 16 episodes; .*RuntimeError: the board"):
+    with pytest.raises(EnvError, match=r"all 16.*RuntimeError"):
         make_population(EpisodeTask(lambda: Moody(broken, share=1)), 1).rollout()
 
 

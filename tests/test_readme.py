@@ -262,8 +262,8 @@ def test_train_commands_pass_every_check(command: str, workplace: Path) -> None:
     assert not (workplace / "runs").exists()
 
 
-@pytest.mark.parametrize("command", [c for c in all_of("agilerl") if HUB_NAME.search(c)])
-def test_train_commands_that_need_more_than_a_cpu_are_valid_manifests(command: str) -> None:
+@pytest.mark.parametrize("command", [c for c in all_of("agilerl") if words(c)[1] == "train" or HUB_NAME.search(c)])
+def test_train_commands_have_valid_options_and_settings(command: str) -> None:
     command_line(words(command)[1:])
 
 
@@ -617,6 +617,16 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     pages = (ROOT / "build" / "site").glob("*.html")
     assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= {page.stem for page in pages}
+
+
+def test_every_setting_is_on_a_page_besides_the_reference() -> None:
+    reference = ROOT / "docs" / "manifest.md"
+    keys = re.findall(r"^\| `([\w.<>\[\]]+)` \|", reference.read_text(encoding="utf-8"), re.MULTILINE)
+    named = {
+        word for page in PAGES if page != reference for word in re.findall(r"\w+", page.read_text(encoding="utf-8"))
+    }
+    assert len(set(keys)) > 250
+    assert [key for key in keys if key.rpartition(".")[2] not in named] == []
 
 
 @pytest.mark.processes

@@ -1,6 +1,8 @@
 """Every tutorial runs as a reader would run it, in its own process, in less than two minutes; recipes are valid."""
 
+import ast
 import re
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,18 @@ def test_tutorial_runs(script: Path, tmp_path: Path) -> None:
     done = programs.run("-c", code, cwd=tmp_path, env=environment(), timeout=120)
     assert done.returncode == 0, done.stderr
     assert "expect" in done.stdout  # the number that one should see
+
+
+@pytest.mark.parametrize("script", TUTORIALS, ids=lambda script: script.stem)
+def test_what_a_tutorial_imports_exists(script: Path) -> None:
+    names = set()
+    for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            names |= {(str(node.module), alias.name) for alias in node.names}
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "agilerl":
+            names.add(("agilerl", node.attr))
+    assert any(module.startswith("agilerl") for module, _ in names)
+    assert [(module, name) for module, name in names if not hasattr(import_module(module), name)] == []
 
 
 def test_the_tutorials_are_a_course() -> None:

@@ -156,9 +156,9 @@ def check_restored(name: str | None, loss: LossFunction | None) -> None:
         )
 
 
-def compute_loss(agent: Learner, own: LossFunction | None, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
-    """Return the scalar loss of a micro-batch: that of ``own``, else of the agent's loss, else of its algorithm."""
-    loss = own if own is not None else agent.loss
+def compute_loss(agent: Learner, override: LossFunction | None, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
+    """Return the scalar loss of a micro-batch: of ``override``, else the agent's, else its algorithm's."""
+    loss = override if override is not None else agent.loss
     if loss is None:
         return agent.objective(inputs, metrics)
     arguments = {name: getattr(owner, name) for name, owner in _arguments(loss, agent).items()}
@@ -176,12 +176,12 @@ def compute_loss(agent: Learner, own: LossFunction | None, inputs: LossInputs, m
     return value.to(inputs.logp)
 
 
-def loss_denominator(agent: Learner, own: LossFunction | None, mask: Tensor) -> float:
+def loss_denominator(agent: Learner, override: LossFunction | None, mask: Tensor) -> float:
     """Return the denominator of a window from its mask ``[rows, L]``: that of PolicyLoss's aggregation, or the agent's.
 
     Raises ConfigError when ``fixed-length`` aggregation meets an agent without ``max_output_tokens``.
     """
-    loss = own if own is not None else agent.loss
+    loss = override if override is not None else agent.loss
     if not isinstance(loss, PolicyLoss) or not isinstance(loss.aggregation, str):
         return agent.window_denominator(mask)
     longest: int | None = getattr(agent.config, "max_output_tokens", None)

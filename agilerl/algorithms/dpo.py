@@ -221,9 +221,9 @@ class DPO(DataAlgorithm):
         Without a reference, whose log-prob is higher; per token if the losses are.
         """
         self._check_pairs(batch)
-        mask, own = batch.action_mask.cpu(), self.logprobs(batch).cpu()
+        mask, logprobs = batch.action_mask.cpu(), self.logprobs(batch).cpu()
         reference = self.reference_logprobs(batch) if self.config.needs_reference else 0.0
-        gain = torch.where(mask, own - reference, 0.0).double().sum(-1)
+        gain = torch.where(mask, logprobs - reference, 0.0).double().sum(-1)
         if self.config.per_token:
             gain = gain / mask.sum(-1)
         return (gain[0::2] > gain[1::2]).double()

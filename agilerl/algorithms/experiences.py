@@ -35,8 +35,8 @@ def prompt_ids(obs: Any, vocabulary: int) -> list[list[int]]:
     """
     prompts = [obs] if isinstance(obs, Mapping) else obs
     if not isinstance(prompts, list | tuple) or not prompts:
-        found = "none" if isinstance(prompts, list | tuple) else described(obs)
-        raise ConfigError(f"get_action(obs=...): expected prompts with input_ids [1, P] each, found {found}")
+        given = "none" if isinstance(prompts, list | tuple) else described(obs)
+        raise ConfigError(f"get_action(obs=...): expected prompts with input_ids [1, P] each, found {given}")
     return [_prompt(prompt, f"get_action, prompt {number}", vocabulary) for number, prompt in enumerate(prompts)]
 
 
@@ -148,8 +148,8 @@ def _groups(parts: Any, read: Callable[[Any, str], Tensor], name: str, group_siz
     if isinstance(parts, Tensor):
         return list(torch.split(read(parts, where), group_size))
     if not isinstance(parts, Sequence) or isinstance(parts, str | bytes) or not parts:
-        found = "none" if isinstance(parts, list | tuple) else described(parts)
-        raise ConfigError(f"{where}: expected a list with one tensor a prompt, or one stacked tensor, found {found}")
+        given = "none" if isinstance(parts, list | tuple) else described(parts)
+        raise ConfigError(f"{where}: expected a list with one tensor a prompt, or one stacked tensor, found {given}")
     return [read(part, f"{where}, entry {number}") for number, part in enumerate(parts)]
 
 

@@ -178,8 +178,8 @@ def _kl(logp: Tensor, ref_logp: Tensor, mask: Tensor, how: KLEstimator | Callabl
 
 def _of_user(values: Tensor, mask: Tensor, part: str) -> Tensor:
     if not isinstance(values, Tensor) or values.shape != mask.shape:
-        found = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
-        raise ConfigError(f"PolicyLoss({part}=...) must return a tensor of shape {tuple(mask.shape)}, found {found}")
+        given = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
+        raise ConfigError(f"PolicyLoss({part}=...) must return a tensor of shape {tuple(mask.shape)}, found {given}")
     return torch.where(mask, values, 0.0)
 
 

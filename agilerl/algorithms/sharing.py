@@ -62,12 +62,12 @@ class Lesson:
     """Slot of the elite, or of the adapter that teaches, or an endpoint."""
     weight: float = 0.0
 
-    def applied(self, agent: Learner, own: RolloutBatch, experience: Experience) -> Experience:
-        """Return the experience with what others add; ``own`` is the batch that it was prepared from."""
+    def applied(self, agent: Learner, batch: RolloutBatch, experience: Experience) -> Experience:
+        """Return the experience with what others add; ``batch`` is the one that it was prepared from."""
         if self.teacher is not None and self.weight > 0 and len(experience):
             experience = with_teacher(agent, experience, self.teacher, self.weight)
         if self.borrowed is not None and len(self.borrowed):
-            experience = with_borrowed(agent, experience, own, self.borrowed, self.cap)
+            experience = with_borrowed(agent, experience, batch, self.borrowed, self.cap)
         return experience
 
 
@@ -94,9 +94,9 @@ def load_teacher(runtime: Runtime, folder: Path) -> int:
 def check_temperature(agent: Learner, genes: Collection[str] = ()) -> None:
     """Raise ConfigError unless an agent samples at temperature 1, always: an endpoint's log-probs are of it."""
     if temperature_of(agent) != 1 or "temperature" in genes:
-        found = "the gene temperature" if "temperature" in genes else f"temperature={temperature_of(agent):g}"
+        setting = "the gene temperature" if "temperature" in genes else f"temperature={temperature_of(agent):g}"
         raise ConfigError(
-            f"sharing.teacher_url: an endpoint's log-probs are those at temperature 1, found {found}; set "
+            f"sharing.teacher_url: an endpoint's log-probs are those at temperature 1, found {setting}; set "
             "algorithm.temperature to 1, and let it be no gene"
         )
 
@@ -146,7 +146,7 @@ def check_borrows(algorithm: str, config: object) -> None:
 
 
 def with_borrowed(
-    agent: Learner, experience: Experience, own: RolloutBatch, borrowed: RolloutBatch, cap: float
+    agent: Learner, experience: Experience, sampled: RolloutBatch, borrowed: RolloutBatch, cap: float
 ) -> Experience:
     """Return the experience with the borrowed rows added behind one's own, whose numbers stay what they are.
 
@@ -163,10 +163,10 @@ def with_borrowed(
     borrowed = borrowed.select(graded)
     if not len(borrowed):
         return experience
-    own = own.select(own.graded)
-    ours, theirs = (shaped_rewards(config, batch, None, 0.0).nansum(dim=1) for batch in (own, borrowed))
+    sampled = sampled.select(sampled.graded)
+    ours, theirs = (shaped_rewards(config, batch, None, 0.0).nansum(dim=1) for batch in (sampled, borrowed))
     by_row = borrowed_advantages(
-        theirs, borrowed.groups, ours, own.groups, norm=config.adv_norm, adv_eps=config.adv_eps
+        theirs, borrowed.groups, ours, sampled.groups, norm=config.adv_norm, adv_eps=config.adv_eps
     )
     telling = by_row != 0
     if not telling.any():
@@ -190,15 +190,15 @@ def _joined(
     """Return own and borrowed rows in one; ``borrowed.sampling_logps`` are the agent's own by now."""
     count, now = len(borrowed), borrowed.sampling_logps
     assert now is not None
-    own = experience.batch
-    known = own.sampling_logps is not None
-    several = agent.config.update_epochs > 1 or len(own) + count > agent.window_rows
+    sampled = experience.batch
+    known = sampled.sampling_logps is not None
+    several = agent.config.update_epochs > 1 or len(sampled) + count > agent.window_rows
     old = experience.old_logp
     if old is None and several:
-        old = behaviour_logprobs(agent, own)
+        old = behaviour_logprobs(agent, sampled)
     reported, idle = experience.sampling_logp, experience.idle
     rows = borrowed if known else replace(borrowed, sampling_logps=None)
-    batch = concatenated([replace(own, episodes=None), rows], pad_token_id=0)  # padding is never read
+    batch = concatenated([replace(sampled, episodes=None), rows], pad_token_id=0)  # padding is never read
     return replace(
         experience,
         batch=batch,
@@ -215,7 +215,7 @@ def _joined(
 
 
 def borrowable(
-    own: Sequence[Trajectory], others: Sequence[Sequence[Trajectory]], count: int, prompts: Prompts
+    sampled: Sequence[Trajectory], others: Sequence[Sequence[Trajectory]], count: int, prompts: Prompts
 ) -> list[Trajectory]:
     """Return completions of other agents for an agent's own prompts, at most ``count`` for each, in its own groups.
 
@@ -231,7 +231,7 @@ def borrowable(
         for prompt, group in by_prompt.items():
             lent.setdefault(prompt, []).append(group)
     groups: dict[int, list[Trajectory]] = {}
-    for row in own:
+    for row in sampled:
         groups.setdefault(row.group, []).append(row)
     borrowed = []
     for number, group in groups.items():

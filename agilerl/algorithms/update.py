@@ -61,8 +61,8 @@ class Share:
         Idle rows are idle under the algorithm's own objective only; another loss sees every row, as a router's does.
         """
         self.agent.runtime.base.check_routers(self.agent.config.router_aux_loss_coef)
-        own = self.loss if self.loss is not None else self.agent.loss
-        idle = self.experience.idle if own is None and not self.router_coefficient else None
+        loss = self.loss if self.loss is not None else self.agent.loss
+        idle = self.experience.idle if loss is None and not self.router_coefficient else None
         busy = self.rows if idle is None else self.rows[~idle[self.rows]]
         batch = self.experience.batch
         skipped = 0 if idle is None else int(batch.action_mask[self.rows[idle[self.rows]]].sum())
@@ -118,8 +118,8 @@ class _Piece:
     def router_weights(self) -> Tensor:
         """[b] weight of each row's load-balancing loss: what it has of the optimizer step's denominator."""
         share, mask = self.share, self.batch.action_mask
-        own = [loss_denominator(share.agent, share.loss, mask[row : row + 1]) for row in range(len(mask))]
-        return torch.tensor(own) * (share.router_coefficient / (share.denominator or 1.0))
+        denominators = [loss_denominator(share.agent, share.loss, mask[row : row + 1]) for row in range(len(mask))]
+        return torch.tensor(denominators) * (share.router_coefficient / (share.denominator or 1.0))
 
     @cached_property
     def tokens(self) -> int:
@@ -183,21 +183,21 @@ def _divided(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow 
     processes, store = runtime.processes, runtime.store
     if processes.size == 1:
         return _in_packs(runtime, pieces)
-    slots = {i: list(own[0].share.agent.optimizer_settings()) for i, own in enumerate(pieces) if own}
-    every = [slot for own in slots.values() for slot in own]
-    longest = max((len(own) for own in pieces), default=0)
+    slots = {i: list(of_agent[0].share.agent.optimizer_settings()) for i, of_agent in enumerate(pieces) if of_agent}
+    every = [slot for of_agent in slots.values() for slot in of_agent]
+    longest = max((len(of_agent) for of_agent in pieces), default=0)
     in_order = _adds_in_order(store)
     width = processes.size if in_order else max(longest, 1)
     total = store.grad[every]
     for start in range(0, longest, width):
         places = [
-            [k for k in range(start, min(start + width, len(own))) if (i + k) % processes.size == processes.rank]
-            for i, own in enumerate(pieces)
+            [k for k in range(start, min(start + width, len(of_agent))) if (i + k) % processes.size == processes.rank]
+            for i, of_agent in enumerate(pieces)
         ]
         store.grad[every] = 0.0
         work = partial(_compute, runtime, pieces, places, every if in_order else [])
         received = [_opened(part) for part in agreed(processes, work, runtime.lockstep)]
-        full = next((found for found, _, _ in received if found is not None), None)
+        full = next((layout for layout, _, _ in received if layout is not None), None)
         if full is not None:
             return full
         for _, reports, _ in received:
@@ -206,10 +206,10 @@ def _divided(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow 
         if in_order:
             parts = [torch.frombuffer(g, dtype=store.dtype).view(total.shape) for _, _, g in received]
             row = 0
-            for i, own in slots.items():
+            for i, of_agent in slots.items():
                 for k in range(start, start + width):
-                    total[row : row + len(own)] += parts[(i + k) % processes.size][row : row + len(own)]
-                row += len(own)
+                    total[row : row + len(of_agent)] += parts[(i + k) % processes.size][row : row + len(of_agent)]
+                row += len(of_agent)
         else:
             own_sum = store.grad[every]
             processes.add_(own_sum)
@@ -227,7 +227,7 @@ def _compute(
     runtime: Runtime, pieces: Sequence[Sequence[_Piece]], places: Sequence[Sequence[int]], slots: Sequence[int]
 ) -> bytes:
     """Compute this process's micro-batches; returns what the other processes need, with the gradients of ``slots``."""
-    full = _in_packs(runtime, [[own[k] for k in mine] for own, mine in zip(pieces, places)])
+    full = _in_packs(runtime, [[of_agent[k] for k in mine] for of_agent, mine in zip(pieces, places)])
     done = [(i, k) for i, mine in enumerate(places) for k in mine] if full is None else []
     reports = [[i, k, pieces[i][k].metrics.state(), pieces[i][k].is_finite] for i, k in done]
     header = json.dumps([full, reports]).encode()
@@ -244,8 +244,8 @@ def _opened(part: bytes) -> tuple[_Overflow | None, list[Any], bytearray]:
 def _in_packs(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow | None:
     """Compute each agent's micro-batches, the k-th ones of all agents together, until a pass runs out of memory."""
     most = runtime.limits.tokens(runtime.max_tokens or runtime.pass_tokens)
-    for k in range(max((len(own) for own in pieces), default=0)):
-        for pack in _packs([own[k] for own in pieces if k < len(own)], most):
+    for k in range(max((len(of_agent) for of_agent in pieces), default=0)):
+        for pack in _packs([of_agent[k] for of_agent in pieces if k < len(of_agent)], most):
             if attempt(partial(_forward_backward, runtime, pack)) is None:
                 tokens, first = sum(piece.tokens for piece in pack), pack[0]
                 return _Overflow(tokens, first.slot, len(first.rows) if len(pack) == 1 else 0)
@@ -309,8 +309,8 @@ def _inputs(piece: _Piece, output: TokenOutputs, values: Tensor | None) -> LossI
     def rows(values: Tensor | None) -> Tensor | None:
         if values is None:
             return None
-        own = values[piece.rows.to(values.device)]
-        return (own if own.dim() == 1 else own[:, :width]).to(device)
+        selected = values[piece.rows.to(values.device)]
+        return (selected if selected.dim() == 1 else selected[:, :width]).to(device)
 
     old, advantages = rows(e.old_logp), rows(e.advantages)
     assert advantages is not None
@@ -388,8 +388,8 @@ def learn_together(
     """
     runtime = agents[0].runtime
     _check_equal(runtime, agents, batches)
-    found: Sequence[Outcome] = ["ok"] * len(agents) if sampled is None else sampled
-    updates = [_begin(*own) for own in zip(agents, batches, found, lessons or [Lesson()] * len(agents))]
+    outcomes: Sequence[Outcome] = ["ok"] * len(agents) if sampled is None else sampled
+    updates = [_begin(*arguments) for arguments in zip(agents, batches, outcomes, lessons or [Lesson()] * len(agents))]
     for update, batch in zip(updates, batches):
         record_batch(batch, update.metrics)
         for name, value in update.experience.metrics.items():
@@ -476,9 +476,9 @@ def optim_step(agents: Sequence[Learner], metrics: Sequence[MetricReducer]) -> l
     store = agents[0].runtime.store
     owners, slots, settings, sound = [], [], [], []
     for i, agent in enumerate(agents):
-        own = agent.optimizer_settings()
-        sound.append(agent.gradient_is_finite and (len(own) == 1 or _finite_gradients(store, list(own))))
-        for slot, setting in own.items():
+        by_slot = agent.optimizer_settings()
+        sound.append(agent.gradient_is_finite and (len(by_slot) == 1 or _finite_gradients(store, list(by_slot))))
+        for slot, setting in by_slot.items():
             owners.append(i)
             slots.append(slot)
             settings.append(setting)

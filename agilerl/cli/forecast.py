@@ -169,7 +169,9 @@ def _exam_prompts(config: RunConfig, limit: int, *, allow_code: bool) -> tuple[f
     prompts = exam.lengths(places, tokenizer, limit).prompts
     exam.close()
     mean = sum(prompts) / len(prompts)
-    common = sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*(place.prompt_ids for place in places))))
+    common = sum(
+        1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*(question.prompt_ids for question in places)))
+    )
     begins = f", of which all begin with {common:,}" * (common > 0)
     source = "first of an episode" if exam.multi_turn else "the mean of the exam's"
     return mean, common, f"prompts of {mean:,.0f} tokens{begins}: {source}"

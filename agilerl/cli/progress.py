@@ -119,7 +119,7 @@ def plan_document(session: Session, out: Path, sampled: PreflightDone | None = N
         },
         "islands": {
             "processes_per_island": topology.island.size,
-            "agents": [[indices[place] for place in share] for share in shares],
+            "agents": [[indices[position] for position in share] for share in shares],
         },
         "memory_megabytes": {name: round(size / 2**20, 1) for name, size in memory.items()},
         "peak_memory_megabytes": round(peak(memory) / 2**20, 1),

@@ -140,10 +140,10 @@ def split_options(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     return rest, options
 
 
-def contradiction(name: str, present: Any, found: Any) -> ConfigError:
+def contradiction(name: str, present: Any, given: Any) -> ConfigError:
     """Return the error of an agent that asks for what its base does not have."""
     return ConfigError(
-        f"{name}={found!r} contradicts the base that this agent shares, which has {name}={present!r}: all agents on "
+        f"{name}={given!r} contradicts the base that this agent shares, which has {name}={present!r}: all agents on "
         "one base have the same; give it to the first of them (or to Runtime(options=...)), or load a separate base"
     )
 

@@ -208,7 +208,7 @@ class Task(ABC):
 
     def lengths(self, places: Sequence[Place], tokenizer: Any, context_length: int) -> Lengths:
         """Return the lengths of the rows at some places."""
-        return Lengths([len(place.prompt_ids) for place in places])
+        return Lengths([len(question.prompt_ids) for question in places])
 
     def panel_size(self, split: Split) -> int:
         """Return how many rows ``exam`` or ``test`` has."""

@@ -347,9 +347,9 @@ class EpisodeTask:
         """
         first, replies = [], []
         nothing = Completion([tokenizer.eos_token_id], None, "stop")
-        for place in places[:_TRIED]:
+        for question in places[:_TRIED]:
             episode, sizes = self.episode(self.chat(tokenizer), context_length, 1), []
-            for call in (partial(episode.begin, place.row["seed"]), partial(episode.act, nothing, "")):
+            for call in (partial(episode.begin, question.row["seed"]), partial(episode.act, nothing, "")):
                 (error,) = call_all([call], self.step_timeout)
                 if error is not None:
                     raise EnvError(f"{self.name} failed in the first turn of an episode: {reason(error)}") from error

@@ -96,7 +96,7 @@ class Evolution:
         self.next_index = size
         self.best: Best | None = None
         """The best exam so far."""
-        self._members = [_Numbers(index, own, self.genes) for index, own in enumerate(starts)]
+        self._members = [_Numbers(index, start, self.genes) for index, start in enumerate(starts)]
         self._kept: dict[str, Value] = {}
         self._births: dict[int, tuple[int, bool]] = {}
 
@@ -137,6 +137,7 @@ class Evolution:
             self._kept = dict(self._members[indices.index(leader)].hyperparameters)
         plan = self.strategy.plan(fitness, self.generation, self.seed, self.next_index, Standing(spent, self.best))
         _, members = apply_plan(plan, self._members, lambda child: _Numbers(child, dict(self._kept), self.genes))
+        # Children are clones by now, and carry their parents' values into the mutations.
         known = [Member.of(member) for member in members]
         planned = self.mutations.plan(known, plan.elite, self.generation, self.seed, plan.mutants)
         changes = with_factors(plan, known, planned)
@@ -179,10 +180,12 @@ class Evolution:
             indices = {member.index for member in members}
             if not members or len(indices) < len(members) or min(indices) < 0 or max(indices) >= next_index:
                 raise ValueError(f"different members below next_index={next_index}, found {sorted(indices)}")
+            # A population never grows, and its founders have used the first indices.
             if not len(members) <= self._size <= next_index:
                 raise ValueError(f"a search of {self._size} members, found {len(members)} of {next_index} in all")
             if generation < 0:
                 raise ValueError(f"a generation of 0 or more, found {generation}")
+        # The state is a file's content: whatever is wrong with it has to end in one sentence.
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError, ConfigError) as error:
             raise CheckpointError(f"expected what Evolution.state() returned for these genes: {error}") from error
         self._members, self._births, self.best = members, births, known

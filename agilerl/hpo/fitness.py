@@ -195,6 +195,7 @@ def probability_better(a: Fitness, b: Fitness, trust: Share = 1.0) -> float:
         error = math.hypot(a.stderr, b.stderr)
         if not math.isfinite(error) or a.mean == b.mean:
             return 0.5
+        # Two exact means that differ leave no doubt, for which 40 stands.
         statistic = math.sqrt(trust) * (a.mean - b.mean) / error if error > 0 else math.copysign(40, a.mean - b.mean)
         return float(stdtr(max(a.n + b.n - 2, 1), statistic))
     if len(a.scores) != len(b.scores):
@@ -203,6 +204,7 @@ def probability_better(a: Fitness, b: Fitness, trust: Share = 1.0) -> float:
     largest = float(np.abs(difference).max())
     if largest == 0:
         return 0.5
+    # Divided by the largest, so that the two imaginary prompts are won and lost by 1.
     difference = np.concatenate([difference / largest, (1.0, -1.0)])
     count = difference.size
     statistic = difference.mean() / (difference.std(ddof=1) / math.sqrt(count))
@@ -262,6 +264,7 @@ def evidence(a: Fitness, b: Fitness, confidence: Share, among: Sequence[Fitness]
         one, other = (_objective(fitness, name) for fitness in (a, b))
         trust = 1.0 if among is None else reliability([_objective(f, name) for f in among if f.is_finite])
         chances[name] = probability_better(one, other, trust)
+    # Of equal chances both take the first, which is the reward.
     best, worst = max(chances, key=chances.__getitem__), min(chances, key=chances.__getitem__)
     is_worse = 1 - chances[worst] >= confidence and chances[worst] < 0.5
     return Evidence(

@@ -47,25 +47,25 @@ def collapsed(vitals: Mapping[int, Vitals], elite: int) -> dict[int, str]:
 
     Numbers that are not finite are left out; with fewer than three no agent is reported. The elite is never reported.
     """
-    leader, found = _late(vitals[elite]), dict[int, str]()
+    leader, verdicts = _late(vitals[elite]), dict[int, str]()
     for index, whole in vitals.items():
-        own = _late(whole)
-        if index == elite or not (_apart(own.reward, leader.reward) and _mean(own.reward) < _mean(leader.reward)):
+        late = _late(whole)
+        if index == elite or not (_apart(late.reward, leader.reward) and _mean(late.reward) < _mean(leader.reward)):
             continue
         reasons = [
             f"{name} {_mean(ours):.3g}, the elite's {_mean(theirs):.3g}"
             for name, ours, theirs, long in (
-                ("entropy", own.entropy, leader.entropy, False),
-                ("length", own.length, leader.length, True),
+                ("entropy", late.entropy, leader.entropy, False),
+                ("length", late.length, leader.length, True),
             )
             if _apart(ours, theirs) and _far(ours, theirs, _FACTOR[name], above=long)
         ]
         before = whole.reward_before or whole.reward[:1]
-        if _far(own.reward, leader.reward, _FACTOR["reward"]) and _far(own.reward, before, _FACTOR["reward"]):
-            reasons.append(f"reward {_mean(own.reward):.3g}, before {_mean(before):.3g}")
+        if _far(late.reward, leader.reward, _FACTOR["reward"]) and _far(late.reward, before, _FACTOR["reward"]):
+            reasons.append(f"reward {_mean(late.reward):.3g}, before {_mean(before):.3g}")
         if reasons:
-            found[index] = "collapsed: " + "; ".join(reasons)
-    return found
+            verdicts[index] = "collapsed: " + "; ".join(reasons)
+    return verdicts
 
 
 def quarantined(fitness: Mapping[int, Fitness], sick: Collection[int]) -> dict[int, Fitness]:

@@ -65,6 +65,7 @@ class PulseSelection(Strategy):
             return Plan(generation, elite, (birth.child,), (birth,), deaths, reason="guard", verdicts=verdicts)
         if not fitness[winner].is_finite:
             return contest.unchanged()
+        # Indices never repeat, so the defender is the one with the lowest.
         taken_over = winner != min(fitness)
         due = (len(fitness) == 1 and (generation + 1) % self.every == 0) or taken_over
         births = tuple(
@@ -82,6 +83,7 @@ class PulseSelection(Strategy):
         if best is None:
             return present
         sure = probability_better(fitness[best], fitness[present])
+        # With challenge=0.5 a tie, which is no evidence, would be enough without the second condition.
         if sure >= self.challenge and sure > 0.5:
             verdicts[best] = f"takes over from agent {present}: P = {sure:.3f} >= {self.challenge:g}"
             verdicts[present] = f"left: agent {best} is better with P = {sure:.3f} >= {self.challenge:g}"
@@ -100,6 +102,7 @@ class PulseSelection(Strategy):
         best = standing.best
         if best is None or not best.fitness.is_finite or self.guard >= 1:
             return None
+        # The best of as many exams as there were is above the next one by luck alone.
         sure, needed = probability_better(best.fitness, present), 1 - (1 - self.guard) / (generation + 1)
         if sure < needed:
             return None
@@ -152,6 +155,7 @@ class KnockoutSelection(Strategy):
         """Return a plan without those that leave, or that of the later rounds."""
         fitness, founders, spent = contest.fitness, self.population_size, contest.standing.spent
         agents = len(fitness)
+        # An index beyond the founders' is that of a challenger: the later rounds have begun.
         if self.floor == 1 and (agents == 1 or max(fitness) >= founders):
             return contest.asked_of(self.later)
         if not contest.finite:
@@ -174,6 +178,7 @@ class KnockoutSelection(Strategy):
             verdicts[index] = proof.about_replacing(rival)
             if proof.is_enough:
                 continue
+            # The agent that is not beaten stays beside the others or, if places decide, in the rival's place.
             kept.append(index)
             if not evidently:
                 verdicts[rival] = f"left: better than agent {seeded} with {proof} only"

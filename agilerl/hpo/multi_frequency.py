@@ -75,6 +75,7 @@ class MultiFrequencySelection(Strategy):
         births: dict[int, Birth] = {}
         verdicts: dict[int, str] = {}
         mutants: set[int] = set()
+        # Faster parts come first, and all plans see the exam: an agent may be cloned by several parts.
         for number, ratio in enumerate(self.ratios):
             if (contest.generation + 1) % ratio:
                 continue
@@ -102,9 +103,10 @@ class MultiFrequencySelection(Strategy):
         ranked = ranking({index: fitness[index] for index in parts[number]})
         finite = [index for index in ranked if fitness[index].is_finite]
         first_loser = len(ranked) - self.n_losers
-        losers = [i for place, i in enumerate(ranked) if place >= first_loser or not fitness[i].is_finite]
+        losers = [i for rank, i in enumerate(ranked) if rank >= first_loser or not fitness[i].is_finite]
         winners = finite[: self.n_winners]
         for loser in losers if winners else ():
+            # A stream for each loser, so that no draw depends on how many there are.
             pick = int(stream(seed, "selection", generation, loser).integers(len(winners)))
             yield _Replacement(loser, winners[pick], mutates=True)
         start = self.n_winners + self.n_survivors
@@ -115,6 +117,7 @@ class MultiFrequencySelection(Strategy):
         migrants = outside if winners else cycle(outside)
         for local, migrant in zip(open_places, migrants, strict=False):
             if fitness[migrant].value > fitness[local].value:
+                # Genes of a faster part are good for the near future, which the slower one is there to resist.
                 weights_only = bool(winners) and self.ratios[home[migrant]] < self.ratios[number]
                 yield _Replacement(local, migrant, winners[0] if weights_only else None)
 

@@ -252,26 +252,29 @@ class Mutations:
     def _move_genes(self, member: Member, rng: np.random.Generator) -> Mutation:
         if not member.genes:
             return Mutation(member.index, details={"reason": "no hyperparameter is declared to evolve"})
+        # Sorted: the order of the declarations must not decide which gene a draw means.
         names = sorted(member.genes)
         if self.genes_per_mutation > len(names):
             _say_that_all_move(self.genes_per_mutation, len(names))
         count = min(self.genes_per_mutation, len(names))
-        chosen = sorted(int(place) for place in rng.choice(len(names), count, replace=False))
+        chosen = sorted(int(position) for position in rng.choice(len(names), count, replace=False))
         changes = []
-        for name in (names[place] for place in chosen):
+        for name in (names[position] for position in chosen):
             if name not in member.hyperparameters:
                 raise ConfigError(f"Agent {member.index} has no value for the gene {name}; give it one to evolve it.")
             old = member.hyperparameters[name]
             new = mutate_value(member.genes[name], old, rng)
+            # A monotone gene at the end of its range stays where it is.
             if new != old:
                 changes.append(Change(name, old, new))
         if not changes:
-            ends = ", ".join(names[place] for place in chosen)
+            ends = ", ".join(names[position] for position in chosen)
             return Mutation(member.index, details={"reason": f"{ends} moves one way and is at the end of its range"})
         return Mutation(member.index, "hyperparameters", tuple(changes))
 
     def _move_rank(self, member: Member, rng: np.random.Generator) -> Mutation:
         low, high = self.rank_range
+        # Rank 1 halves to 0, which the lower end of the range, at least 1, leaves out.
         options = [rank for rank in (member.rank // 2, member.rank * 2) if low <= rank <= high and rank != member.rank]
         if not options:
             return Mutation(member.index, details={"reason": f"rank {member.rank} has no neighbour in [{low}, {high}]"})
@@ -343,8 +346,10 @@ def mutate_value(gene: Gene, value: Value, rng: np.random.Generator) -> Value:
     A monotone gene makes the same steps, as long, all in its direction, and stays where its range ends.
     """
     if gene.dtype == "choice":
+        # The present value may be none of the choices, if a user has assigned it.
         others = [choice for choice in gene.choices if choice != value]
         return others[int(rng.integers(len(others)))]
+    # A user may have assigned a value outside the range.
     current = min(max(float(value), gene.min), gene.max)
     moved = _by_factor(gene, current, rng) if gene.factors else _by_step(gene, current, rng)
     if gene.monotone:

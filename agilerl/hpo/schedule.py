@@ -61,11 +61,11 @@ def stretched(schedule: Mapping[str, Any], tokens: Count) -> dict[str, Any]:
 
     Raises ConfigError for what is not a schedule, and for one without an exam after its start, which has no length.
     """
-    found, total = _genes_of(schedule), taken(Whole, schedule.get("total_tokens"), "the schedule", "total_tokens")
+    courses, total = _genes_of(schedule), taken(Whole, schedule.get("total_tokens"), "the schedule", "total_tokens")
     if total < 1:
         raise ConfigError("The schedule has no length: its agent had trained on no token at its last exam.")
     genes: dict[str, list[dict[str, Any]]] = {}
-    for name, steps in found.items():
+    for name, steps in courses.items():
         for step in steps:
             _append(genes, round(step["tokens"] * tokens / total), {name: step["value"]})
     moved = [{**one, "tokens": round(one["tokens"] * tokens / total)} for one in schedule.get("not_replayed", [])]
@@ -88,6 +88,7 @@ def _append(genes: dict[str, list[dict[str, Any]]], tokens: int, values: Mapping
     """Add a step to each gene whose value changed; a value that held for no token leaves no step."""
     for name, value in values.items():
         steps = genes.setdefault(name, [])
+        # Positions that were rounded together, or changes before the first token: the last one counts.
         while steps and steps[-1]["tokens"] >= tokens:
             steps.pop()
         if not steps or steps[-1]["value"] != value:

@@ -178,8 +178,8 @@ class Contest:
     def places(self, kept: Collection[int], judged: Collection[int]) -> dict[int, str]:
         """Return the verdict on each agent that leaves for its place, without those that are ``judged`` already."""
         return {
-            index: f"left: place {place} of {len(self.ranked)}, {self.fitness[index].value:.3f}"
-            for place, index in enumerate(self.ranked, start=1)
+            index: f"left: place {rank} of {len(self.ranked)}, {self.fitness[index].value:.3f}"
+            for rank, index in enumerate(self.ranked, start=1)
             if index not in kept and index not in judged
         }
 
@@ -245,6 +245,7 @@ def apply_plan(
     living = [birth.parent for birth in plan.births if not birth.from_best]
     living += [birth.mate for birth in plan.births if birth.mate is not None]
     missing = {plan.elite, *plan.slots, *living} - set(by_index)
+    # Slots name children too, which do not live before this function has run.
     missing -= {birth.child for birth in plan.births}
     if missing:
         raise ConfigError(f"The plan names agents {sorted(missing)}, but the population is {sorted(by_index)}.")
@@ -274,11 +275,13 @@ def with_mates(plan: Plan, fitness: Mapping[int, Fitness], share: float, seed: i
     excepted. Births of another kind (a factor, genes of a donor, from the best exam, a mate already) stay as they are.
     """
     children = {birth.child for birth in plan.births}
+    # A parent may die in this plan; it is still there to be a mate while the plan is applied.
     kept = {*plan.slots, *(birth.parent for birth in plan.births if not birth.from_best)} - children
     fit = [index for index in fitness if index in kept and fitness[index].is_finite]
     births = []
     for birth in plan.births:
         mates = [index for index in fit if index != birth.parent]
+        # Drawn for each child, whether it is crossed or not: no child's draw depends on the others.
         rng = stream(seed, "crossover", plan.generation, birth.child)
         plain = birth == Birth(birth.child, birth.parent)
         if plain and mates and rng.random() < share:

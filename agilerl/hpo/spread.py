@@ -33,8 +33,10 @@ def lora_rate(hidden_size: Count, family: str) -> float:
 
 def around(gene: Gene, value: Value) -> Gene:
     """Return the gene with the range in which founders start: around the user's value, within the gene's own range."""
+    # There is no factor around 0.
     if gene.dtype == "choice" or not float(value) > 0:
         return gene
+    # Asymmetric for learning rates: one that is too low costs points, one that is too high the run.
     down, up = (RATE_DOWN, RATE_UP) if gene.name in LEARNING_RATES else (OTHERS, OTHERS)
     low, high = max(gene.min, float(value) / down), min(gene.max, float(value) * up)
     if gene.dtype == "int":
@@ -74,4 +76,5 @@ def _sobol(dimensions: int, count: int, seed: int) -> Any:
     from scipy.stats import qmc
 
     sampler = qmc.Sobol(dimensions, scramble=True, rng=stream(seed, "initial spread"))
+    # Sobol points are balanced in powers of two only, so the next power is drawn and cut.
     return sampler.random_base2(max(count - 1, 0).bit_length())[:count]

@@ -288,10 +288,10 @@ def read_adapter(
         a, b = (tensors.pop(f"base_model.model.{layer.name}.lora_{x}.weight", None) for x in "AB")
         shapes = [(config.r, layer.in_features), (layer.out_features, config.r)]
         if a is None or b is None or [a.shape, b.shape] != shapes:
-            found = "nothing" if a is None or b is None else f"{tuple(a.shape)} and {tuple(b.shape)}"
+            pair = "nothing" if a is None or b is None else f"{tuple(a.shape)} and {tuple(b.shape)}"
             raise CheckpointError(
                 f"the adapter at {str(folder)!r} does not fit: {layer.name} expects A [r, {layer.in_features}] and "
-                f"B [{layer.out_features}, r] of rank r={config.r!r}, found {found}"
+                f"B [{layer.out_features}, r] of rank r={config.r!r}, found {pair}"
             )
         if finite and not (torch.isfinite(a).all() and torch.isfinite(b).all()):
             raise CheckpointError(f"the adapter at {str(folder)!r} has numbers that are not finite in {layer.name}")

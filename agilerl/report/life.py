@@ -12,7 +12,7 @@ from agilerl.report.load import AgentRecord, RunRecord, Score, hyperparameter_at
 
 def lives(run: RunRecord) -> list[dict[str, Any]]:
     """Return every agent's life as plain data, in the order of birth."""
-    standings, place = _standings(run), places(run)
+    standings, ranks = _standings(run), places(run)
     return [
         {
             "agent": index,
@@ -27,14 +27,14 @@ def lives(run: RunRecord) -> list[dict[str, Any]]:
             },
             "exams": [
                 {"generation": exam.generation, "step": exam.step, **asdict(exam.score)}
-                | {"place": place[exam.generation, index]}
+                | {"place": ranks[exam.generation, index]}
                 for exam in agent.exams
             ],
             "outcomes": agent.trouble,
             "symptoms": [asdict(symptom) for symptom in agent.symptoms],
             "events": [
                 {"generation": generation, "sentence": sentence}
-                for generation, sentence in _with_exams(agent, standings, place)
+                for generation, sentence in _with_exams(agent, standings, ranks)
             ],
         }
         for index, agent in run.agents.items()
@@ -42,16 +42,16 @@ def lives(run: RunRecord) -> list[dict[str, Any]]:
 
 
 def _with_exams(
-    agent: AgentRecord, standings: Mapping[int, Mapping[int, Score]], place: Mapping[tuple[int, int], int]
+    agent: AgentRecord, standings: Mapping[int, Mapping[int, Score]], ranks: Mapping[tuple[int, int], int]
 ) -> Iterator[tuple[int, str]]:
     """Yield (generation, sentence) of what happened to an agent, its exams and their places included, in order."""
     birth, *rest = events(agent)
     exams = []
     for exam in agent.exams:
         scores = standings[exam.generation]
-        best = min(scores, key=lambda i: (place[exam.generation, i], i))
+        best = min(scores, key=lambda i: (ranks[exam.generation, i], i))
         ahead = "" if best == agent.index else f"; the best, agent {best}, had {plus(scores[best])}"
-        where = f", place {place[exam.generation, agent.index]} of {len(scores)}{ahead}" if len(scores) > 1 else ""
+        where = f", place {ranks[exam.generation, agent.index]} of {len(scores)}{ahead}" if len(scores) > 1 else ""
         exams.append((exam.generation, f"exam {plus(exam.score)}{where}"))
     yield birth
     # An exam comes before what the selection after it did. Both parts are in order, and sorting keeps it.

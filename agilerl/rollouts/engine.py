@@ -258,9 +258,9 @@ def lost_places(failed: Sequence[Mapping[int, str]], size: int, *, episodes: boo
     episodes, if that holds for all agents, or if the others lose more than half of the exam.
     """
     counted = [places for places in failed if len(places) <= size / 2]
-    lost = {place for places in counted for place in places}
+    lost = {row for places in counted for row in places}
     if len(lost) > size / 2 or not counted:
-        errors = {place: error for places in (counted or failed) for place, error in places.items()}
+        errors = {row: error for places in (counted or failed) for row, error in places.items()}
         first = errors[min(errors)]
         if not episodes:
             raise RewardError(f"grading failed on {len(errors)} of {size} answers of the exam; the first time: {first}")

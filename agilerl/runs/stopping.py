@@ -53,8 +53,8 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals(told: Callable[[str], None]) -> Iterator[StopRequest]:
-    """Inside, the first signal sets the request and is reported to ``told``; the next has its usual effect.
+def stop_on_signals(report: Callable[[str], None]) -> Iterator[StopRequest]:
+    """Inside, the first signal sets the request and is passed to ``report``; the next has its usual effect.
 
     A signal that the process ignores stays ignored: e.g. SIGINT if a shell started it in the background, SIGHUP under
     nohup. Outside the main thread nothing is caught, because signals do not arrive there.
@@ -73,7 +73,7 @@ def stop_on_signals(told: Callable[[str], None]) -> Iterator[StopRequest]:
             signal.raise_signal(number)
             return
         request.signal = number
-        told(request.sentence)
+        report(request.sentence)
 
     for number in _SIGNALS:
         if before[number] is not signal.SIG_IGN:

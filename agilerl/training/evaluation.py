@@ -163,7 +163,7 @@ def evaluate(
     if samples and not temperature:
         raise ConfigError("samples at temperature 0 are all alike; raise the temperature, or draw no samples")
     population = session.population
-    agent, rows = population.agents[0], [dict(place.row) for place in population.places("test")]
+    agent, rows = population.agents[0], [dict(question.row) for question in population.places("test")]
     who = [(agent.selected_slot, agent), *([(None, None)] if with_base else [])]
     with at_date(session.date):
         greedy = _asked(session, who, 1, 0.0)
@@ -176,7 +176,7 @@ def evaluate(
 
 def before_and_after(population: Population, elite: LLMAlgorithm, count: int = 10) -> list[dict[str, Any]]:
     """Return the first test questions with the greedy answers of the base and of an agent, as plain data."""
-    rows = [place.row for place in population.places("test")[:count]]
+    rows = [question.row for question in population.places("test")[:count]]
     groups, _ = population.answers("test", [(None, None), (elite.selected_slot, elite)], first=count)
     answers = [finite(asdict(answers_of(group, 1)[0])) for group in groups]
     if population.task.multi_turn:

@@ -295,7 +295,7 @@ def load(
     without the ``loss`` of an agent that had a custom one.
     """
     folder, _ = find_adapter(path)
-    home = next((place for place in (folder, folder.parent) if (place / "agent.json").is_file()), None)
+    home = next((candidate for candidate in (folder, folder.parent) if (candidate / "agent.json").is_file()), None)
     if home is None:
         raise CheckpointError(
             f"{folder} is a PEFT adapter without an agent: agent.json is missing; load it with PEFT, or start agents "
@@ -336,11 +336,11 @@ def _newest_usable(run: RunDirectory, report: Callable[[str], None], *, allow_ch
     """Return the newest intact checkpoint whose lines are all there; report and return None if none is intact."""
     store = CheckpointStore(run.checkpoints, report=report)
     store.put_in_order(_number_in)
-    found, short = store.latest(), dict[Path, str]()
-    while found is not None and (lost := _lost_lines(run, found, allow_changes=allow_changes)):
-        short[found] = lost
-        found = store.latest(before=int(found.name))
-    if found is None and short:
+    checkpoint, short = store.latest(), dict[Path, str]()
+    while checkpoint is not None and (lost := _lost_lines(run, checkpoint, allow_changes=allow_changes)):
+        short[checkpoint] = lost
+        checkpoint = store.latest(before=int(checkpoint.name))
+    if checkpoint is None and short:
         newest = next(iter(short))
         raise CheckpointError(
             f"{short[newest]}, and no other checkpoint is usable without them; restore the file from a copy, or start "
@@ -349,11 +349,11 @@ def _newest_usable(run: RunDirectory, report: Callable[[str], None], *, allow_ch
         )
     for folder, lost in short.items():
         store.put_aside(folder, f"{lost}.")
-    if found is not None and short:
-        report(f"The run resumes after iteration {int(found.name)}; its later work is lost and is repeated.")
-    elif found is None and store.damaged:
+    if checkpoint is not None and short:
+        report(f"The run resumes after iteration {int(checkpoint.name)}; its later work is lost and is repeated.")
+    elif checkpoint is None and store.damaged:
         report(f"No checkpoint of {run.root} is intact: the run restarts from its beginning, and its work is lost.")
-    return found
+    return checkpoint
 
 
 def _lost_lines(run: RunDirectory, checkpoint: Path, *, allow_changes: bool) -> str:
@@ -404,9 +404,9 @@ def write_checkpoint(folder: Path, population: Population, progress: Progress, p
     }
     if progress.elite is not None:
         _write_state(progress.elite, folder / _ELITE, runtime)
-    for place, kept in enumerate(progress.kept[1:], start=2):
+    for rank, kept in enumerate(progress.kept[1:], start=2):
         if kept.state is not None:
-            _write_state(kept.state, folder / f"{_ELITE}_{place}", runtime)
+            _write_state(kept.state, folder / f"{_ELITE}_{rank}", runtime)
     clock = {
         "seconds": progress.seconds,
         "metrics_bytes": positions.metrics_bytes,
@@ -445,7 +445,7 @@ def _elites(state: dict[str, Any]) -> list[str]:
     """Return the folders of the agents of the best exams, the elite's first."""
     if state["progress"]["elite_iteration"] is None:
         return []
-    return [_ELITE, *(f"{_ELITE}_{place}" for place in range(2, len(state["progress"].get("kept", [])) + 1))]
+    return [_ELITE, *(f"{_ELITE}_{rank}" for rank in range(2, len(state["progress"].get("kept", [])) + 1))]
 
 
 def _checkpoint(
@@ -486,12 +486,12 @@ def received(topology: Topology, checkpoint: Path | None, runtime: Runtime) -> S
     count, elites = len(state["agents"]), len(_elites(state))
     best = [] if whole is None else [whole.progress.elite, *(kept.state for kept in whole.progress.kept[1:])]
     sent = [] if whole is None else [*whole.states, *filter(None, best)]
-    own, arrived = topology.places(count), list[AgentState]()
-    for place in range(count + elites):
-        data = world.processes.broadcast(packed(sent[place]) if sent else None)
-        if place in own or (place >= count and topology.peers.rank == 0):
+    positions, arrived = topology.places(count), list[AgentState]()
+    for position in range(count + elites):
+        data = world.processes.broadcast(packed(sent[position]) if sent else None)
+        if position in positions or (position >= count and topology.peers.rank == 0):
             arrived.append(unpacked(data))
-    return _checkpoint(Path(path), state, clock, arrived[: len(own)], arrived[len(own) :])
+    return _checkpoint(Path(path), state, clock, arrived[: len(positions)], arrived[len(positions) :])
 
 
 def _is_finite(state: AgentState) -> bool:

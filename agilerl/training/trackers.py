@@ -83,9 +83,9 @@ def load_trackers(names: Mapping[str, Any], *, allow_code: bool) -> dict[str, Ca
 
     Raises ConfigError if code is not allowed or cannot be loaded, and if a library is missing.
     """
-    own = [name for name in names if names_code(name)]
-    check_trackers(names, own)
-    return {name: load_code("training.trackers", name, allowed=allow_code) for name in own}
+    custom = [name for name in names if names_code(name)]
+    check_trackers(names, custom)
+    return {name: load_code("training.trackers", name, allowed=allow_code) for name in custom}
 
 
 def _named(wanted: Wanted) -> dict[str, Any]:

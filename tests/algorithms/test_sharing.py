@@ -105,7 +105,7 @@ def test_without_a_grade_or_a_group_there_is_no_advantage() -> None:
     rewards, theirs = torch.tensor([np.nan, 1.0, 1.0]), torch.tensor([0, 5, 7])
     assert borrowed_advantages(rewards, theirs, own, groups).tolist() == [0.0, 0.0, 0.0]
     assert borrowed_advantages(rewards[:0], theirs[:0], own, groups).tolist() == []
-    with pytest.raises(ValueError, match=r"own_rewards \[B\] and own_groups"):
+    with pytest.raises(ValueError, match=r"own_rewards \[B\].*own_groups"):
         borrowed_advantages(rewards, theirs, own, groups[:2])
 
 

@@ -81,7 +81,7 @@ def test_processes_that_cannot_be_divided() -> None:
     config = DistributedConfig(processes_per_island=2)
     with pytest.raises(ConfigError, match=r"3 processes .*_island=2"):
         arranged(Processes(0, 3), config, {})
-    with pytest.raises(ConfigError, match=r"4 islands, training\.pop_size=3;.* 3"):
+    with pytest.raises(ConfigError, match=r"4 islands.*training\.pop_size=3;.* 3"):
         Topology(peers=Exchange(Processes(0, 4))).check(3)
     SOLITARY.check(1)
 

@@ -185,9 +185,9 @@ def test_malformed_rows_are_counted_exactly(tokenizer) -> None:
 
 @pytest.mark.parametrize("bad", BAD[:9], ids=lambda row: str(row)[:30])
 def test_malformed_rows_stop_by_default(bad: dict) -> None:
-    with pytest.raises(EnvError, match=r"row 40 of the train dataset: .*bad_rows: drop"):
+    with pytest.raises(EnvError, match=r"row 40.*bad_rows"):
         made([*ROWS, bad])
-    with pytest.raises(EnvError, match=r"row 40 of .*; 1 more of 42 rows "):
+    with pytest.raises(EnvError, match=r"row 40.*1 more of 42"):
         made([*ROWS, bad, bad])
 
 

@@ -253,7 +253,7 @@ def test_a_level_without_problems_is_found_by_prepare(monkeypatch):
     task.prepare()
     task.levels[0] = {"min_word_len": 40, "max_word_len": 50}  # the data have no such words
     task._datasets.clear()
-    with pytest.raises(EnvError, match=r"problem 0 of spell_backward \(level 0 .*'min_word_len': 40"):
+    with pytest.raises(EnvError, match=r"problem 0.*spell_backward \(level 0 .*'min_word_len': 40"):
         task.prepare()
 
 

@@ -87,7 +87,7 @@ def test_a_stream_that_breaks_or_holds_no_rows() -> None:
         yield ROWS[0]
         raise OSError("the line is dead")
 
-    with pytest.raises(EnvError, match=r"row 1 .* OSError: the line"):
+    with pytest.raises(EnvError, match=r"row 1 .*OSError"):
         read_dataset(broken())
     with pytest.raises(EnvError, match=r"expected dicts .* row 0"):
         read_dataset(iter([1, 2]))

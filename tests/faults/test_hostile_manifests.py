@@ -126,7 +126,7 @@ def test_a_manifest_of_a_hundred_megabytes_is_not_read(place: Path) -> None:
     with open(path, "wb") as file:
         file.truncate(100_000_000)
     start = time.thread_time()
-    with pytest.raises(ConfigError, match="100,000,000 bytes, expected at most 50,000"):
+    with pytest.raises(ConfigError, match=r"100,000,000.*50,000"):
         load_manifest(path)
     assert time.thread_time() - start < 0.1
 

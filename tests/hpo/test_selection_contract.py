@@ -120,7 +120,7 @@ def test_no_agents_and_reused_indices_are_errors(name):
 
 @pytest.mark.parametrize("name", ["tournament", "multi-frequency"])
 def test_a_population_of_another_size_is_an_error(name):
-    with pytest.raises(ConfigError, match="population_size=8, found 4 agents"):
+    with pytest.raises(ConfigError, match="population_size=8, found 4"):
         STRATEGIES[name](8).plan({i: Fitness(0.1) for i in range(4)}, 0, 0, 4)
 
 

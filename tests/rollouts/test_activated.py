@@ -313,7 +313,7 @@ def test_an_adapter_of_another_kind_is_not_taken_for_this_one(run: Path) -> None
 
 def test_a_mistake_leaves_nothing_behind(tmp_path: Path) -> None:
     settings = [*SMALL, "network.lora_config.alora_invocation_tokens=zzz"]
-    with pytest.raises(ConfigError, match=r"expected 'zzz' in every prompt .*ends with '.*<sep>'"):
+    with pytest.raises(ConfigError, match=r"'zzz'.*'.*<sep>'"):
         CliRunner().invoke(app, ["train", *settings, "--out", str(tmp_path / "run")], catch_exceptions=False)
     assert not (tmp_path / "run").exists()
 

@@ -139,7 +139,7 @@ def test_json_lines_go_back_to_a_position(tmp_path):
 def test_a_damaged_line_is_named(tmp_path, bad):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"a":1}\n' + bad + b'{"a":2}\n')
-    with pytest.raises(CheckpointError, match=r"line 2 of .*metrics\.jsonl"):
+    with pytest.raises(CheckpointError, match=r"line 2 of.*metrics\.jsonl"):
         list(read_lines(path))
 
 
