@@ -505,6 +505,8 @@ def table(found: Results, against: str = "formula_decay") -> str:
 
     Of models whose strata are errors of the rate: a table of the tests for each task, and one of the whole axis.
     """
+    if not found:
+        return "No results yet."
     lines = []
     if alike := [r for r in found if not MODELS[r["model"]].axis]:
         lines += [_strata(alike, against)]
@@ -623,7 +625,8 @@ def _axis(found: Results, title: str, against: str) -> list[str]:
                 f"| {spent / 1000:.0f}k | {seconds:.0f} |"
             )
         lines.append("")
-    missing = {arm: len(wanted - set(of_arm)) for arm, of_arm in cells.items()}
+    planned = [arm for arm in ARMS if arm in arms or arm in MODELS[found[0]["model"]].arms]
+    missing = {arm: len(wanted - set(cells.get(arm, ()))) for arm in planned}
     listed = ", ".join(f"{arm} {count} of {len(wanted)}" for arm, count in missing.items() if count)
     seeds = " ".join(map(str, sorted({r["seed"] for r in found})))
     return [*lines, f"Missing of all rates with the seeds {seeds}: {listed or 'nothing'}."]
