@@ -5,7 +5,7 @@
 
 All runs of a task and a seed answer the same test questions after the same number of tokens (sampled, trained on and in
 exams), so a value that makes iterations dearer has fewer of them. The configuration that is changed is the arm
-``formula_decay`` of ``benchmarking.evolution``. ``run`` does what OUT lacks, like the benchmark of the search.
+``formula_decay`` of ``benchmarking.evidence``. ``run`` does what OUT lacks, like the benchmark of the search.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarking.evolution import TASKS, Run, results, run_all
+from benchmarking.evidence import MODELS, Run, results, run_all
 
 VALUES: dict[str, tuple[str, ...]] = {
     "algorithm.lr": ("3e-4", "5e-4", "2e-3", "3e-3"),
@@ -61,7 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["run", "table"])
     parser.add_argument("out")
-    parser.add_argument("--tasks", nargs="*", default=["gcd", "chain_sum"], choices=list(TASKS))
+    parser.add_argument("--tasks", nargs="*", default=["gcd", "chain_sum"], choices=list(MODELS["embedded"].tasks))
     parser.add_argument("--genes", nargs="*", default=list(VALUES), choices=list(VALUES))
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=180_000)

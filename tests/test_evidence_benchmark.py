@@ -1,0 +1,226 @@
+"""The arms of ``benchmarking/evidence.py`` start from one configuration, and are summed up right."""
+
+import fcntl
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agilerl.hpo.spread import EMBEDDED_RATE, lora_rate
+from agilerl.training.resolved import resolve
+from benchmarking import genes
+from benchmarking.evidence import (
+    ALONE,
+    ARMS,
+    DEFAULT,
+    HIGHEST,
+    MODELS,
+    ROOT,
+    Run,
+    arguments,
+    collapsed,
+    interquartile_mean,
+    interval,
+    one,
+    pack,
+    plot,
+    reached,
+    results,
+    run_all,
+    runs_of,
+    table,
+)
+
+CONFIGURATIONS = [
+    *(("embedded", stratum) for stratum in MODELS["embedded"].strata),
+    *(("smollm2", stratum) for stratum in ("x1/30", "x10", "x30")),  # 10: three times it is above HIGHEST
+]
+
+
+@pytest.mark.parametrize(("model", "stratum"), CONFIGURATIONS)
+@pytest.mark.parametrize("arm", ARMS)
+def test_every_arm_is_a_valid_run_from_the_same_configuration(arm: str, model: str, stratum: str) -> None:
+    run = Run(next(iter(MODELS[model].tasks)), stratum, arm, 3, 80_000, model=model)
+    resolved = resolve(run.config())
+    assert resolved.hyperparameters.lr == pytest.approx(run.rate)  # type: ignore[attr-defined]
+    assert resolved.config.training.max_tokens == (20_000 if arm == "quarter" else 80_000)
+    assert resolved.config.training.seed == 3
+    if arm in ALONE:
+        assert (resolved.config.training.pop_size, dict(resolved.genes)) == (1, {})
+        return
+    founders, gene = resolved.founder_genes(), resolved.genes["lr"]
+    highest = min(3 * run.rate, gene.max)
+    assert (founders["lr"].min, founders["lr"].max) == pytest.approx((max(run.rate / 10, gene.min), highest))
+    assert len(founders) == (4 if stratum == "four_genes" else 1)
+    if arm.startswith(DEFAULT) and run.rate <= HIGHEST:
+        assert (gene.min, gene.max) == (1e-6, HIGHEST)
+
+
+def test_the_rates_are_those_that_a_run_takes_if_none_is_given() -> None:
+    assert MODELS["embedded"].rate == EMBEDDED_RATE
+    assert MODELS["smollm2"].rate == lora_rate(576, "llama")
+
+
+def test_numbers_of_the_table() -> None:
+    assert interquartile_mean([1.0, 2.0, 4.0, 100.0]) == 3.0
+    assert interquartile_mean([1.0, 4.0]) == 2.5
+    low, high = interval([1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0])
+    assert 1.0 <= low < 4.5 < high <= 8.0
+    row = {"model": "embedded", "task": "gcd", "stratum": "right", "tokens": 1000, "elsewhere": {"chain_sum": 0.5}}
+    row |= {"cpu_seconds": 2.0}
+    row |= {"curve": [[0.5, 0.7], [1.0, 0.8]], "base": 0.6}
+    found = [
+        {**row, "arm": arm, "seed": seed, "test": test}
+        for arm, tests in (("ours", (0.8, 0.9)), ("formula_decay", (0.7, 0.9)))
+        for seed, test in enumerate(tests)
+    ]
+    assert "| ours | 2 | 0.850 | +5.0 | +0.0 +10.0 | 0.800 | 1k | 0.500 | 2 |" in table(found)
+
+
+def erring(arm: str, stratum: str, seed: int, test: float) -> dict[str, Any]:
+    """Return the result of a run on SmolLM2."""
+    row = {"model": "smollm2", "task": "aiw", "tokens": 150_000, "setting": "", "base": 0.07, "spent": 151_000}
+    row |= {"cpu_seconds": 300.0, "elsewhere": {"gcd": 0.1}, "curve": [[0.5, test], [1.0, test]]}
+    return {**row, "arm": arm, "stratum": stratum, "seed": seed, "test": test}
+
+
+def test_an_interval_keeps_the_values_of_each_group() -> None:
+    # Resampled together, the mean of four zeros and four ones would vary; by group it cannot.
+    assert interval([0.0] * 4, [1.0] * 4) == (0.5, 0.5)
+    low, high = interval([0.0] * 4 + [1.0] * 4)
+    assert low < 0.5 < high
+
+
+def test_a_run_collapsed_below_the_base_or_half_of_the_best_arm() -> None:
+    right = [erring("ours", "x1", 101, 0.8), erring("ours", "x1", 102, 0.6)]
+    # The best arm's mean is .7, wherever it is reached; half of that is .35.
+    wrong = [erring("formula_decay", "x30", seed, test) for seed, test in ((101, 0.05), (102, 0.34), (103, 0.36))]
+    assert collapsed([*right, *wrong]) == [False, False, True, True, False]
+    assert collapsed([erring("ours", "x1", 101, 0.06)]) == [True]
+
+
+def test_the_table_of_the_axis_compares_what_all_arms_have_and_says_what_is_missing() -> None:
+    tests = {"x1/10": (0.5, 0.1), "x1": (0.7, 0.8), "x10": (0.6, 0.0)}
+    found = [
+        erring(arm, stratum, 101, pair[number])
+        for number, arm in enumerate(("ours", "formula_decay"))
+        for stratum, pair in tests.items()
+    ]
+    shown = table([*found, erring("ours", "x1", 102, 0.9)]).splitlines()
+    assert "| arm | x1/30 | x1/10 | x1/3 | x1 | x3 | x10 | x30 |" in shown
+    assert "| formula_decay | missing | 0.100 (1) | missing | 0.800 (1) | missing | 0.000 (1) | missing |" in shown
+    assert any(line.startswith("| ours | missing | 0.500 (1) | missing | 0.800 [") for line in shown)
+    ours = next(line for line in shown if line.startswith("| ours | 0.600 |"))
+    assert "| +30.0 |" in ours
+    assert "| 0 (0%) |" in ours
+    assert any("| 0.300 |" in line and "| 2 (67%) |" in line for line in shown)
+    missing = "ours 10 of 14, ours_1 14 of 14, formula_decay 11 of 14, asha 14 of 14."
+    assert f"Missing of all rates with the seeds 101 102: {missing}" in shown
+
+
+def test_runs_go_seed_by_seed_from_the_right_rate_outwards() -> None:
+    runs = runs_of(arguments(["run", "OUT", "--model", "smollm2", "--seeds", "2"]))
+    assert [run.seed for run in runs] == [101] * 28 + [102] * 28
+    assert [run.stratum for run in runs[:28:4]] == ["x1", "x10", "x1/10", "x3", "x1/3", "x30", "x1/30"]
+    assert [run.arm for run in runs[:4]] == ["formula_decay", "ours_1", "ours", "asha"]
+    assert {(run.task, run.tokens) for run in runs} == {("aiw", 150_000)}
+    assert len({run.name for run in runs}) == len(runs)
+    assert not any("/" in run.name for run in runs)
+
+
+def test_names_that_the_model_does_not_have_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        arguments(["run", "OUT", "--model", "smollm2", "--strata", "high"])
+    assert "--strata high: expected some of x1, x10" in capsys.readouterr().err
+
+
+def test_what_is_done_or_being_done_is_not_done_again(tmp_path: Path) -> None:
+    done, busy = (Run("gcd", "right", "ours", seed, 1000) for seed in (1, 2))
+    (tmp_path / done.name).write_text(json.dumps({"seed": 1}))
+    with (tmp_path / f"{busy.name}.running").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        run_all(tmp_path, [done, busy])
+    assert results(tmp_path) == [{"model": "embedded", "seed": 1}]
+
+
+@pytest.mark.processes
+def test_a_run_that_was_killed_is_carried_out_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run("gcd", "right", "formula_decay", 1, 1000, "environment.test_prompts=2")
+    (tmp_path / f"{run.name}.running").touch()  # as a killed process leaves it
+    run_all(tmp_path, [run])
+    assert f"1/1 {run.name}: test" in capsys.readouterr().out
+    result = results(tmp_path)[0]
+    assert result["rate"] == 1e-3
+    assert set(result["elsewhere"]) == {"chain_sum", "spell_backward"}
+    assert result["machine"]["processor"]
+    assert result["commit"]
+    assert result["date"]
+    assert [path.name for path in tmp_path.iterdir()] == [run.name]
+
+
+def test_packed_results_are_read_again_and_drawn(tmp_path: Path) -> None:
+    row = {"model": "embedded", "task": "gcd", "stratum": "right", "tokens": 1000, "arm": "ours", "seed": 1}
+    row |= {"test": 0.8, "base": 0.6}
+    never, early = {**row, "curve": [[1.0, 0.7]]}, {**row, "seed": 2, "curve": [[0.25, 0.8], [1.0, 0.7]]}
+    for result in (never, early):
+        (tmp_path / f"{result['seed']}.json").write_text(json.dumps(result))
+    pack(tmp_path, tmp_path / "all.txt")
+    assert results(tmp_path / "all.txt") == [never, early]
+    assert [reached(result) for result in (never, early)] == [float("inf"), 250]
+    drawn = plot([never, early], tmp_path / "figure")
+    assert [path.name for path in drawn] == ["figure_curves_1k.svg", "figure_seeds_1k.svg"]
+    assert "best exam so far" in drawn[0].read_text()
+
+
+def test_the_collapse_curve_has_a_line_and_a_band_for_each_arm(tmp_path: Path) -> None:
+    found = [
+        erring(arm, stratum, seed, 0.1 * seed - 10)
+        for arm in ("ours", "asha")
+        for stratum in ("x1", "x10")
+        for seed in (101, 102, 103)
+    ]
+    drawn = plot(found, tmp_path / "figure")
+    assert [path.name for path in drawn] == ["figure_smollm2_150k.svg"]
+    text = drawn[0].read_text()
+    assert "multiple of the formula" in text
+    assert ">ours<" in text
+    assert ">asha<" in text
+    assert text.count('id="FillBetweenPolyCollection') == 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("arm", ["tpe", "asha", "replayed"])
+def test_arms_of_several_runs_count_their_own_tokens(arm: str) -> None:
+    found = one(Run("gcd", "right", arm, 1, 60_000))
+    assert 60_000 <= found["spent"] < 72_000
+    assert found["test"] > found["base"] - 3 * found["stderr"]
+    assert found["curve"][-1][0] == 1.0
+    if arm != "replayed":
+        assert 1e-4 <= found["hyperparameters"]["lr"] <= 3e-3
+        assert found["hyperparameters"]["lr"] in [trial[1]["lr"] for trial in found["trials"]]
+
+
+def test_the_pages_show_the_committed_results() -> None:
+    committed = ROOT / "benchmarking" / "results"
+    for name, shown, page in (
+        ("evolution", table, "evolution"),
+        ("evidence", table, "evolution"),
+        ("operators", lambda found: table(found, against="often"), "search"),
+        ("genes", genes.table, "evolution"),
+    ):
+        assert shown(results(committed / f"{name}.json")).strip() in (ROOT / "docs" / f"{page}.md").read_text(), name
+
+
+def test_the_readme_shows_the_committed_results() -> None:
+    found = results(ROOT / "benchmarking" / "results" / "evolution.json")
+    readme = (ROOT / "README.md").read_text()
+    names = {"formula": "one agent", "formula_decay": "one agent, annealed", "ours": "**the default search**"}
+    for arm, name in (*names.items(), ("random", "four agents, no selection (random)")):
+        tests = [
+            [r["test"] for r in found if (r["task"], r["arm"], r["stratum"]) == ("gcd", arm, stratum)]
+            for stratum in ("right", "high", "low")
+        ]
+        shown = next(line for line in readme.splitlines() if line.startswith(f"| {name} |"))
+        cells = [float(cell) for cell in shown.split("|")[2:5]]
+        assert cells == pytest.approx([interquartile_mean(own) for own in tests], abs=6e-4), name
