@@ -92,7 +92,7 @@ def test_the_pages_show_the_committed_results() -> None:
     committed = ROOT / "benchmarking" / "results"
     for name, shown, page in (
         ("evolution", table, "evolution"),
-        ("operators", lambda found: table(found, against="often"), "search"),
+        ("operators", lambda found: table(found, against="often"), "search_appendix"),
         ("genes", genes.table, "evolution"),
     ):
         assert shown(results(committed / f"{name}.json")).strip() in (ROOT / "docs" / f"{page}.md").read_text(), name
