@@ -206,7 +206,7 @@ def test_the_pages_show_the_committed_results() -> None:
     for name, shown, page in (
         ("evolution", table, "evolution"),
         ("evidence", table, "evolution"),
-        ("operators", lambda found: table(found, against="often"), "search"),
+        ("operators", lambda found: table(found, against="often"), "search_appendix"),
         ("genes", genes.table, "evolution"),
     ):
         assert shown(results(committed / f"{name}.json")).strip() in (ROOT / "docs" / f"{page}.md").read_text(), name

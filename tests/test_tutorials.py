@@ -45,8 +45,8 @@ def test_what_a_tutorial_imports_exists(script: Path) -> None:
 
 def test_the_tutorials_are_a_course() -> None:
     assert [script.stem[:3] for script in TUTORIALS] == [f"{number:02}_" for number in range(1, 11)]
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert [script.name for script in TUTORIALS if f"(tutorials/{script.name})" not in readme] == []
+    page = (ROOT / "docs" / "tutorials.md").read_text(encoding="utf-8")
+    assert [script.name for script in TUTORIALS if f"(../tutorials/{script.name})" not in page] == []
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

@@ -38,8 +38,7 @@ Documentation = "$repository/tree/main/docs"
 Changelog = "$repository/blob/main/CHANGELOG.md"
 Issues = "$repository/issues"
 END
-sed -i.old -E "s#\]\(([A-Za-z][A-Za-z_/.]*)\)#](${repository}/blob/v${version}/\1)#g; s#\]\(([A-Za-z][A-Za-z_/.]*)\#([a-z-]+)\)#](${repository}/blob/v${version}/\1\#\2)#g" \
-    "$work/source/README.md"
+"$root/tools/absolute_links.sh" "$repository" "$version" "$work/source/README.md"
 
 "${PYTHON:-python3}" -m venv "$work/tools"
 "$work/tools/bin/python" -m pip install --quiet build twine
