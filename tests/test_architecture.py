@@ -21,8 +21,8 @@ from tests.architecture_rules import (
     too_deep,
     two_way,
 )
-from tools.handovers import handovers
 from tests.long_tests import LEFT_OUT
+from tools.handovers import handovers
 
 ROOT = Path(__file__).resolve().parent.parent
 REEXPORTS, REEXPORT_LINES = (
