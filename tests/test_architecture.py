@@ -63,9 +63,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "agilerl.rollouts.vllm.engine: own",
         "agilerl.training.trackers: own",
         # Not yet renamed:
-        "agilerl.algorithms.documented: own",
         "agilerl.envs.programs: place",
-        "agilerl.other_trainers: found",
         "agilerl.rollouts.endpoint.server: found",
         "agilerl.rollouts.torch_engine: said",
         "agilerl.training.setup: place",
@@ -75,12 +73,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 CEILINGS = {
     ".": 4_400,
     "algorithms": 6_070,
-    "cli": 4_260,
+    "cli": 4_280,
     "compat": 2_690,
     "config": 2_260,
     "data": 650,
     "distributed": 760,
-    "envs": 7_850,
+    "envs": 8_060,
     "functional": 1_650,
     "hpo": 2_930,
     "models": 3_860,
@@ -89,7 +87,7 @@ CEILINGS = {
     "rewards": 3_000,
     "rollouts": 4_200,
     "runs": 2_140,
-    "training": 4_390,
+    "training": 4_460,
     "utils": 40,
 }
 """Most lines of each package; ".": the files beside them. What grows takes something away, or raises its ceiling in a

@@ -187,7 +187,6 @@ def workload(resolved: Resolved, rows: Lengths, pass_tokens: int = PASS_TOKENS, 
     micro = values.get("micro_batch_size_per_gpu")
     scale = Scale(
         training=t,
-        given=config.environment.eval_prompts is not None,
         kl="kl" in (config.selection_strategy.objectives or ()),
         prompts=config.environment.data_batch_size_per_gpu,
         group=group,
@@ -196,7 +195,7 @@ def workload(resolved: Resolved, rows: Lengths, pass_tokens: int = PASS_TOKENS, 
         longest=t.eval_max_new_tokens or values.get("max_output_tokens"),
         learns_from_data=from_data,
     )
-    iterations, questions = scale.generation()
+    iterations, questions = scale.generation(given=config.environment.eval_prompts is not None)
     return Workload(
         agents=t.pop_size,
         rank=config.largest_rank,

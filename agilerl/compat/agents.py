@@ -61,7 +61,7 @@ class GenerationView:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "agent" and not isinstance(getattr(type(self), name, None), _Sampling):
-            known = ", ".join(key for key, own in vars(type(self)).items() if isinstance(own, _Sampling))
+            known = ", ".join(key for key, value in vars(type(self)).items() if isinstance(value, _Sampling))
             warnings.warn(f"generation_config.{name} has no effect here; it has {known}", stacklevel=2)
             return
         super().__setattr__(name, value)

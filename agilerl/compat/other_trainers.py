@@ -162,7 +162,7 @@ def ours(path: str, value: Any = None) -> str | None:
 
     ``path`` is a key with its sections, from the outside in. If ``value`` is a section, its keys are looked up.
     """
-    found: dict[str, None] = {}
+    differences: dict[str, None] = {}
     for name in _leaves(path, value):
         parts = name.split(".")
         for suffix in (".".join(parts[start:]) for start in range(len(parts))):
@@ -170,10 +170,10 @@ def ours(path: str, value: Any = None) -> str | None:
             for trainer, names in NAMES.items():
                 if suffix in names:
                     meanings.setdefault(names[suffix], []).append(f"{trainer}'s")
-            found |= {f"{' and '.join(of)} {suffix} is {text} here": None for text, of in meanings.items()}
+            differences |= {f"{' and '.join(of)} {suffix} is {text} here": None for text, of in meanings.items()}
             if meanings:
                 break
-    return "; ".join(found) or None
+    return "; ".join(differences) or None
 
 
 def _leaves(path: str, value: Any) -> Iterator[str]:

@@ -5,7 +5,7 @@ from typing import Self
 
 from agilerl.config.run import TrainingConfig
 from agilerl.population import Population
-from agilerl.training.resolved import COMPLETION, Resolved
+from agilerl.training.resolved import COMPLETION
 from agilerl.training.tasks import LEAST_PANEL
 
 GENERATIONS = 32
@@ -21,8 +21,6 @@ class Scale:
     """The size of an agent's iterations and exams. Lengths are in tokens."""
 
     training: TrainingConfig
-    given: bool
-    """Whether the exam's size is given."""
     kl: bool
     """Whether exams measure the KL."""
     prompts: int
@@ -39,15 +37,14 @@ class Scale:
     learns_from_data: bool = False
 
     @classmethod
-    def of(cls, resolved: Resolved, population: Population) -> Self:
-        """Return the scale of a population whose task is there."""
+    def of(cls, training: TrainingConfig, population: Population, group: int) -> Self:
+        """Return the scale of a population whose task is there and whose run began with groups of this size."""
         lengths = population.lengths("exam")
         return cls(
-            training=resolved.config.training,
-            given=resolved.config.environment.eval_prompts is not None,
+            training=training,
             kl="kl" in population.objectives,
             prompts=population.prompts_per_step,
-            group=resolved.hyperparameters.group_size,  # type: ignore[attr-defined]
+            group=group,
             questions=len(lengths.prompts),
             prompt=sum(lengths.prompts) / max(len(lengths.prompts), 1),
             longest=population.eval_max_new_tokens,
@@ -85,8 +82,8 @@ class Scale:
         trained = self.prompts * (self.prompt + self.group * completion) * (3 if self.learns_from_data else 4)
         return (self.prompt + samples * completion + self.kl * 2 * samples * (self.prompt + completion)) / trained
 
-    def generation(self) -> tuple[int, int | None]:
-        """Return the iterations of a generation and the questions of its exam, None for all.
+    def generation(self, *, given: bool) -> tuple[int, int | None]:
+        """Return the iterations of a generation and the questions of its exam, None for all, also if it is ``given``.
 
         One agent spends a 32nd of the budget in a generation, and an exam costs about a tenth of it. So small budgets
         have fewer generations, because after one iteration exams tell nothing and cost much; and if the size of the
@@ -95,8 +92,8 @@ class Scale:
         t = self.training
         iterations, question = self.lone_agent()[0], self.question_cost()
         affordable = self.questions * question / EXAM
-        if not self.given:
+        if not given:
             affordable = min(affordable, iterations / LEAST_GENERATIONS)
         steps = t.evo_steps or max(1, round(iterations / GENERATIONS), round(affordable))
         between = min(steps, t.evaluation_interval or steps)
-        return steps, None if self.given else min(self.questions, max(LEAST_PANEL, int(EXAM * between / question)))
+        return steps, None if given else min(self.questions, max(LEAST_PANEL, int(EXAM * between / question)))

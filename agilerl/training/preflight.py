@@ -11,7 +11,6 @@ from agilerl.population import Population
 from agilerl.runtime import Runtime
 from agilerl.templates import at_date
 from agilerl.training.events import PreflightDone
-from agilerl.training.generation import Scale
 from agilerl.training.probe import Answer, Group, Probe, probe
 from agilerl.training.resolved import Resolved
 from agilerl.training.setup import Session, build, check, load_runtime
@@ -30,7 +29,7 @@ def is_due(session: Session) -> bool:
     population, wanted = session.population, session.config.training.preflight
     if wanted == "off" or population.learns_from_data or session.saved is not None:
         return False
-    return Scale.of(session.resolved, population).lone_agent()[0] * population.prompts_per_step >= SHARE * QUESTIONS
+    return session.scale.lone_agent()[0] * population.prompts_per_step >= SHARE * QUESTIONS
 
 
 def preflight(session: Session) -> Probe | None:

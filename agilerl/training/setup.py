@@ -94,6 +94,12 @@ class Session:
         return steps
 
     @property
+    def scale(self) -> Scale:
+        """The size of an agent's iterations and exams."""
+        group: int = self.resolved.hyperparameters.group_size  # type: ignore[attr-defined]
+        return Scale.of(self.config.training, self.population, group)
+
+    @property
     def generation_steps(self) -> int:
         """Iterations of the present generation: ``evo_steps``, or less of it for more than ``FIELD`` founders."""
         strategy, indices = self.selection, [agent.index for agent in self.population.everyone]
@@ -112,7 +118,7 @@ class Session:
         later = strategy.later
         if not isinstance(later, PulseSelection) or not later.factors or not later.until:
             return sentences
-        iterations, exam = Scale.of(self.resolved, self.population).lone_agent()
+        iterations, exam = self.scale.lone_agent()
         pace = Pace(self.evo_steps, 1 / iterations, 0 if t.max_tokens is None else exam / iterations)
         first = pace.first_pulse(t.pop_size, strategy.period, later.every)
         if first >= later.until:
@@ -176,7 +182,9 @@ def build(
             population = _population(resolved, here.config, source, runtime, topology, saved)
             try_prompts(population)
             resolved = resolved.with_epochs(source.train_size if isinstance(source, Task) else None)
-            steps, population.exam_prompts = Scale.of(resolved, population).generation()
+            group: int = resolved.hyperparameters.group_size  # type: ignore[attr-defined]
+            scale, given = Scale.of(config.training, population, group), config.environment.eval_prompts is not None
+            steps, population.exam_prompts = scale.generation(given=given)
             check_memory(estimate(here.config, population), here.config.training.device)
             start_sampling(population, here.config.training.pop_size, here.config.largest_rank)
         except BaseException:

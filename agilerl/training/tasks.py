@@ -57,8 +57,8 @@ def task(config: RunConfig, *, allow_code: bool = False, all_rows: bool = False)
     e, seed = config.environment, config.training.seed
     options: Any = {"seed": seed, "typed_addresses": config.typed_addresses, "allow_code": allow_code}
     if e.env_type == "multiturn":
-        made = _episodes if e.taskset is None else _of_verifiers
-        return made(e, seed, allow_code, e.test_prompts + config.second_panel)
+        build_task = _episodes if e.taskset is None else _of_verifiers
+        return build_task(e, seed, allow_code, e.test_prompts + config.second_panel)
     if e.dataset is not None:
         test_prompts = None if all_rows else e.test_prompts + config.second_panel
         return _wrapped(_from_data(e, e.dataset, e.env_type, seed, test_prompts), e, None, **options)

@@ -190,8 +190,10 @@ def _chat() -> Any:
             """Ask through verifiers' interception, which keeps the conversation."""
             _, _, endpoint, secret, _, data = given
             system, prompt = self.resolve_prompt(data)
-            said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt)
-            messages = [*([{"role": "system", "content": system}] if system else []), *said]
+            conversation = (
+                [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt)
+            )
+            messages = [*([{"role": "system", "content": system}] if system else []), *conversation]
             async with client(endpoint, secret, None, asynchronous=True) as asked:
                 await asked.chat.completions.create(model=ctx.model, messages=messages)
             return vf.ProgramResult(exit_code=0, stdout="", stderr="")
