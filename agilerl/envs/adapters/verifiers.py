@@ -141,8 +141,8 @@ def make_taskset(
     given = {"runtime": {"type": "subprocess"}, **dict(settings.pop("agent", {}))}
     try:
         with contained():
-            own = default_harness_id(name)  # "bash" if there is none, which would give the model a shell
-            agent = {"harness": {"id": "null" if own == "bash" else own}, **given}
+            harness = default_harness_id(name)  # "bash" if there is none, which would give the model a shell
+            agent = {"harness": {"id": "null" if harness == "bash" else harness}, **given}
             roles = [
                 role
                 for role, field in env_config_type(name).model_fields.items()
@@ -154,7 +154,7 @@ def make_taskset(
             env = load_environment(config)
             task = TasksetTask(env, name, exam, test, seed)
             tools = env.taskset.toolsets(config.taskset) or env.taskset.task_type().toolsets(config.taskset.task)
-            if own == "bash" and "harness" not in given and not tools and type(env) is vf.SingleAgentEnv:
+            if harness == "bash" and "harness" not in given and not tools and type(env) is vf.SingleAgentEnv:
                 env.setup = _in_this_process
             (harness,) = env._harnesses.values()
             if harness.EXECUTES_CODE and isinstance(getattr(config, roles[0]).runtime, vf.SubprocessConfig):
