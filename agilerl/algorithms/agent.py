@@ -334,7 +334,7 @@ class LLMAlgorithm(Learner, EvolvableAlgorithm):
         If the agent is ``sick``, NaN joins instead, whatever its rewards: selection then replaces it.
 
         For a multi-turn environment they are the returns of ``loop`` episodes (times its batch) with seeds that
-        training never reaches.
+        training never reaches. An environment with ``examine(agent, loop)`` gives an exam of its own.
         """
         scores = of_all(self.runtime.processes, examine(self, env, loop))
         self.note_fitness(scores)
