@@ -609,7 +609,11 @@ def test_strangers_and_large_bodies_are_refused(served: Served) -> None:
     body = {"messages": [{"role": "user", "content": "x"}]}
     for path in ("/e/4/v1/chat/completions", "/v1/completions", "/inference/v1/generate"):
         assert served.post(path, key="wrong", **body).status_code == 401
-    assert httpx.get(served.endpoint.url(0) + "/models").status_code == 401
+    models = served.endpoint.url(0) + "/models"
+    assert httpx.get(models).status_code == 401
+    for key, status in (("wrong", 401), ("", 401), (served.endpoint.key, 200)):  # as verifiers' client sends it
+        headers = {"Authorization": "Bearer EMPTY", "X-Api-Key": key}
+        assert httpx.get(models, headers=headers).status_code == status
     assert served.post("/e/4/v1/chat/completions", content=b"x" * (LARGEST_BODY + 1)).status_code == 413
     assert served.post("/e/4/v1/chat/completions", content=b"[" * 100_000).status_code == 400
     assert served.endpoint.url(0).startswith("http://127.0.0.1:")

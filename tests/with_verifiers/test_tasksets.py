@@ -9,10 +9,11 @@ import pytest
 from agilerl import GRPO, Population, Runtime
 from agilerl.config.manifest import config_of
 from agilerl.envs.programs import AgentTask
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, EnvError
 from agilerl.training import tasks
 
 OURS = "even-digit"
+SMOLLM2 = Path(__file__).resolve().parents[2] / "build" / "smollm2"
 
 
 def taskset(name: str = OURS, *, allow_code: bool = True, **environment: Any) -> AgentTask:
@@ -22,8 +23,8 @@ def taskset(name: str = OURS, *, allow_code: bool = True, **environment: Any) ->
     return made
 
 
-def population(task: AgentTask, agents: int = 2, **settings: Any) -> Population:
-    runtime = Runtime.from_pretrained("embedded", seed=0)
+def population(task: AgentTask, agents: int = 2, model: str = "embedded", **settings: Any) -> Population:
+    runtime = Runtime.from_pretrained(model, seed=0)
     shared = {"group_size": 4, "batch_size": 8, "max_output_tokens": 6, "lr": 1e-2, "beta": 0.0} | settings
     members = [GRPO(runtime=runtime, index=i, seed=0, **shared) for i in range(agents)]
     return Population(members, task, prompts_per_step=2, eval_max_new_tokens=6)
@@ -66,14 +67,9 @@ def test_it_learns() -> None:
 
 
 def test_an_error_of_the_taskset_is_a_failed_episode() -> None:
-    """Its reward raises for even numbers."""
-    task = taskset(params={"unlucky": 2})
-    trained = population(task)
-    rollout = trained.rollout()
-    failures = [failure for own in rollout.failures.values() for failure in own]
-    assert failures
-    assert all("ValueError: an unlucky number" in failure.message for failure in failures)
-    assert trained.learn(rollout)
+    task = taskset(params={"unlucky": 1})
+    with pytest.raises(EnvError, match=r"in all 16 episodes; the first: .*TaskError.*an unlucky number"):
+        population(task).rollout()
     task.close()
 
 
@@ -87,15 +83,17 @@ def test_a_harness_of_verifiers_calls_the_tools_of_a_task() -> None:
     task.close()
 
 
+@pytest.mark.skipif(not SMOLLM2.exists(), reason="its instructions are too long for the embedded model; make real")
 def test_a_game_of_verifiers_own_is_played_in_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hangman of textarena, whose taskset takes the turns itself; nltk's list of words is short and of this folder."""
     words = tmp_path / "corpora" / "words"
     words.mkdir(parents=True)
-    (words / "en").write_text("apple\nriver\nstone\nhouse\ngarden\nmountain\n")
+    for name in ("en", "en-basic"):
+        (words / name).write_text("apple\nriver\nstone\nhouse\ngarden\nmountain\n")
     monkeypatch.setenv("NLTK_DATA", str(tmp_path))
     params = {"game": "Hangman-v0", "agent": {"max_turns": 2}}
     task = taskset("textarena", params=params, agent_limits={"timeout": 250.0}, eval_prompts=2, test_prompts=2)
-    rollout = population(task, 1, group_size=2, batch_size=2, max_output_tokens=4).rollout()
+    rollout = population(task, 1, str(SMOLLM2), group_size=2, batch_size=2, max_output_tokens=4).rollout()
     task.close()
     assert not rollout.failures, rollout.failures
     assert all("[GAME] You are playing Hangman" in t.text for t in rollout.trajectories[0])

@@ -74,7 +74,8 @@ class TasksetTask(Task):
         """
         import verifiers.v1 as vf
 
-        await asyncio.to_thread(self._serve)
+        if self._serving is None:
+            await asyncio.to_thread(self._serve)
         assert self._serving is not None
         # verifiers takes the key of an endpoint from the environment, which others can read, or a header from here.
         asked = vf.EvalClientConfig(

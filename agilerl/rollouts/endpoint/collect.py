@@ -20,8 +20,8 @@ from agilerl.rollouts.engine import Ask, CollectReport, Failure, RolloutEngine
 from agilerl.rollouts.grading import Verdict, verdicts_of
 from agilerl.sizes import UNIT_ROWS
 
-_QUIET = 0.004
-"""Seconds without a further request after which those that wait are answered."""
+_QUIET, _BEGINNING = 0.004, 0.1
+"""Seconds without a further request after which those that wait are answered; and at first, while programs start."""
 _POLL = 0.05
 
 
@@ -94,9 +94,11 @@ def collect_programs(
         errors: list[Exception | None] = []
         waiting = Thread(target=lambda: errors.extend(stepping.results()), daemon=True)
         waiting.start()
+        quiet = _BEGINNING
         while waiting.is_alive():
-            pending = _arrived(endpoint, sessions, task.limits.concurrency)
+            pending = _arrived(endpoint, sessions, task.limits.concurrency, quiet)
             if pending:
+                quiet = _QUIET
                 begun = perf_counter()
                 _answer(engine, endpoint, pending)
                 report.rollout += perf_counter() - begun
@@ -111,12 +113,12 @@ def collect_programs(
     return groups, report
 
 
-def _arrived(endpoint: Endpoint, sessions: Sequence[Session], concurrency: int) -> list[Pending]:
+def _arrived(endpoint: Endpoint, sessions: Sequence[Session], concurrency: int, quiet: float = _QUIET) -> list[Pending]:
     """Return the requests that wait, once all programs wait or none has asked for a while; none after a while."""
     pending: list[Pending] = []
     while len(pending) < min(sum(not session.over for session in sessions), concurrency):
         try:
-            pending.append(endpoint.inbox.get(timeout=_QUIET if pending else _POLL))
+            pending.append(endpoint.inbox.get(timeout=quiet if pending else _POLL))
         except Empty:
             break
     return pending
@@ -165,7 +167,8 @@ def _grade(task: AgentTask, episodes: Sequence[_Episode], report: CollectReport)
             kind: Any = "timeout" if isinstance(error, TimeoutError) else "reward_error"
             report.failures.append(Failure(episode.number, kind, message))
         elif not episode.session.calls:
-            message = "the program did not call the model"
+            refused = episode.session.truncated is not None
+            message = "all calls of the program were refused" if refused else "the program did not call the model"
             report.failures.append(Failure(episode.number, "reward_error", message))
         elif failure := verdict.failure(episode.number):
             report.failures.append(failure)

@@ -4,14 +4,9 @@ from collections.abc import Iterator
 
 import verifiers.v1 as vf
 
+from multiplies.tools import Tools
+
 __all__ = ["Multiplies"]
-
-
-class Tools(vf.Toolset):
-    @vf.tool
-    async def multiply(self, a: int, b: int) -> int:
-        """Multiply two numbers."""
-        return a * b
 
 
 class Data(vf.TaskData):
