@@ -133,7 +133,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "replayed": ("training.pop_size=1", "selection_strategy={name: none, candidates: 3}"),
 }
 TRIALS = 8
-"""Trials in half of the tokens; of ``asha``, two that are not stopped. The first one is the configuration."""
+"""Trials in half of the tokens; of ``asha``, four that are not stopped. The first one is the configuration."""
 DEFAULT = ("ours", "nothing")
 """How the names of arms begin that have the default's own founders and generations."""
 FACTORS = ("recipe", "pbt", "mf_pbt")
@@ -345,7 +345,7 @@ def searched(run: Run, home: Path) -> dict[str, Any]:
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     spent, halving, continued = 0, run.arm == "asha", run.arm in CONTINUED
-    share = run.tokens // 2 // (2 if halving else TRIALS)
+    share = run.tokens // 2 // (4 if halving else TRIALS)
     short = (f"training.max_tokens={share}", "selection_strategy={name: none}", "environment.test_prompts=32")
     short += ("training.lr_schedule=constant", "training.evo_steps=1") if continued else ()
 
