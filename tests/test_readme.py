@@ -146,9 +146,9 @@ def scripts() -> dict[str, str]:
 
 CHECKS = {
     "run = agilerl.train(dataset=rows, reward=adds_up, max_tokens=60_000, **settings)": """
-test = {who: result["mean"] for who, result in run.test.items()}
+test = {who: result.mean for who, result in run.test.items()}
 assert test["base"] == 0.28
-assert test["elite"] > test["base"] + 0.3, test
+assert abs(test["elite"] - 0.88) < 0.06, test
 """,
     # The adapter on disk is the elite: PEFT gives its logits, and they are not those of the base.
     'save_llm_checkpoint(elite, "elite", overwrite=True)': """
