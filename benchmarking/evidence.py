@@ -774,7 +774,7 @@ def _anytime(result: Mapping[str, Any], grid: np.ndarray) -> np.ndarray:
     return np.maximum.accumulate(best)[np.searchsorted(at, grid, side="right") - 1]
 
 
-def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+def arguments() -> argparse.Namespace:
     """Return the arguments of the command line, checked against the model's tasks and strata."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["run", "table", "plot", "pack", "one"])
@@ -789,7 +789,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--setting", default="", help="run: KEY=VALUE, changed in the configuration of all runs")
     parser.add_argument("--against", default="formula_decay", choices=list(ARMS), help="table: the arm to compare with")
     parser.add_argument("--to", type=Path, help="plot: beginning of the files' names; pack: the file")
-    parsed = parser.parse_args(given)
+    parsed = parser.parse_args()
     model = MODELS[parsed.model]
     for option, known in (("strata", model.strata), ("tasks", model.tasks)):
         if unknown := [name for name in getattr(parsed, option) or () if name not in known]:

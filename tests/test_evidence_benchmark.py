@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,9 @@ def test_the_table_of_the_axis_compares_what_all_arms_have_and_says_what_is_miss
     assert f"Missing of all rates with the seeds 101 102: {missing}" in shown
 
 
-def test_runs_go_seed_by_seed_from_the_right_rate_outwards() -> None:
-    runs = runs_of(arguments(["run", "OUT", "--model", "smollm2", "--seeds", "2"]))
+def test_runs_go_seed_by_seed_from_the_right_rate_outwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["evidence", "run", "OUT", "--model", "smollm2", "--seeds", "2"])
+    runs = runs_of(arguments())
     assert [run.seed for run in runs] == [101] * 28 + [102] * 28
     assert [run.stratum for run in runs[:28:4]] == ["x1", "x10", "x1/10", "x3", "x1/3", "x30", "x1/30"]
     assert [run.arm for run in runs[:4]] == ["formula_decay", "ours_1", "ours", "asha"]
@@ -130,9 +132,12 @@ def test_runs_go_seed_by_seed_from_the_right_rate_outwards() -> None:
     assert not any("/" in run.name for run in runs)
 
 
-def test_names_that_the_model_does_not_have_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_the_model_does_not_have_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["evidence", "run", "OUT", "--model", "smollm2", "--strata", "high"])
     with pytest.raises(SystemExit):
-        arguments(["run", "OUT", "--model", "smollm2", "--strata", "high"])
+        arguments()
     assert "--strata high: expected some of x1, x10" in capsys.readouterr().err
 
 
