@@ -481,13 +481,15 @@ def interquartile_mean(values: Sequence[float]) -> float:
 
 
 def interval(*groups: Sequence[float], draws: int = 2000) -> tuple[float, float]:
-    """Return the stratified bootstrap 95 % interval of the interquartile mean: each group keeps its number of values.
+    """Return the stratified bootstrap 95 % interval of the mean of the groups' interquartile means.
 
-    Source: Agarwal et al., arXiv 2108.13264.
+    Each group keeps its number of values (Agarwal et al., arXiv 2108.13264). There the interquartile mean is taken over
+    all values together. Over rates that would leave out the wrong ones, where runs collapse.
     """
     rng = np.random.default_rng(0)
-    picks = [rng.choice(np.asarray(values, dtype=float), (draws, len(values))) for values in groups if len(values)]
-    low, high = np.quantile([interquartile_mean(pick) for pick in np.concatenate(picks, axis=1)], [0.025, 0.975])
+    picks = [rng.choice(np.asarray(values, dtype=float), (draws, len(values))) for values in groups]
+    middles = [np.mean([interquartile_mean(values) for values in pick]) for pick in zip(*picks, strict=True)]
+    low, high = np.quantile(middles, [0.025, 0.975])
     return float(low), float(high)
 
 
@@ -637,11 +639,11 @@ def _cell(r: Mapping[str, Any]) -> tuple[str, str, int]:
 
 
 def _pooled(values: Mapping[tuple[str, str, int], float]) -> tuple[float, tuple[float, float]]:
-    """Return the interquartile mean over tasks, errors and seeds, and its interval, stratified by task and error."""
+    """Return the mean over tasks and errors of the interquartile means of their seeds, and its interval."""
     groups: dict[tuple[str, str], list[float]] = {}
     for (task, stratum, _), value in values.items():
         groups.setdefault((task, stratum), []).append(value)
-    return interquartile_mean(list(values.values())), interval(*groups.values())
+    return float(np.mean([interquartile_mean(group) for group in groups.values()])), interval(*groups.values())
 
 
 def _arms(found: Results) -> list[str]:
@@ -702,8 +704,8 @@ def _drawn_axis(found: Results, to: Path) -> list[Path]:
             panel.set_ylim(bottom=0)
             panel.set_title(task, fontsize=9)
             panel.grid(True, linewidth=0.3)
-        figure.supxlabel("the configured learning rate, as a multiple of the formula's")
-        figure.supylabel("test accuracy of the adapter that is handed over")
+        figure.supxlabel("the configured learning rate, as a multiple of the formula's", fontsize=9)
+        figure.supylabel("test accuracy", fontsize=9)
         handles, labels = axes[0][0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 5), frameon=False)
         changed = f"_{setting.partition('=')[0]}" if setting else ""
@@ -772,7 +774,7 @@ def _anytime(result: Mapping[str, Any], grid: np.ndarray) -> np.ndarray:
     return np.maximum.accumulate(best)[np.searchsorted(at, grid, side="right") - 1]
 
 
-def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+def arguments() -> argparse.Namespace:
     """Return the arguments of the command line, checked against the model's tasks and strata."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["run", "table", "plot", "pack", "one"])
@@ -787,7 +789,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--setting", default="", help="run: KEY=VALUE, changed in the configuration of all runs")
     parser.add_argument("--against", default="formula_decay", choices=list(ARMS), help="table: the arm to compare with")
     parser.add_argument("--to", type=Path, help="plot: beginning of the files' names; pack: the file")
-    parsed = parser.parse_args(given)
+    parsed = parser.parse_args()
     model = MODELS[parsed.model]
     for option, known in (("strata", model.strata), ("tasks", model.tasks)):
         if unknown := [name for name in getattr(parsed, option) or () if name not in known]:

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_a_run_collapsed_below_the_base_or_half_of_the_best_arm() -> None:
 
 
 def test_the_table_of_the_axis_compares_what_all_arms_have_and_says_what_is_missing() -> None:
-    tests = {"x1/10": (0.5, 0.1), "x1": (0.7, 0.8), "x10": (0.6, 0.0)}
+    tests = {"x1/10": (0.5, 0.1), "x1": (0.7, 0.8), "x10": (0.6, 0.0), "x30": (0.6, 0.3)}
     found = [
         erring(arm, stratum, 101, pair[number])
         for number, arm in enumerate(("ours", "formula_decay"))
@@ -109,18 +110,20 @@ def test_the_table_of_the_axis_compares_what_all_arms_have_and_says_what_is_miss
     ]
     shown = table([*found, erring("ours", "x1", 102, 0.9)]).splitlines()
     assert "| arm | x1/30 | x1/10 | x1/3 | x1 | x3 | x10 | x30 |" in shown
-    assert "| formula_decay | missing | 0.100 (1) | missing | 0.800 (1) | missing | 0.000 (1) | missing |" in shown
+    assert "| formula_decay | missing | 0.100 (1) | missing | 0.800 (1) | missing | 0.000 (1) | 0.300 (1) |" in shown
     assert any(line.startswith("| ours | missing | 0.500 (1) | missing | 0.800 [") for line in shown)
+    # Means over the rates: the interquartile mean of all runs would leave out the collapsed ones.
     ours = next(line for line in shown if line.startswith("| ours | 0.600 |"))
     assert "| +30.0 |" in ours
     assert "| 0 (0%) |" in ours
-    assert any("| 0.300 |" in line and "| 2 (67%) |" in line for line in shown)
-    missing = "ours 10 of 14, ours_1 14 of 14, formula_decay 11 of 14, asha 14 of 14."
+    assert any("| 0.300 |" in line and "| 3 (75%) |" in line for line in shown)
+    missing = "ours 9 of 14, ours_1 14 of 14, formula_decay 10 of 14, asha 14 of 14."
     assert f"Missing of all rates with the seeds 101 102: {missing}" in shown
 
 
-def test_runs_go_seed_by_seed_from_the_right_rate_outwards() -> None:
-    runs = runs_of(arguments(["run", "OUT", "--model", "smollm2", "--seeds", "2"]))
+def test_runs_go_seed_by_seed_from_the_right_rate_outwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["evidence", "run", "OUT", "--model", "smollm2", "--seeds", "2"])
+    runs = runs_of(arguments())
     assert [run.seed for run in runs] == [101] * 28 + [102] * 28
     assert [run.stratum for run in runs[:28:4]] == ["x1", "x10", "x1/10", "x3", "x1/3", "x30", "x1/30"]
     assert [run.arm for run in runs[:4]] == ["formula_decay", "ours_1", "ours", "asha"]
@@ -129,9 +132,12 @@ def test_runs_go_seed_by_seed_from_the_right_rate_outwards() -> None:
     assert not any("/" in run.name for run in runs)
 
 
-def test_names_that_the_model_does_not_have_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_the_model_does_not_have_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["evidence", "run", "OUT", "--model", "smollm2", "--strata", "high"])
     with pytest.raises(SystemExit):
-        arguments(["run", "OUT", "--model", "smollm2", "--strata", "high"])
+        arguments()
     assert "--strata high: expected some of x1, x10" in capsys.readouterr().err
 
 
