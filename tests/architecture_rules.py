@@ -52,7 +52,7 @@ GROUND = "agilerl.sizes"
 """Sizes that the code computes with and the planner counts with: every package may import them, also ``functional``."""
 
 OPTIONAL = (
-    *("vllm", "deepspeed", "ray", "wandb", "tensorboard", "trackio", "bitsandbytes", "liger_kernel"),
+    *("verifiers", "vllm", "deepspeed", "ray", "wandb", "tensorboard", "trackio", "bitsandbytes", "liger_kernel"),
     *("gem", "textarena", "openenv", "math_verify", "hypothesis", "bm25s", "optuna", "trl", "reasoning_gym"),
     *("pycosat", "cellpylib", "IPython", "openai", "httpx", "uvicorn", "starlette"),
 )
