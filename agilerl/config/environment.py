@@ -111,6 +111,13 @@ class AgentLimitsConfig(Section):
     """Most tokens that an episode may generate; None: no limit beside that of each call."""
 
 
+def _no_function(value: Any) -> Any:
+    """Say where a function goes that somebody names as the reward."""
+    if isinstance(value, str) and ":" in value:
+        raise ValueError(f"expected exact or score, found {shown(value)}; a function is one of environment.graders")
+    return value
+
+
 def _as_list(value: Any) -> Any:
     """Let one dataset, or its path alone, stand for a list."""
     values = value if isinstance(value, list) else [value] if isinstance(value, str | Mapping) else value
@@ -167,7 +174,7 @@ class EnvironmentConfig(Section):
     """``multiturn``: refuse a chat template that rewrites earlier turns; False follows it, one row for each turn."""
     step_timeout: Annotated[float | None, Field(gt=0)] = 60.0
     """``multiturn``: seconds for one step of an environment; an episode that needs more has no grade."""
-    reward: Literal["exact", "score"] = "exact"
+    reward: Annotated[Literal["exact", "score"], BeforeValidator(_no_function)] = "exact"
     """``exact``: 1 for a full score and 0 otherwise; ``score``: the dataset's own score."""
     graders: Annotated[list[GraderConfig] | None, Field(min_length=1)] = None
     """The parts of the reward, whose weighted sum agents learn from; None: the task's own reward alone."""

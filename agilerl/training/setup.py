@@ -122,12 +122,12 @@ class Session:
         pace = Pace(self.evo_steps, 1 / iterations, 0 if t.max_tokens is None else exam / iterations)
         first = pace.first_pulse(t.pop_size, strategy.period, later.every)
         if first >= later.until:
-            alone = min(pace.knockout(t.pop_size, strategy.period)[1], 1)
+            due = f"the first is due after {first:.0%} of so small a budget" if first < 1 else "the budget is too small"
             sentences.append(
-                f"no challengers (selection_strategy.pulses): with {t.pop_size} agents the knockout takes up to "
-                f"{alone:.0%} of the budget and the first challenger is due at up to {first:.0%}, but none comes after "
-                f"pulses.until={later.until:g}; raise the budget or until, or lower training.evo_steps or "
-                "training.pop_size"
+                f"selection_strategy.pulses: no copy with a higher rate will be tried: {due}, and none is tried after "
+                f"pulses.until={later.until:g} of it; raise the budget, or lower training.evo_steps"
+                + " or training.pop_size"
+                * (t.pop_size > 1)
             )
         return sentences
 

@@ -188,3 +188,9 @@ def test_nothing_to_do_shows_the_help(arguments: list[str], agilerl: Agilerl) ->
     found = agilerl(*arguments)
     assert (found.code, found.errors) == (0, "")
     assert "train" in found.output
+
+
+def test_a_function_as_the_reward_is_sent_to_the_graders(agilerl: Agilerl) -> None:
+    outcome = agilerl("train", "environment.reward=my_reward.py:close", "--dry-run")
+    assert outcome.code == 2
+    assert "environment.graders" in outcome.errors
