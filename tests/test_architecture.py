@@ -75,7 +75,7 @@ CEILINGS = {
     "algorithms": 6_070,
     "cli": 4_280,
     "compat": 2_690,
-    "config": 2_260,
+    "config": 2_270,
     "data": 650,
     "distributed": 760,
     "envs": 8_060,

@@ -490,8 +490,9 @@ class Stepping:
                 # It may have ended too late before anybody looked.
                 outcomes.setdefault(number, error if seconds <= self.timeout else late)
             except Empty:
-                now = monotonic()
-                for number, start in list(self._started.items()):
+                with self._lock:  # threads that begin a call add to it
+                    now, started = monotonic(), dict(self._started)
+                for number, start in started.items():
                     if number not in outcomes and now - start > self.timeout:
                         outcomes[number] = late
                         with self._lock:  # give up on the thread of the call

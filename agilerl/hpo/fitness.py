@@ -184,22 +184,20 @@ def probability_better(a: Fitness, b: Fitness, trust: Share = 1.0) -> float:
     one won and one lost by the largest |d_i|, are added first (N = n + 2, df = n + 1): as with a Beta(1, 1) prior, a
     single differing prompt is then not enough to be sure (a plain t-test would give it 84 %).
     ``trust`` in [0, 1] is the share of the differences between agents that is real (see ``reliability``).
-    Without scores the two standard errors are used as if independent. No evidence, and any tie, gives 0.5.
-    Raises ConfigError if the two were scored on panels of different sizes.
+    Without scores, and if exams lost different numbers of prompts (a program may fail), the two standard errors
+    are used as if independent. No evidence, and any tie, gives 0.5.
     """
     from scipy.special import stdtr  # a quarter of a second, which most uses of this file do not need
 
     if not (a.is_finite and b.is_finite):
         return 0.5 if a.is_finite == b.is_finite else float(a.is_finite)
-    if not (a.scores and b.scores):
+    if not a.scores or len(a.scores) != len(b.scores):
         error = math.hypot(a.stderr, b.stderr)
         if not math.isfinite(error) or a.mean == b.mean:
             return 0.5
         # Two exact means that differ leave no doubt, for which 40 stands.
         statistic = math.sqrt(trust) * (a.mean - b.mean) / error if error > 0 else math.copysign(40, a.mean - b.mean)
         return float(stdtr(max(a.n + b.n - 2, 1), statistic))
-    if len(a.scores) != len(b.scores):
-        raise ConfigError(f"Comparison needs the same exam, found {len(a.scores)} and {len(b.scores)} prompts")
     difference = np.subtract(a.scores, b.scores)
     largest = float(np.abs(difference).max())
     if largest == 0:

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from agilerl.errors import ConfigError
-from agilerl.hpo.fitness import Fitness, non_dominated_fronts, probability_better, ranking, reliability
+from agilerl.hpo.fitness import (
+    Fitness,
+    non_dominated_fronts,
+    paired_difference,
+    probability_better,
+    ranking,
+    reliability,
+)
 
 
 def scored(*scores: float) -> Fitness:
@@ -80,9 +87,13 @@ def test_ties_and_missing_evidence_are_even():
     assert probability_better(scored(1, 1, 1, 1), scored(0, 0, 0, 0), trust=0.0) == 0.5
 
 
-def test_different_panels_cannot_be_compared():
+def test_exams_that_lost_different_prompts_are_compared_as_independent_ones():
+    one, other = scored(1, 0, 1), scored(1, 0, 0, 0)
+    without = probability_better(Fitness(one.mean, one.stderr, one.n), Fitness(other.mean, other.stderr, other.n))
+    assert probability_better(one, other) == without
+    assert 0.5 < without < 1
     with pytest.raises(ConfigError, match="same exam"):
-        probability_better(scored(1, 2), scored(1, 2, 3))
+        paired_difference(one, other)
 
 
 def test_reliability_by_hand():

@@ -178,11 +178,14 @@ class Endpoint:
 
     async def _posted(self, request: Any, answer: Callable[..., Any], *, with_body: bool = True) -> Any:
         """Answer a request with the object, or the stream, that ``answer`` makes of its body."""
-        from starlette.responses import JSONResponse
+        from starlette.requests import ClientDisconnect
+        from starlette.responses import JSONResponse, Response
 
         try:
             self._admit(request)
             return await answer(request, await self._body(request) if with_body else {})
+        except ClientDisconnect:
+            return Response(status_code=400)  # nobody reads it
         except AgileRLError as error:
             refusal = error if isinstance(error, RefusedError) else RefusedError(str(error))
             details = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}
@@ -196,11 +199,12 @@ class Endpoint:
             raise RefusedError("wrong or missing API key", status=401, code="invalid_api_key")
 
     async def _body(self, request: Any) -> Body:
-        data = bytearray()
-        async for part in request.stream():
-            data += part
-            if len(data) > LARGEST_BODY:
-                raise RefusedError(f"expected a body of at most {LARGEST_BODY:,} bytes", status=413, code="too_large")
+        data, size = bytearray(), 0
+        async for part in request.stream():  # to its end, or the client sees a broken connection instead of the answer
+            size += len(part)
+            data += part if size <= LARGEST_BODY else b""
+        if size > LARGEST_BODY:
+            raise RefusedError(f"expected a body of at most {LARGEST_BODY:,} bytes", status=413, code="too_large")
         try:
             values = json.loads(data)
         except (ValueError, RecursionError) as error:
