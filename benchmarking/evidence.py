@@ -97,7 +97,7 @@ ARMS: dict[str, tuple[str, ...]] = {
         "collapse_guard: false}",
     ),
     "formula": ("training.pop_size=1", "selection_strategy={name: none}"),
-    # It chooses the adapter to hand over as the default search does.
+    # The adapter that it hands over is chosen as in the default search.
     "formula_decay": (
         *("training.pop_size=1", "selection_strategy={name: none, candidates: 3}"),
         DECAY,
@@ -124,10 +124,10 @@ ARMS: dict[str, tuple[str, ...]] = {
     "mf_pbt": ("training.pop_size=4", "selection_strategy={name: multi_frequency}"),
     # Half of the tokens are for Optuna's trials, short runs of one agent; the best configuration gets the other half.
     "tpe": ("training.pop_size=1", "selection_strategy={name: none, candidates: 3}", DECAY),
-    # The same with CMA-ES; with random draws, of which the best one goes on.
+    # The same with CMA-ES; with random draws, of which the best continues.
     "cmaes": ("training.pop_size=1", "selection_strategy={name: none, candidates: 3}", DECAY),
     "short": ("training.pop_size=1", "selection_strategy={name: none, candidates: 3}", DECAY),
-    # Random draws that asynchronous successive halving stops after each of their exams; the best one goes on.
+    # Random draws that asynchronous successive halving stops after each of their exams; the best continues.
     "asha": ("training.pop_size=1", "selection_strategy={name: none, candidates: 3}", DECAY),
     # The schedule that ``ours`` found with another seed, whose tokens are not counted.
     "replayed": ("training.pop_size=1", "selection_strategy={name: none, candidates: 3}"),
@@ -155,7 +155,7 @@ ARMS |= {
 SEARCHES = ("tpe", "cmaes", "short", "asha")
 """Arms that spend half of the tokens on Optuna's trials."""
 CONTINUED = ("short", "asha")
-"""Those in which the best trial's adapter goes on."""
+"""Arms that continue with the adapter of the best trial."""
 MODELS = {
     "embedded": Model(
         manifest=None,

@@ -112,7 +112,7 @@ class AgentLimitsConfig(Section):
 
 
 def _no_function(value: Any) -> Any:
-    """Say where a function goes that somebody names as the reward."""
+    """Refuse a function here, and say that it belongs to the graders."""
     if isinstance(value, str) and ":" in value:
         raise ValueError(f"expected exact or score, found {shown(value)}; a function is one of environment.graders")
     return value

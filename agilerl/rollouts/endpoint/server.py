@@ -185,7 +185,7 @@ class Endpoint:
             self._admit(request)
             return await answer(request, await self._body(request) if with_body else {})
         except ClientDisconnect:
-            return Response(status_code=400)  # nobody reads it
+            return Response(status_code=400)  # the client has gone
         except AgileRLError as error:
             refusal = error if isinstance(error, RefusedError) else RefusedError(str(error))
             details = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}
