@@ -397,8 +397,10 @@ def waited_for(holds: Callable[[], bool], seconds: float) -> bool:
 
 
 def alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().split()[2] != "Z"  # whoever adopts it may not have read its status
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"  # nobody may have read its status yet
+    except (FileNotFoundError, ProcessLookupError):  # it may end between opening the file and reading it
+        return False
 
 
 def test_a_program_cannot_change_the_row_of_others() -> None:
