@@ -71,13 +71,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 CEILINGS = {
-    ".": 4_400,
-    "algorithms": 6_070,
+    ".": 4_390,
+    "algorithms": 6_060,
     "cli": 4_280,
-    "compat": 2_690,
-    "config": 2_270,
+    "compat": 2_680,
+    "config": 2_300,
     "data": 650,
-    "distributed": 760,
+    "distributed": 740,
     "envs": 8_060,
     "functional": 1_650,
     "hpo": 2_930,
@@ -87,14 +87,14 @@ CEILINGS = {
     "rewards": 3_000,
     "rollouts": 4_200,
     "runs": 2_140,
-    "training": 4_460,
+    "training": 4_430,
     "utils": 40,
 }
 """Most lines of each package; ".": the files beside them. What grows takes something away, or raises its ceiling in a
 commit that says why."""
 
 
-RECEIVERS, CLIMBS = 37, 9
+RECEIVERS, CLIMBS = 30, 7
 """Most functions that receive a whole configuration, and most calls that return one to a higher layer."""
 
 

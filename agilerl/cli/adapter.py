@@ -16,7 +16,7 @@ from agilerl.cli.running import configuration, manifests_in
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.manifest import config_of_run
-from agilerl.config.named_files import check_unchanged
+from agilerl.config.named_files import check_unchanged, named_files
 from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.runs import find_adapter, read_run
@@ -87,13 +87,13 @@ def subject(
         settings, given = info["config"], info.get("given") or info["config"]
         known = {key: settings["algorithm"].get(key) for key in _ALGORITHM[:2]}
         document = _without_training(settings, {**given.get("algorithm", {}), **known})
-        begun = config_of_run(document)
-        config = config_of_run(document, overrides).dated(run_date(info))
+        begun, config = (config_of_run(document, changes) for changes in ((), overrides))
+        config = config.dated(run_date(info))
         read, at_first = config, begun
         if not examined:  # of files those of the network alone
             read, at_first = (one.replaced(environment=EnvironmentConfig()) for one in (config, begun))
         if loaded:
-            check_unchanged(read, info.get("files", {}), run, begun=at_first)
+            check_unchanged(named_files(read), info.get("files", {}), run, begun=named_files(at_first))
         if examined:
             _check_unseen(config, begun)
             if not allow_addresses:
@@ -168,7 +168,7 @@ def _about(folder: Path, config: RunConfig, *, given_base: bool, examined: bool)
     document["algorithm"]["name"] = str(agent["algorithm"] if agent else config.algorithm["name"])
     document["training"] |= {"pop_size": 1, "init": "same"}
     document["selection_strategy"]["candidates"] = config.candidates
-    one = RunConfig.from_dict(document).typed_with(config)
+    one = RunConfig.from_dict(document).typed_with(config.typed_addresses)
     return one if config.date is None else one.dated(config.date)
 
 

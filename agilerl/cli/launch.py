@@ -90,6 +90,11 @@ class Request:
         return torch.cuda.is_available()
 
     @property
+    def typed_addresses(self) -> tuple[str, ...]:
+        """The addresses that the user typed."""
+        return self.config.typed_addresses if isinstance(self.config, RunConfig) else ()
+
+    @property
     def distributed(self) -> DistributedConfig:
         """How the processes are divided."""
         return self.config.distributed if isinstance(self.config, RunConfig) else DistributedConfig()
@@ -304,12 +309,12 @@ def _decided(
     info = read_run(root)
     check_not_in_use(root)  # before slow imports; the lock below decides which process is first
     from agilerl.runs.strict_json import read_json
-    from agilerl.training.resolved import recorded, resolve
+    from agilerl.training.resolved import recorded
     from agilerl.training.saved import open_run
 
     if expected is not None:
         recorded(info)
-        check_same(info, resolve(expected), root)
+        check_same(info, Job.of(expected, root).resolved, root)
     if layout.is_finished:
         if not layout.report.exists():  # its process died after the summary
             from agilerl.report import build_report
@@ -324,7 +329,7 @@ def _decided(
         return None
     saved = open_run(root, report=say, allow_changes=request.allow_changes)
     opened.callback(saved.run.close)
-    config = saved.config.typed_with(expected)
+    config = saved.config.typed_with(request.typed_addresses)
     return Job.of(config.model_copy(update={"distributed": request.distributed}), root, saved)
 
 
@@ -349,7 +354,7 @@ def agreed(
             return job
         config = RunConfig.from_dict(decision["config"]).model_copy(update={"distributed": request.distributed})
         date = datetime.fromisoformat(decision["date"])
-        return Job.of(config.dated(date).typed_with(request.config), Path(decision["root"]))
+        return Job.of(config.dated(date).typed_with(request.typed_addresses), Path(decision["root"]))
 
 
 def _work(

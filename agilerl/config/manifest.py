@@ -51,8 +51,8 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), repla
     if path is None:
         _suit_learner(values, overrides)
     typed = _override(values, overrides)
-    config = _config_of(values)
-    config._typed, config._replaced = typed, _replaced(overrides)
+    config = _config_of(values).typed_with(typed)
+    config._replaced = _replaced(overrides)
     return config
 
 
@@ -83,9 +83,7 @@ def config_of_run(document: Mapping[str, Any], overrides: Sequence[str] = ()) ->
     values = copy.deepcopy(dict(document))
     typed = _override(values, overrides)
     locate(values)
-    config = RunConfig.from_dict(values)
-    config._typed = typed
-    return config
+    return RunConfig.from_dict(values).typed_with(typed)
 
 
 def _override(values: dict[str, Any], overrides: Sequence[str]) -> tuple[str, ...]:

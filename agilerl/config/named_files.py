@@ -4,17 +4,21 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from agilerl.arguments import shown
 from agilerl.bounds import check_file, memory_bytes
 from agilerl.config.environment import EnvironmentConfig
-from agilerl.config.run import RunConfig
+from agilerl.config.run import RunConfig, TrainingConfig
 from agilerl.custom_code import file_of, names_code, not_allowed
 from agilerl.errors import CheckpointError, ConfigError
+
+NamedFile = tuple[str, Path]
+"""``code`` or ``data``, and where it is."""
 
 ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 """Of files that hold rows."""
@@ -189,13 +193,13 @@ def leads_to(text: str, root: Path) -> Path | None:
         return None
 
 
-def digests(config: RunConfig) -> dict[str, dict[str, str]]:
-    """Return the sha256 of each file that a configuration names, by its path: ``data``, and ``code`` that it runs.
+def digests(files: Iterable[NamedFile]) -> dict[str, dict[str, str]]:
+    """Return the sha256 of each of the files by its path: of ``data``, and of ``code`` that the run executes.
 
     Raises CheckpointError if a file cannot be read.
     """
     by_kind: dict[str, dict[str, str]] = {"code": {}, "data": {}}
-    for kind, path in _named(config):
+    for kind, path in files:
         if path.exists() and not path.is_file():  # a folder or a pipe that a parameter names has no content to compare
             continue
         try:
@@ -208,25 +212,24 @@ def digests(config: RunConfig) -> dict[str, dict[str, str]]:
 
 
 def check_unchanged(
-    config: RunConfig, recorded: Mapping[str, Any], run: Path, *, begun: RunConfig | None = None
+    files: Sequence[NamedFile], recorded: Mapping[str, Any], run: Path, *, begun: Collection[NamedFile] | None = None
 ) -> None:
     """Raise CheckpointError unless every file is, byte for byte, the one that the run in a directory began with.
 
-    With ``begun``, the run's own settings, files that only the other ones name are the user's, and not checked.
+    With ``begun``, the files of the run's own settings, all others are the user's, and not checked.
 
     Bytes that have changed would give another run. And a run directory may come from a stranger: it has nothing of a
     file whose content the stranger does not know, wherever on this machine it says that its rows are.
     """
-    begun_with = None if begun is None else set(_named(begun))
-    for kind, path in _named(config):
-        if begun_with is not None and (kind, path) not in begun_with:
+    for kind, path in files:
+        if begun is not None and (kind, path) not in begun:
             continue
         of_kind = recorded.get(kind)
         before = of_kind.get(str(path)) if isinstance(of_kind, Mapping) else None
-        if before is None or digests(config)[kind].get(str(path)) != before:
+        if before is None or digests([(kind, path)])[kind].get(str(path)) != before:
             what = "is not recorded in run.json" if before is None else "has changed since the run began"
             # A run with custom code is refused without --allow-code, whichever file has changed.
-            allow_code = " --allow-code" if any(kind == "code" for kind, _ in _named(config)) else ""
+            allow_code = " --allow-code" if any(kind == "code" for kind, _ in files) else ""
             resumes = f"agilerl resume {shlex.quote(str(run))} --allow-changes{allow_code}"
             remedy = f"resume it anyway: {resumes}" if begun is None else "name another file on the command line"
             raise CheckpointError(
@@ -235,42 +238,35 @@ def check_unchanged(
             )
 
 
-def _named(config: RunConfig) -> Iterator[tuple[str, Path]]:
-    environment = config.environment
-    if config.network.chat_template_path is not None:
-        yield "data", Path(config.network.chat_template_path).expanduser().absolute()
-    for datasets in (environment.dataset, environment.dataset_exam, environment.dataset_test):
-        for dataset in datasets or ():
-            if names_a_file(dataset.path):
-                yield "data", Path(dataset.path).expanduser().absolute()
-    for path in _files_of_params(environment):
-        yield "data", path
-    if config.sharing.teacher is not None:
-        folder = Path(config.sharing.teacher)
-        for name in ADAPTER_FILES:
-            yield "data", (folder / "actor" if (folder / "actor").is_dir() else folder) / name
-    for _, name in _named_code(config):
-        code = file_of(name)
-        if code is not None:
-            yield "code", code
+def named_files(config: RunConfig) -> list[NamedFile]:
+    """Return the files that the settings of a run name."""
+    environment, network, teacher = config.environment, config.network, config.sharing.teacher
+    rows = chain.from_iterable(getattr(environment, key) or () for key in _KEYS)
+    data = [] if network.chat_template_path is None else [network.chat_template_path]
+    data += [dataset.path for dataset in rows if names_a_file(dataset.path)]
+    files = [("data", Path(path).expanduser().absolute()) for path in data]
+    files += [("data", path) for path in _files_of_params(environment)]
+    if teacher is not None:
+        folder = Path(teacher, "actor") if Path(teacher, "actor").is_dir() else Path(teacher)
+        files += [("data", folder / name) for name in ADAPTER_FILES]
+    code = [file_of(name) for _, name in _named_code(environment, config.selection_strategy.strategy, config.training)]
     if isinstance(environment.agent, list):
-        yield from (("code", Path(part)) for part in environment.agent if part.endswith(".py"))
+        code += [Path(part) for part in environment.agent if part.endswith(".py")]
+    return files + [("code", path) for path in code if path is not None]
 
 
 def check_allowed(config: RunConfig) -> None:
     """Raise ConfigError if settings name code: for a command without ``--allow-code``, before anything is loaded."""
-    for where, name in _named_code(config):
+    for where, name in _named_code(config.environment, config.selection_strategy.strategy, config.training):
         raise not_allowed(where, name)
 
 
-def _named_code(config: RunConfig) -> Iterator[tuple[str, str]]:
+def _named_code(environment: EnvironmentConfig, strategy: str, training: TrainingConfig) -> Iterator[tuple[str, str]]:
     """Yield the settings that name code, with what they name."""
-    graders = {f"environment.graders.{n}.name": g.name for n, g in enumerate(config.environment.graders or ())}
-    named = {"environment.env_id": config.environment.env_id or "", **graders}
-    named["selection_strategy.name"] = config.selection_strategy.strategy
-    trackers = [("training.trackers", name) for name in config.training.trackers]
-    agent = config.environment.agent
-    if agent is not None:
+    graders = {f"environment.graders.{n}.name": g.name for n, g in enumerate(environment.graders or ())}
+    named = {"environment.env_id": environment.env_id or "", **graders, "selection_strategy.name": strategy}
+    trackers = [("training.trackers", name) for name in training.trackers]
+    if (agent := environment.agent) is not None:
         yield "environment.agent", agent if isinstance(agent, str) else shlex.join(agent)
     yield from ((where, name) for where, name in [*named.items(), *trackers] if names_code(name))
 

@@ -21,7 +21,15 @@ from agilerl.config.environment import EnvironmentConfig, Params
 from agilerl.config.vllm import server_url
 from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
-from agilerl.hpo.strategies import ANNEALED, COST_TOKENS, OBJECTIVE_STRATEGIES, SETTINGS, SHRINKING, LRSchedule
+from agilerl.hpo.strategies import (
+    ANNEALED,
+    COST_TOKENS,
+    OBJECTIVE_STRATEGIES,
+    SETTINGS,
+    SHRINKING,
+    LRSchedule,
+    defaults_of,
+)
 from agilerl.sizes import MAX_ROWS
 from agilerl.validation import Needs, grouped, idle, validated
 
@@ -381,6 +389,17 @@ class SelectionConfig(Section):
             given["floor"] = self.least
         return {name: value for name, value in given.items() if value is not None}
 
+    def document(self, **of_run: Any) -> dict[str, Any]:
+        """Return the strategy with all of its settings, defaults and those ``of_run`` included, without others'."""
+        if names_code(self.strategy):
+            settings: dict[str, Any] = {"params": self.params}
+        else:
+            settings = {**defaults_of(self.strategy), **self.settings}
+            if "pulses" in settings:
+                settings["pulses"] = (self.pulses or PulseConfig()).model_dump(mode="json")
+        common = self.model_dump(include={"elitism", "objectives", "soup", "collapse_guard"})
+        return {**settings, "name": self.strategy, **common, **of_run}
+
     @property
     def has_costs(self) -> bool:
         """Whether the exam has other objectives than the reward."""
@@ -521,9 +540,9 @@ class RunConfig(Section):
         """The addresses that the user gave on the command line; never written down, so no file can claim them."""
         return self._typed
 
-    def typed_with(self, other: "RunConfig | None") -> Self:
-        """Return this configuration, with the addresses that were typed for another one."""
-        self._typed = self._typed if other is None else other.typed_addresses
+    def typed_with(self, addresses: tuple[str, ...]) -> Self:
+        """Return this configuration, with the addresses that the user typed for it."""
+        self._typed = addresses
         return self
 
     @model_validator(mode="after")
@@ -610,6 +629,22 @@ class RunConfig(Section):
         """Agents that selection may leave."""
         section, size = self.selection_strategy, self.training.pop_size
         return min(section.least or 1, size) if section.strategy in SHRINKING else size
+
+    def check_islands(self, islands: int) -> None:
+        """Raise ConfigError for settings that a run on this many islands cannot keep."""
+        if islands > 1 and (self.sharing.distillation or self.sharing.experience):
+            raise ConfigError(
+                f"sharing is for agents of one island, found {islands} islands; set sharing.distillation and "
+                "sharing.experience to 0, or run in one process"
+            )
+        left, name = self.smallest_population, self.selection_strategy.strategy
+        if left < islands:
+            remedy = f"set selection_strategy.floor={islands}, " if name != "pulses" else ""
+            raise ConfigError(
+                f"selection_strategy.name={name} leaves {left} of training.pop_size={self.training.pop_size} agents, "
+                f"fewer than the {islands} islands, each of which needs one; {remedy}name a strategy that keeps all "
+                "agents (tournament, truncation), or run in one process"
+            )
 
     @property
     def candidates(self) -> int:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from agilerl.config.distributed import DistributedConfig, by_accelerate
-from agilerl.config.run import RunConfig
 from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError
 from agilerl.processes import ALONE, Processes, joined
 
@@ -198,18 +197,3 @@ def arranged(world: Processes, config: DistributedConfig, environment: Mapping[s
     island = world if count == 1 else world.subgroup(rows)
     peers = ALONE if count == 1 else world.subgroup(columns)
     return Topology(everyone, island, Exchange(peers))
-
-
-def local_share(config: RunConfig, topology: Topology, environment: Mapping[str, str] = os.environ) -> RunConfig:
-    """Return the configuration for this process: its own GPU, its server, and the agents that its memory must hold."""
-    if topology.server is not None:
-        sampling = {**(config.algorithm.get("vllm_config") or {}), "base_url": topology.server}
-        algorithm = {**config.algorithm, "use_vllm": True, "vllm_config": sampling}
-        config = config.model_copy(update={"algorithm": algorithm})
-    if topology.world.size == 1:
-        return config
-    device, size = config.training.device, len(topology.places(config.training.pop_size))
-    if device == "cuda" and "LOCAL_RANK" in environment:
-        device = f"cuda:{environment['LOCAL_RANK']}"
-    training = config.training.model_copy(update={"device": device, "pop_size": size})
-    return config.model_copy(update={"training": training})

@@ -3,6 +3,7 @@
 All later code reads the typed result. It is written to run.json, and restored from there.
 """
 
+import os
 import re
 from collections.abc import Container, Mapping
 from contextlib import suppress
@@ -16,14 +17,13 @@ from agilerl.algorithms.sharing import check_borrows
 from agilerl.arguments import checked, nearest, shown
 from agilerl.bounds import compiled_pattern
 from agilerl.config.base_model import NetworkConfig, SharedOptions, split_options
-from agilerl.config.run import GeneConfig, MutationConfig, PulseConfig, ReplayConfig, RunConfig, SelectionConfig
+from agilerl.config.run import GeneConfig, MutationConfig, ReplayConfig, RunConfig, SelectionConfig
 from agilerl.custom_code import names_code
-from agilerl.distributed.topology import Topology, local_share
+from agilerl.distributed.topology import Topology
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import LEARNING_RATES, Mutations
 from agilerl.hpo.parameters import (
     Gene,
-    RLParameter,
     declared_gene,
     gene_names,
     genes_from,
@@ -33,7 +33,7 @@ from agilerl.hpo.parameters import (
 )
 from agilerl.hpo.selection import SelectionStrategy
 from agilerl.hpo.spread import EMBEDDED_RATE, around, lora_rate
-from agilerl.hpo.strategies import ANNEALED, defaults_of, make_strategy
+from agilerl.hpo.strategies import ANNEALED, make_strategy
 from agilerl.models.base import EMBEDDED, BaseModel
 from agilerl.runs.directory import run_date
 from agilerl.training.tasks import own_weights
@@ -140,12 +140,21 @@ class Resolved:
         parts = [part.model_copy(update={"path": rows}) for part in e.dataset or ()]
         return replace(self, config=self.config.replaced(environment=e.model_copy(update={"dataset": parts})))
 
-    def seen_from(self, topology: Topology) -> "Resolved":
-        """Return the settings of one process: its device, its share of the agents, its vLLM server."""
-        here = local_share(self.config, topology)
-        if here is self.config:
+    def seen_from(self, topology: Topology, environment: Mapping[str, str] = os.environ) -> "Resolved":
+        """Return the settings of one process: its own GPU, its share of the agents, its vLLM server."""
+        if topology.server is None and topology.world.size == 1:
             return self
-        return replace(self, config=here, options=_options(here.algorithm, here.network))
+        algorithm, training = self.config.algorithm, self.config.training
+        if topology.server is not None:
+            sampling = {**(algorithm.get("vllm_config") or {}), "base_url": topology.server}
+            algorithm = {**algorithm, "use_vllm": True, "vllm_config": sampling}
+        if topology.world.size > 1:
+            device, size = training.device, len(topology.places(training.pop_size))
+            if device == "cuda" and "LOCAL_RANK" in environment:
+                device = f"cuda:{environment['LOCAL_RANK']}"
+            training = training.model_copy(update={"device": device, "pop_size": size})
+        here = self.config.model_copy(update={"algorithm": algorithm, "training": training})
+        return replace(self, config=here, options=_options(algorithm, here.network))
 
     def document(self) -> dict[str, Any]:
         """Return the resolved manifest, defaults included, as plain data; any number of processes can resume it."""
@@ -314,7 +323,9 @@ def _document(config: RunConfig, algorithms: tuple[type[LLMAlgorithm], ...], sta
             validated(type(start), whole)
             values = whole
     resolved = config.model_dump(mode="json", exclude={"distributed"})
-    resolved["selection_strategy"] = _strategy_document(config)
+    resolved["selection_strategy"] = config.selection_strategy.document(
+        tournament_size=config.tournament_size, candidates=config.candidates, equal_tokens=config.equal_tokens
+    )
     resolved["mutation"]["rl_hp_selection"] = {
         name: gene.model_dump(mode="json") for name, gene in config.genes.items()
     }
@@ -323,27 +334,6 @@ def _document(config: RunConfig, algorithms: tuple[type[LLMAlgorithm], ...], sta
     del resolved["training"]["num_epochs" if config.training.num_epochs is None else "max_steps"]
     shared = _own_options(config.algorithm).model_dump(mode="json")
     return {**resolved, "algorithm": {"name": config.algorithm["name"], **values, **shared}}
-
-
-def _strategy_document(config: RunConfig) -> dict[str, Any]:
-    """Return the strategy with all of its settings, defaults included, and without those of others."""
-    s = config.selection_strategy
-    values = {"name": s.strategy, "tournament_size": config.tournament_size, "elitism": s.elitism}
-    if names_code(s.strategy):
-        settings: dict[str, Any] = {"params": s.params}
-    else:
-        settings = {**defaults_of(s.strategy), **s.settings}
-        if "pulses" in settings:
-            settings["pulses"] = (s.pulses or PulseConfig()).model_dump(mode="json")
-    return {
-        **settings,
-        **values,
-        "objectives": s.objectives,
-        "candidates": config.candidates,
-        "soup": s.soup,
-        "equal_tokens": config.equal_tokens,
-        "collapse_guard": s.collapse_guard,
-    }
 
 
 def document_of(config: RunConfig) -> dict[str, Any]:
@@ -418,8 +408,7 @@ def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
     gene = replace(declared, min=low, max=high, scale=scale, monotone=wanted.monotone)
     if wanted.shrink_factor is None and wanted.grow_factor is None:
         return gene
-    factors = RLParameter(low, high, wanted.shrink_factor or 0.8, wanted.grow_factor or 1.2)
-    return replace(gene, factors=(factors.shrink_factor, factors.grow_factor))
+    return replace(gene, factors=(wanted.shrink_factor or 0.8, wanted.grow_factor or 1.2))
 
 
 def _mutations(m: MutationConfig) -> Mutations:

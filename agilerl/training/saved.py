@@ -14,7 +14,7 @@ from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.codec import packed, read_state, tensors, unpacked, write_state
 from agilerl.algorithms.state import AgentState, PlainState, lora_of
 from agilerl.arguments import Location, checked, shown
-from agilerl.config.named_files import check_unchanged
+from agilerl.config.named_files import check_unchanged, named_files
 from agilerl.config.run import RunConfig
 from agilerl.distributed.topology import Topology
 from agilerl.errors import CheckpointError
@@ -320,7 +320,7 @@ def open_run(path: str | Path, *, report: Callable[[str], None], allow_changes: 
     try:
         config = recorded(run.info)
         if not allow_changes:
-            check_unchanged(config, run.info.get("files", {}), run.root)
+            check_unchanged(named_files(config), run.info.get("files", {}), run.root)
         checkpoint = _newest_usable(run, report, allow_changes=allow_changes)
         if checkpoint is not None and config.training.log_completions:
             done = int(checkpoint.name)

@@ -17,7 +17,7 @@ from agilerl.algorithms.codec import warn_of_another_base
 from agilerl.algorithms.state import differences
 from agilerl.arguments import checked, shown
 from agilerl.config.base_model import SharedOptions
-from agilerl.config.named_files import digests
+from agilerl.config.named_files import digests, named_files
 from agilerl.config.run import TEACHER_KEY, RunConfig, SelectionConfig
 from agilerl.config.vllm import API_KEY, VLLMConfig, lora_capacity
 from agilerl.custom_code import contained, load_code, names_code
@@ -165,7 +165,8 @@ def build(
     """
     resolved = check(config)
     config = resolved.config
-    _check_islands(config, topology)
+    topology.check(config.training.pop_size)
+    config.check_islands(topology.peers.size)
     trackers = load_trackers(config.training.trackers, allow_code=allow_code)
     if resolved.selection is None:
         resolved = replace(resolved, selection=selection_strategy(config.selection_strategy, allow_code=allow_code))
@@ -192,7 +193,7 @@ def build(
             raise
     if config.training.evo_steps is None:
         resolved = resolved.derived(evo_steps=steps)
-    return Session(resolved, source, population, saved, digests(here.config), topology, date, trackers)
+    return Session(resolved, source, population, saved, digests(named_files(here.config)), topology, date, trackers)
 
 
 def _population(
@@ -223,24 +224,6 @@ def _population(
         population.next_index = saved.next_index
         runtime.limits.train_tokens, runtime.limits.decode_rows = saved.memory.train_tokens, saved.memory.decode_rows
     return population
-
-
-def _check_islands(config: RunConfig, topology: Topology) -> None:
-    topology.check(config.training.pop_size)
-    islands, left = topology.peers.size, config.smallest_population
-    if islands > 1 and (config.sharing.distillation or config.sharing.experience):
-        raise ConfigError(
-            f"sharing is for agents of one island, found {islands} islands; set sharing.distillation and "
-            "sharing.experience to 0, or run in one process"
-        )
-    if left < islands:
-        name = config.selection_strategy.strategy
-        remedy = f"set selection_strategy.floor={islands}, " if name != "pulses" else ""
-        raise ConfigError(
-            f"selection_strategy.name={name} leaves {left} of training.pop_size={config.training.pop_size} agents, "
-            f"fewer than the {islands} islands, each of which needs one; {remedy}name a strategy that keeps all agents "
-            "(tournament, truncation), or run in one process"
-        )
 
 
 def check(config: RunConfig | Resolved) -> Resolved:

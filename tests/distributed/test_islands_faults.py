@@ -10,9 +10,10 @@ import pytest
 
 from agilerl.config.distributed import DistributedConfig, asked_for, by_accelerate
 from agilerl.config.manifest import load_manifest
-from agilerl.distributed.topology import SOLITARY, Exchange, Topology, arranged, local_share
+from agilerl.distributed.topology import SOLITARY, Exchange, Topology, arranged
 from agilerl.errors import ConfigError
 from agilerl.processes import Processes
+from agilerl.training.resolved import resolve
 from tests.distributed.together import check_a_loss_is_noticed, descendants, ends, kill, started, wait_for
 from tests.faults.evidence import SHORT, differences, evidence
 from tests.faults.pieces import begin
@@ -131,10 +132,10 @@ def test_torch_without_a_launcher_says_what_to_type(tmp_path: Path) -> None:
 def test_each_process_of_a_machine_has_a_gpu_and_a_share_of_its_own() -> None:
     config = load_manifest(None, ["training.device=cuda", "training.pop_size=5"])
     world = Exchange(Processes(1, 2))
-    here = local_share(config, Topology(world, peers=world), {"LOCAL_RANK": "1"})
+    here = resolve(config).seen_from(Topology(world, peers=world), {"LOCAL_RANK": "1"}).config
     assert (here.training.device, here.training.pop_size) == ("cuda:1", 2)
-    assert local_share(config, SOLITARY, {"LOCAL_RANK": "1"}) is config
-    served = local_share(config, Topology(server="http://host:8000"), {})
+    assert resolve(config).seen_from(SOLITARY, {"LOCAL_RANK": "1"}).config == config
+    served = resolve(config).seen_from(Topology(server="http://host:8000"), {}).config
     assert served.algorithm["vllm_config"] == {"base_url": "http://host:8000"}
     assert served.algorithm["use_vllm"] is True
     assert "use_vllm" not in config.algorithm

@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from agilerl.config.manifest import load_manifest
-from agilerl.config.named_files import check_unchanged, digests
+from agilerl.config.named_files import check_unchanged, digests, named_files
 from agilerl.config.run import RunConfig
 from agilerl.envs.adapters import make_env
 from agilerl.envs.procedural import ReasoningGymTask
@@ -534,7 +534,7 @@ def test_texts_that_are_no_files_stay_as_they_are(text: str, place: Path) -> Non
         text = "~nobody-of-this-name"
     environment = {"env_type": "multiturn", "env_id": "agilerl/Calculator-v0", "params": {"system_prompt": text}}
     config = RunConfig.from_dict({"environment": environment})
-    assert digests(config)["data"] == {}
+    assert digests(named_files(config))["data"] == {}
     if "\0" not in text:
         assert load_manifest(written(place, environment)).environment.params == {"system_prompt": text}
 
@@ -544,12 +544,12 @@ def test_a_file_beside_the_manifest_is_read_and_recorded(carrier: str, place: Pa
     config = load_manifest(written(place, CARRIERS[carrier]("words.txt")))
     words = place / "given" / "words.txt"
     assert str(words) in json.dumps(config.environment.params)
-    assert list(digests(config)["data"]) == [str(words)]
-    recorded = digests(config)
-    check_unchanged(config, recorded, place)
+    assert list(digests(named_files(config))["data"]) == [str(words)]
+    recorded = digests(named_files(config))
+    check_unchanged(named_files(config), recorded, place)
     words.write_text("another\n" * 50)
     with pytest.raises(CheckpointError, match="has changed"):
-        check_unchanged(config, recorded, place)
+        check_unchanged(named_files(config), recorded, place)
 
 
 def test_the_file_is_what_the_task_reads(place: Path) -> None:
@@ -567,13 +567,13 @@ def test_the_file_is_what_the_task_reads(place: Path) -> None:
 def test_files_of_reasoning_gym_keep_their_names(place: Path) -> None:
     config = load_manifest(written(place, {"params": {"data_file": "words3to10.txt"}}))
     assert config.environment.params == {"data_file": "words3to10.txt"}
-    assert digests(config)["data"] == {}
+    assert digests(named_files(config))["data"] == {}
 
 
 def test_the_command_line_may_name_any_file(place: Path) -> None:
     words = place / "private" / "secret.txt"
     config = load_manifest(None, [f"environment.params.data_file={words}"])
-    assert list(digests(config)["data"]) == [str(words)]
+    assert list(digests(named_files(config))["data"]) == [str(words)]
     relative = load_manifest(None, ["environment.params.data_file=../private/secret.txt"])
     assert Path(relative.environment.params["data_file"]).samefile(words)
 
@@ -589,14 +589,14 @@ def test_a_strangers_run_names_no_file_whose_content_they_do_not_know(
     config = RunConfig.from_dict({"environment": CARRIERS[carrier](str(secret))})
     files = json.loads(json.dumps(recorded).replace("{secret}", str(secret)))
     with pytest.raises(CheckpointError):
-        check_unchanged(config, files, place)
+        check_unchanged(named_files(config), files, place)
 
 
 def test_a_folder_outside_is_never_recorded(place: Path) -> None:
     config = RunConfig.from_dict({"environment": CARRIERS["another package"](str(place / "private"))})
-    assert digests(config)["data"] == {}
+    assert digests(named_files(config))["data"] == {}
     with pytest.raises(CheckpointError):
-        check_unchanged(config, digests(config), place)
+        check_unchanged(named_files(config), digests(named_files(config)), place)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder", "large", "missing"])

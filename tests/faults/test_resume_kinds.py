@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agilerl.config.manifest import load_manifest
-from agilerl.config.named_files import check_unchanged, digests
+from agilerl.config.named_files import check_unchanged, digests, named_files
 from agilerl.errors import CheckpointError
 from tests.faults.evidence import differences, evidence
 from tests.faults.pieces import an_iteration_each, go_on, whole
@@ -112,13 +112,13 @@ def test_a_run_that_a_saved_adapter_teaches(tmp_path: Path) -> None:
     trained = [line for line in lines(root / "metrics.jsonl") if line["kind"] == "train"]
     assert all("sharing/teacher_kl" in line for line in trained)
     config = load_manifest(None, list(settings))
-    recorded = digests(config)
+    recorded = digests(named_files(config))
     assert {Path(path).name for path in recorded["data"]} >= {"adapter_config.json", "adapter_model.safetensors"}
-    check_unchanged(config, recorded, root)
+    check_unchanged(named_files(config), recorded, root)
     weights = elite / "adapter_model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
     with pytest.raises(CheckpointError, match="has changed"):
-        check_unchanged(config, recorded, root)
+        check_unchanged(named_files(config), recorded, root)
 
 
 def test_a_bank_of_more_ranks_than_the_run_allows_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from agilerl.cli.progress import plan_document, print_plan
 from agilerl.config.manifest import load_manifest
-from agilerl.config.named_files import check_unchanged, digests
+from agilerl.config.named_files import check_unchanged, digests, named_files
 from agilerl.envs.prompts import ChatFormat, render_prompt
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.models.base import load_tokenizer
@@ -67,12 +67,12 @@ def test_they_act_in_a_manifest(file: Path) -> None:
     assert network["chat_template_kwargs"] == {"enable_thinking": False}
     assert resolve(load_manifest(None, TINY)).document()["network"]["chat_template_path"] is None
 
-    recorded = digests(config)
+    recorded = digests(named_files(config))
     assert list(recorded["data"]) == [str(file)]
-    check_unchanged(config, recorded, file.parent)
+    check_unchanged(named_files(config), recorded, file.parent)
     file.write_text(TEMPLATE + " ")
     with pytest.raises(CheckpointError, match="has changed"):
-        check_unchanged(config, recorded, file.parent)
+        check_unchanged(named_files(config), recorded, file.parent)
 
 
 def test_a_manifest_names_templates_of_its_own_folder_alone(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from agilerl.config.manifest import load_manifest
-from agilerl.config.named_files import digests
+from agilerl.config.named_files import digests, named_files
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.strategies import SETTINGS as KNOWN
@@ -276,7 +276,7 @@ def test_a_class_of_the_users_selects(manifest: Path, tmp_path: Path) -> None:
     deaths = [line for line in records if line["event"] == "death"]
     assert [birth["agent"] for birth in births] == [3]
     assert deaths[0]["reason"] == "0.50 spent"
-    assert list(digests(session.config)["code"]) == [str(manifest.parent / "own.py")]
+    assert list(digests(named_files(session.config))["code"]) == [str(manifest.parent / "own.py")]
 
 
 @pytest.mark.model

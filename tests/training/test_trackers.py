@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from agilerl.config.manifest import load_manifest
-from agilerl.config.named_files import digests
+from agilerl.config.named_files import digests, named_files
 from agilerl.config.run import TRACKERS, RunConfig
 from agilerl.errors import ConfigError, how_to_install
 from agilerl.runs.directory import RunLayout
@@ -349,7 +349,7 @@ def test_a_class_in_a_file_beside_the_manifest(tmp_path: Path) -> None:
     config = load_manifest(manifest, [*SHORT, "environment.task=reasoning_gym:gcd", "algorithm.max_output_tokens=10"])
     name = f"{tmp_path / 'mine.py'}:Mine"
     assert list(config.training.trackers) == [name]
-    assert list(digests(config)["code"]) == [str(tmp_path / "mine.py")]
+    assert list(digests(named_files(config))["code"]) == [str(tmp_path / "mine.py")]
     with pytest.raises(ConfigError, match="--allow-code"):
         build(config)
     for _ in train(build(config, allow_code=True), tmp_path / "run", command=["test"]):
