@@ -2,50 +2,40 @@
 
 import math
 import warnings
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import fmean
 from time import perf_counter
 from typing import Annotated, Any, Literal
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.agent import LLMAlgorithm
+from agilerl.algorithms.exams import AnyTask, Exams, Panels, own_weights
 from agilerl.algorithms.objective import record_batch
-from agilerl.algorithms.sharing import Lesson, borrowable, check_borrows, check_temperature, load_teacher
 from agilerl.algorithms.state import AgentState
+from agilerl.algorithms.teaching import Teaching
 from agilerl.algorithms.update import learn_together
-from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, Within, checked, shown
-from agilerl.config.run import SharingConfig
+from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, Within, checked
+from agilerl.config.search import SharingConfig
 from agilerl.data import Trajectory, collate
-from agilerl.envs.core import TRIED_ROWS, Lengths, Place, Row, Split, Task
+from agilerl.envs.core import Place, Row, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.examples import DataTask, examples_at
 from agilerl.envs.graded import all_weights, check_evolving_weights
 from agilerl.envs.programs import AgentTask
-from agilerl.errors import ConfigError, MemoryExhaustedError
+from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import Vitals, collapsed, quarantined, replaced_by_elite
 from agilerl.hpo.mutation import Member, Mutation, Mutations
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing, apply_plan, with_factors, with_mates
-from agilerl.padding import padded
-from agilerl.rewards.grader import TrainerState
-from agilerl.rollouts import SamplingSettings
-from agilerl.rollouts.collect import Collected, grader_metrics
-from agilerl.rollouts.engine import Ask, Failure, Rollout, check_error_rate, lost_places, teaches_nothing
+from agilerl.rollouts.collect import grader_metrics
+from agilerl.rollouts.engine import Ask, Rollout, teaches_nothing
 from agilerl.rollouts.episodes import episode_metrics
-from agilerl.rollouts.teacher import TeacherEndpoint
 
-Panels = Literal["exam", "test", "second"]
 ALONE = SharingConfig()
 """Agents that learn nothing from each other."""
-AnyTask = Annotated[
-    Task | EpisodeTask,
-    Hint("pass a ReasoningGymTask, a DatasetTask or an EpisodeTask, e.g. ReasoningGymTask('spell_backward')"),
-]
 
 
 @dataclass(frozen=True)
@@ -93,7 +83,7 @@ class Checkup:
     """Its weights for parts of the reward; rewards under other weights are not comparable."""
 
 
-class Population:
+class Population(Exams):
     """Agents of one runtime on one task, which asks questions or plays episodes.
 
     ``prompts_per_step`` counts the prompts (or episode seeds) of one training batch of each agent. All agents read the
@@ -123,8 +113,6 @@ class Population:
     ) -> None:
         if not agents:
             raise ConfigError("a population needs at least 1 agent, found 0")
-        if "reward" not in objectives or len(set(objectives)) < len(objectives):
-            raise ConfigError(f"objectives: expected reward, and others once each, found {shown(list(objectives))}")
         if len({id(a.runtime) for a in agents}) > 1:
             raise ConfigError("all agents of a population share one runtime; build them on the same model object")
         for agent in agents:
@@ -134,47 +122,28 @@ class Population:
         for agent in agents:
             all_weights(task, own_weights(agent))
             check_evolving_weights(task, agent.genes)
-        self.agents = list(agents)
+        super().__init__(
+            agents,
+            task,
+            tokenizer,
+            eval_max_new_tokens=eval_max_new_tokens,
+            eval_temperature=eval_temperature,
+            eval_samples=eval_samples,
+            test_prompts=test_prompts,
+            objectives=objectives,
+        )
         self._mark = object()
         """Identifies its rollouts, so that those of another population are recognised."""
-        self.task = task
-        self.runtime = agents[0].runtime
-        self.tokenizer = self.runtime.tokenizer if tokenizer is None else padded(tokenizer)
-        if self.tokenizer is None:
-            raise ConfigError("a population needs a tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...)")
         self.prompts_per_step, self.max_error_rate = prompts_per_step, max_error_rate
-        self.test_prompts = test_prompts
-        self.exam_prompts: int | None = None
-        """Questions of the exam, and of the second panel; None: all that the task keeps for them."""
-        self.objectives = tuple(objectives)
-        if sharing:
-            check_sharing(agents, task, sharing)
-        self.sharing = sharing
-        self._teacher_slot: int | None = None
-        if sharing.teacher is not None:
-            self._teacher_slot = load_teacher(self.runtime, Path(sharing.teacher).expanduser())
-            weakref.finalize(self, self.runtime.store.release, self._teacher_slot)
-        self._endpoint = None if sharing.teacher_url is None else self._teacher_endpoint(sharing)
+        self.sharing, self._teaching = (
+            sharing,
+            Teaching(self.agents, task, self.tokenizer, sharing) if sharing else None,
+        )
         self.teacher: int | None = None
         """Agent whose policy the others are drawn to with ``sharing.distillation``: the last selection's elite."""
-        # Fixed here once, because an exam must not change when a gene does.
-        own_limit = getattr(self.agents[0].config, "max_output_tokens", None)
-        self.eval_max_new_tokens = own_limit if eval_max_new_tokens is None else eval_max_new_tokens
-        if eval_samples > 1 and (eval_temperature == 0 or task.multi_turn):
-            raise ConfigError(
-                f"eval_samples={eval_samples}: expected sampled answers to questions, found "
-                f"{'episodes' if task.multi_turn else 'greedy ones, which would be equal'}; set it to 1"
-                + ("" if task.multi_turn else ", or eval_temperature above 0")
-            )
-        self.eval_temperature, self.eval_samples = eval_temperature, eval_samples
         self.waiting: frozenset[int] = frozenset()
         """Agents that neither sample nor learn for now, because they have spent more tokens than others."""
-        self.ungraded: dict[int, int] = {}
-        """Number of each agent's answers in the latest exam without a grade and without a failure."""
         self.next_index = max(a.index for a in agents) + 1
-        self._panels: dict[tuple[str, int, int], list[Place]] = {}
-        self._lengths: dict[tuple[str, int, int], Lengths] = {}
-        """Cached panels and lengths, by split, size and context."""
         task.fit(self.tokenizer, self.context_length - 1)
         if isinstance(task, AgentTask):
             task.models = self._models
@@ -285,11 +254,6 @@ class Population:
             asks.append(replace(ask, group=number, key=key, samples=samples or ask.samples, is_trial=True))
         return asks
 
-    def _state(self, agent: LLMAlgorithm | None) -> TrainerState:
-        rows = self.task.train_size if isinstance(self.task, Task) else None
-        rollouts, position = (0, 0) if agent is None else (agent.rollouts, agent.position)
-        return TrainerState(rollouts, position / rows if rows else None)
-
     @property
     def learns_from_data(self) -> bool:
         """Whether batches are drawn from the task's answers instead of being sampled."""
@@ -338,7 +302,8 @@ class Population:
         pads = [agent.pad_token_id for agent in agents]
         batches = [collate(rollout.batch(a.index), pad) for a, pad in zip(agents, pads)]
         outcomes = [rollout.outcome(agent.index) for agent in agents]
-        lessons = self._lessons(agents, rollout) if self.sharing else None
+        elite = next((agent.slot for agent in self.agents if agent.index == self.teacher), None)
+        lessons = self._teaching.lessons(agents, rollout, elite) if self._teaching else None
         metrics = dict(zip((a.index for a in agents), learn_together(agents, batches, outcomes, lessons)))
         for agent in agents:
             metrics[agent.index] = agent.report(metrics[agent.index])
@@ -363,41 +328,6 @@ class Population:
             if not parts and "reward" in values:
                 values |= {f"{whole}/mean": values["reward"], f"{whole}/std": values["reward_std"]}
         return metrics
-
-    def _lessons(self, agents: Sequence[LLMAlgorithm], rollout: Rollout) -> list[Lesson]:
-        """Return what each agent learns from others in this update."""
-        sharing = self.sharing
-        teacher: int | TeacherEndpoint | None = self._teacher_slot if self._endpoint is None else self._endpoint
-        if teacher is None:
-            teacher = next((a.slot for a in self.agents if a.index == self.teacher), None)
-        lessons = []
-        for agent in agents:
-            borrowed = None
-            if sharing.experience:
-                # Rewards under other weights are another scale.
-                lenders = [b.index for b in agents if b is not agent and own_weights(b) == own_weights(agent)]
-                rows = borrowable(
-                    rollout.batch(agent.index),
-                    [rollout.trajectories[index] for index in lenders],
-                    sharing.experience,
-                    sharing.experience_for,
-                )
-                borrowed = collate(rows, agent.pad_token_id) if rows else None
-            taught = teacher if teacher != agent.slot else None
-            lessons.append(Lesson(borrowed, sharing.experience_cap, taught, sharing.distillation))
-        return lessons
-
-    def _teacher_endpoint(self, sharing: SharingConfig) -> TeacherEndpoint:
-        """Return the endpoint that teaches; raises ConfigError unless it has the tokenizer of the base."""
-        assert sharing.teacher_url is not None
-        assert sharing.teacher_model is not None
-        for agent in self.agents:
-            check_temperature(agent, agent.genes)
-        url, timeout = sharing.teacher_url, sharing.teacher_timeout
-        endpoint = TeacherEndpoint(url, sharing.teacher_model, sharing.teacher_api, timeout=timeout)
-        weakref.finalize(self, endpoint.close)
-        endpoint.check(self.tokenizer)
-        return endpoint
 
     # -- exams ----------------------------------------------------------------------------------------------------
 
@@ -445,158 +375,12 @@ class Population:
         """Examine the base model itself, adapters off."""
         return self._examine(split, [(None, None)], all_agents=True)[0]
 
-    def _examine(
-        self, split: Panels, who: Sequence[tuple[int | None, LLMAlgorithm | None]], *, all_agents: bool
-    ) -> list[Fitness]:
-        size = len(self.places(split))
-        groups, report = self.answers(split, who, samples=self.eval_samples, temperature=self.eval_temperature)
-        lost = self._check_exam(report.failures, len(who), size, all_agents=all_agents)
-        results = []
-        for k, (_, agent) in enumerate(who):
-            answers = [group for number, group in enumerate(groups[k * size : (k + 1) * size]) if number not in lost]
-            failed = any(t.finish_reason == "error" for group in answers for t in group)
-            # An episode may have several rows, each with the whole return.
-            scores = [float("nan") if failed or not group else self._score(group) for group in answers]
-            results.append(Fitness.from_scores(scores))
-            if agent is not None and split == "exam":
-                sound = [group for group in answers if group and all(t.finish_reason != "error" for t in group)]
-                self.ungraded[agent.index] = sum(math.isnan(self._score(group)) for group in sound)
-            if agent is not None and split != "test":
-                agent.tokens["evaluated"] += sum(len(t.token_ids) for group in answers for t in group)
-            if agent is not None and split != "second" and len(self.objectives) > 1:
-                results[k] = replace(results[k], costs=self._costs(agent, answers, counted=split == "exam"))
-        return results
-
-    def _score(self, group: Sequence[Trajectory]) -> float:
-        """Return the score of one question: the mean over its samples that have a grade, NaN if none has."""
-        if self.eval_samples == 1:
-            return group[0].episode_return
-        graded = [t.episode_return for t in group if not math.isnan(t.episode_return)]
-        return fmean(graded) if graded else math.nan
-
-    def answers(
-        self,
-        split: Panels,
-        who: Sequence[tuple[int | None, LLMAlgorithm | None]],
-        *,
-        samples: int = 1,
-        temperature: float = 0.0,
-        first: int | None = None,
-    ) -> Collected:
-        """Return the trajectories of each one's answers to each question of a panel, and what failed.
-
-        ``who`` are slots with their agents, ``(None, None)`` for the base. The groups are those of the first one for
-        all questions (or the ``first`` few), then of the next; all of them draw by the same numbers.
-        """
-        of_task, start, _ = self._rows_of(split)
-
-        def sampling(prompt_length: int) -> SamplingSettings:
-            room = self.runtime.base.context_length - prompt_length
-            longest = max(1, min(self.eval_max_new_tokens or room, room))
-            return SamplingSettings(max_new_tokens=longest, temperature=temperature)
-
-        asks = [
-            Ask(
-                slot,
-                question,
-                samples,
-                sampling,
-                self.context_length,
-                number,
-                of_task,
-                (start + number,),
-                self.eval_max_new_tokens or 1,
-                state=self._state(agent),
-            )
-            for slot, agent in who
-            for number, question in enumerate(self.places(split)[:first])
-        ]
-        return self.runtime.collect(self.task, self.tokenizer, asks)
-
-    def _costs(
-        self, agent: LLMAlgorithm, groups: Sequence[Sequence[Trajectory]], *, counted: bool
-    ) -> dict[str, Fitness]:
-        """Return the other objectives of an agent's exam; the scores of a prompt that failed are NaN."""
-        lengths = [float(sum(sum(t.action_mask) for t in group)) or math.nan for group in groups]
-        costs = {}
-        if "kl" in self.objectives:
-            rows = [(number, t) for number, group in enumerate(groups) for t in group if any(t.action_mask)]
-            sums = [0.0] * len(groups)
-            for (number, _), total in zip(rows, self._kl_of_rows(agent, [t for _, t in rows], counted=counted)):
-                sums[number] += total
-            costs["kl"] = Fitness.from_scores([total / count for total, count in zip(sums, lengths)])
-        if "length" in self.objectives:
-            # An episode may have several rows, but several samples are answers of one row each.
-            answers = [sum(any(t.action_mask) for t in group) if self.eval_samples > 1 else 1 for group in groups]
-            costs["length"] = Fitness.from_scores([count / max(n, 1) for count, n in zip(lengths, answers)])
-        return costs
-
-    def _kl_of_rows(self, agent: LLMAlgorithm, rows: Sequence[Trajectory], *, counted: bool) -> list[float]:
-        """Return KL(agent || its reference) in nats, summed over the action tokens of each row."""
-        if not rows:
-            return []
-        batch = collate(rows, agent.pad_token_id)
-        try:
-            kl = self.runtime.fixed_kl(agent.slot, agent.reference_slot, batch, agent.micro_batch)
-        except MemoryExhaustedError:
-            return [math.nan] * len(rows)
-        if counted:
-            agent.tokens["evaluated"] += 2 * int(batch.lengths.sum())
-        return kl.double().sum(dim=1).tolist()
-
-    def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, all_agents: bool) -> set[int]:
-        """Return the places of an exam that count for no agent; raises if it failed for all agents."""
-        errors = [failure for failure in failures if failure.kind != "oom"]
-        by_agent = [{f.request % size: f.message for f in errors if f.request // size == k} for k in range(examined)]
-        if not all_agents:
-            return {question for places in by_agent if len(places) <= size / 2 for question in places}
-        episodes = self.task.multi_turn
-        if not episodes and len(errors) == examined * size * self.eval_samples:
-            check_error_rate(len(errors), errors, 0.0, episodes=False)
-        return lost_places(by_agent, size, episodes=episodes)
-
     @checked
     def panel(self, split: Panels) -> list[tuple[Row, list[int]]]:
         """Return the rows of a task's fixed panel with their rendered prompts."""
         if self.task.multi_turn:
             raise ConfigError(f"{self.task.name} is an environment, which has episodes, not a panel of questions")
         return [(question.row, list(question.prompt_ids)) for question in self.places(split)]
-
-    def _rows_of(self, split: Split | Panels) -> tuple[Split, int, int]:
-        """Return the task's split that a panel is part of, its first row there and the row after its last."""
-        if split == "train":
-            return "train", 0, TRIED_ROWS
-        if split == "exam":
-            size = self.task.panel_size("exam")
-            return "exam", 0, min(size, self.exam_prompts or size)
-        size = self.task.panel_size("test")
-        first = min(size, self.test_prompts or size)
-        if split == "test":
-            return "test", 0, first
-        return "test", first, min(size, first + (self.exam_prompts or size))
-
-    def places(self, split: Split | Panels) -> list[Place]:
-        """Return the places of a fixed panel; for training, those checked before it begins."""
-        of_task, first, end = self._rows_of(split)
-        key = (split, end - first, self.context_length)
-        if key not in self._panels:
-            self._panels[key] = [
-                self.task.place_at(of_task, k, self.tokenizer, self.context_length) for k in range(first, end)
-            ]
-        return self._panels[key]
-
-    def lengths(self, split: Split | Panels) -> Lengths:
-        """Return the lengths of the rows at these places; raises EnvError if one does not fit."""
-        places = self.places(split)
-        key = (split, len(places), self.context_length)
-        if key not in self._lengths:
-            self._lengths[key] = self.task.lengths(places, self.tokenizer, self.context_length)
-        return self._lengths[key]
-
-    @property
-    def context_length(self) -> int:
-        """Most tokens of prompt and completion together, for the agent with the least room."""
-        return min(agent.context_length for agent in self.agents)
 
     # -- evolution ------------------------------------------------------------------------------------------------
 
@@ -726,21 +510,6 @@ def number_apart(agents: Sequence[LLMAlgorithm]) -> None:
         agent.index = index
 
 
-def check_sharing(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask, sharing: SharingConfig) -> None:
-    """Raise ConfigError unless these agents can learn from each other on this task."""
-    if agents[0].env_type != "reasoning":
-        raise ConfigError(
-            f"sharing is for agents that sample their own completions, found {agents[0].algorithm.name}, which learns "
-            "from data; leave it out"
-        )
-    if sharing.experience and task.multi_turn:
-        raise ConfigError(
-            f"sharing.experience lends completions of one turn, found {task.name}, which plays episodes; set it to 0"
-        )
-    for agent in agents if sharing.experience else ():
-        check_borrows(agent.algorithm.name, agent.config)
-
-
 def check_source(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask) -> None:
     """Raise ConfigError unless the agents learn from one kind of source, and the task is of that kind."""
     wanted = {agent.env_type for agent in agents}
@@ -753,9 +522,3 @@ def check_source(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask) -> No
             f"{agents[0].algorithm.name} learns from data, found the task {task.name!r} ({type(task).__name__}); wrap "
             f"it: {name}(task)"
         )
-
-
-def own_weights(agent: LLMAlgorithm) -> Mapping[str, float]:
-    """Return an agent's weights for parts of the reward; empty if it learns from data."""
-    weights: Mapping[str, float] = getattr(agent.config, "reward_weights", {})
-    return weights

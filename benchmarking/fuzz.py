@@ -34,7 +34,7 @@ from agilerl.models.adapters import read_config, read_tensors
 from agilerl.runs import Journal, JsonLines, RunDirectory, read_lines, read_run, strict_json
 from agilerl.runs.atomic import MANIFEST, commit_folder, verify_folder
 from agilerl.runs.completions import CompletionRecord, read_completions, write_completions
-from agilerl.training.saved import ClockFile, StateFile
+from agilerl.training.checkpoint import ClockFile, StateFile
 from agilerl.training.setup import check
 
 TOKENS = (

@@ -1,7 +1,6 @@
 """Algorithms: one a file, all on the shared base."""
 
 from agilerl.algorithms.agent import LLMAlgorithm
-from agilerl.algorithms.base import EvolvableAlgorithm
 from agilerl.algorithms.cispo import CISPO, CISPOConfig
 from agilerl.algorithms.config import CosineLRScheduleConfig
 from agilerl.algorithms.custom_loss import PolicyLoss
@@ -48,6 +47,8 @@ __all__ = [
     "SFTConfig",
 ]
 
+EvolvableAlgorithm = LLMAlgorithm
+"""The documented name of agents that evolution can clone, mutate, save and restore."""
 LLMPPO = PPO
 """The documented other name of PPO."""
 LLMREINFORCE = REINFORCE

@@ -1,20 +1,24 @@
 """LLMAlgorithm: an agent that is one adapter slot on a shared base, with get_action, learn and test."""
 
 import copy
+import inspect
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from agilerl import hooks
-from agilerl.algorithms.base import AlgorithmConfig, EvolvableAlgorithm
+from agilerl.algorithms.base import Algorithm, AlgorithmConfig, Hyperparameter
 from agilerl.algorithms.codec import actor_folder, read_state, save_folder, write_state
 from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig, RolloutLLMConfig
 from agilerl.algorithms.custom_loss import LossFunction, check_loss, check_restored, tangent_loss
@@ -40,7 +44,7 @@ from agilerl.algorithms.state import (
     restore,
 )
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
-from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, Within, checked
+from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, Within, checked, described, nearest
 from agilerl.config.base_model import SharedOptions, split_options
 from agilerl.data import RolloutBatch
 from agilerl.data.batch import union
@@ -48,6 +52,16 @@ from agilerl.data.checks import check_context, check_vocabulary
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.functional import MetricReducer
 from agilerl.hpo.mutation import Mutation
+from agilerl.hpo.parameters import (
+    Gene,
+    HyperparameterConfig,
+    Value,
+    check_present,
+    check_values,
+    moved_into_range,
+    values_of,
+    with_changes,
+)
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models import adapters
 from agilerl.models.operators import add_noise, resize
@@ -60,7 +74,7 @@ from agilerl.runtime import Runtime
 from agilerl.validation import validated
 
 
-class LLMAlgorithm(Learner, EvolvableAlgorithm):
+class LLMAlgorithm(Learner):
     """One agent of a population: hyperparameters and a slot of a shared :class:`Runtime`.
 
     Give exactly one of ``runtime`` (a base that is loaded already), ``actor_network`` (a plain pretrained model; agents
@@ -69,10 +83,17 @@ class LLMAlgorithm(Learner, EvolvableAlgorithm):
     ``accelerator`` is an ``accelerate.Accelerator``: its processes train the agent together, each on what it samples.
     ``lora_config`` is a ``peft.LoraConfig``, by default rank 16, alpha 32 on all linear layers.
     ``loss`` is a function of LossInputs, or a PolicyLoss, that replaces the algorithm's objective.
+    A subclass names its ``algorithm``, or only another ``Config`` for that of its parent; every field of the Config
+    becomes a constructor keyword and a checked attribute. Keywords and ``config=`` mean the same and may be mixed,
+    keywords winning.
     """
 
+    algorithm: Algorithm = Algorithm("LLMAlgorithm", LLMConfig)
+    """How the agent learns. It may change, so ask for ``agent.algorithm.name``, not for the class."""
     Config: ClassVar[type[AlgorithmConfig]] = LLMConfig
-    Options = SharedOptions
+    """Hyperparameters of the algorithm that a new agent of this class has."""
+    Options: ClassVar[type[BaseModel]] = SharedOptions
+    """Keywords besides the hyperparameters: settings that agents share."""
     config: LLMConfig
     env_type: ClassVar[str] = "reasoning"
     """What it learns from: rewards of its own completions, or a task's demonstrations or pairs."""
@@ -82,6 +103,18 @@ class LLMAlgorithm(Learner, EvolvableAlgorithm):
     """The adapter that the agent's answers and log-probs are of; ``base`` is the base model alone."""
     implied: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Keywords that need no action, each with the values that say how the shared base works anyway."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        _declare(cls)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a new one with nearly the name of a hyperparameter is set as well, with a warning."""
+        if not (name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)):
+            close = get_close_matches(name, self.Config.model_fields, n=1, cutoff=0.8)
+            if hint := hooks.hint(name) or (f"did you mean {close[0]!r}?" if close else ""):
+                warnings.warn(f"{name} is not a hyperparameter, so setting it changes nothing; {hint}", stacklevel=2)
+        super().__setattr__(name, value)
 
     @checked
     def __init__(
@@ -97,6 +130,12 @@ class LLMAlgorithm(Learner, EvolvableAlgorithm):
         accelerator: Any = None,
         cosine_lr_schedule_config: CosineLRScheduleConfig | None = None,
         loss: Annotated[LossFunction | None, Hint("pass a function of LossInputs, or a PolicyLoss")] = None,
+        config: AlgorithmConfig | None = None,
+        hp_config: Annotated[
+            HyperparameterConfig | Mapping[str, Gene] | None,
+            Hint("pass HyperparameterConfig(lr=RLParameter(min=1e-6, max=1e-3)), for instance"),
+        ] = None,
+        index: Whole = 0,
         **arguments: Any,
     ) -> None:
         keywords, shared = split_options(arguments)
@@ -106,7 +145,24 @@ class LLMAlgorithm(Learner, EvolvableAlgorithm):
                 raise ConfigError(f"{name}={keywords[name]!r} is not available; expected {expected}")
             keywords.pop(name, None)
         options = validated(SharedOptions, shared)
-        super().__init__(**keywords)
+        self.config = self._merge(config, keywords)  # type: ignore[assignment]
+        self.hp_config = hp_config
+        self.index = index
+        self.parent: int | None = None
+        """Index of the agent that this one was cloned from; None for a founder."""
+        self.mut: str = "None"
+        """What the last mutation did, in a few words."""
+        self.fitness: list[float] = []
+        """Mean exam score of each evaluation."""
+        self.scores: list[float] = []
+        """Mean training reward of each learning step."""
+        self.steps: int = 0
+        """Trajectories trained on so far."""
+        self._mutation_hooks: list[Callable[[], None]] = []
+        if hp_config is not None:
+            if moved := moved_into_range(self.genes, self.hyperparameters):
+                self.set_hyperparameters(moved)
+            check_values(self.genes, self.hyperparameters)
         if loss is not None:
             check_loss(loss, self)
         self.loss = loss
@@ -150,6 +206,26 @@ class LLMAlgorithm(Learner, EvolvableAlgorithm):
         adapters.check_lora_config(self.lora_config)
         self._take_slots()
 
+    @classmethod
+    def _merge(cls, config: AlgorithmConfig | None, keywords: Mapping[str, Any]) -> AlgorithmConfig:
+        for name in keywords:
+            if name not in cls.Config.model_fields:
+                known = dict.fromkeys([*cls.Config.model_fields, *inspect.signature(cls).parameters])
+                hint = (hooks.hint(name) or nearest(name, known)).replace("algorithm.", "")
+                raise ConfigError(f"{cls.__name__} has no argument {name!r}; {hint}")
+        if config is not None and not isinstance(config, cls.Config):
+            raise ConfigError(
+                f"{cls.__name__}(config=...): expected a {cls.Config.__name__}, found {described(config)}; give the "
+                "hyperparameters that you mean as keywords"
+            )
+        given = {} if config is None else config.model_dump(exclude_unset=True)
+        return validated(cls.Config, {**given, **keywords})
+
+    def __repr__(self) -> str:
+        genes = ", ".join(f"{name}={_short(value)}" for name, value in self.hyperparameters.items())
+        fitness = f", fitness={self.fitness[-1]:.3f}" if self.fitness else ""
+        return f"{self.algorithm.name}(index={self.index}{', ' if genes else ''}{genes}{fitness}, steps={self.steps})"
+
     def _padding(self, pad_token_id: int | None, pad_token: str | None) -> int:
         """Return the padding id: as given by number or name, else the tokenizer's."""
         tokenizer, vocabulary = self.runtime.tokenizer, self.runtime.base.vocabulary_size
@@ -165,6 +241,24 @@ class LLMAlgorithm(Learner, EvolvableAlgorithm):
         if pad_token_id >= vocabulary:
             raise ConfigError(f"expected pad_token_id of the model, 0 to {vocabulary - 1}, found {pad_token_id}")
         return pad_token_id
+
+    # -- hyperparameters ------------------------------------------------------------------------------------------
+
+    @property
+    def hyperparameters(self) -> dict[str, Value]:
+        """Current value of each gene."""
+        return values_of(self.config, self.genes)
+
+    @checked
+    def set_hyperparameters(self, values: Mapping[str, Any]) -> None:
+        """Change some hyperparameters together; nothing changes when one of them, or their combination, is invalid.
+
+        ``field.entry`` is one entry of a hyperparameter that is a mapping.
+        """
+        merged = with_changes(self.config.model_dump(exclude_unset=True), values)
+        config = validated(type(self.config), merged)
+        check_present(self.genes, values_of(config, self.genes))
+        self.config = config
 
     # -- resources ------------------------------------------------------------------------------------------------
 
@@ -478,13 +572,23 @@ class LLMAlgorithm(Learner, EvolvableAlgorithm):
 
     # -- mutation -------------------------------------------------------------------------------------------------
 
+    @checked
     def apply_mutation(self, mutation: Mutation) -> None:
-        """Carry out a planned mutation; every selection ends with it, even if it changes nothing."""
+        """Carry out a planned mutation: new values for genes, or an operator on the adapter.
+
+        Every selection ends with it, even if it changes nothing.
+        """
         self.check_open()
-        super().apply_mutation(mutation)
+        if mutation.kind == "hyperparameters":
+            self.set_hyperparameters({change.gene: change.new for change in mutation.changes})
+            self.mut = ", ".join(f"{c.gene} {_short(c.old)} -> {_short(c.new)}" for c in mutation.changes)
+        else:
+            self.mut = "None" if mutation.kind == "none" else self._mutate_adapter(mutation)
+        self.mutation_hook()
         self.after_selection()
 
     def _mutate_adapter(self, mutation: Mutation) -> str:
+        """Apply a mutation of kind ``parameters`` or ``rank``; returns its label."""
         if mutation.kind == "parameters":
             share = float(mutation.details["sd"])
             add_noise(self.runtime.store, self.slot, share, self.config.seed, tuple(mutation.details["noise_key"]))
@@ -497,6 +601,16 @@ class LLMAlgorithm(Learner, EvolvableAlgorithm):
         self.lora_config.r = new
         self.lora_config.lora_alpha = scaling * (new**0.5 if self.lora_config.use_rslora else new)
         return f"rank {old} -> {new}" + (f" (energy {energy:.3f})" if new < old else "")
+
+    @checked
+    def register_mutation_hook(self, hook: Callable[[], None]) -> None:
+        """Call ``hook()`` after every mutation of this agent."""
+        self._mutation_hooks.append(hook)
+
+    def mutation_hook(self) -> None:
+        """Run the registered hooks."""
+        for hook in self._mutation_hooks:
+            hook()
 
     def cross(self, mate: "LLMAlgorithm | AgentState") -> None:
         """Give this agent the mean of its own and another agent's delta, at its own rank and scale.
@@ -664,14 +778,22 @@ class LLMAlgorithm(Learner, EvolvableAlgorithm):
         the genes (``init="spread"``); with ``init="same"`` all members start equal.
         """
         first = cls(hp_config=hp_config, index=0, **arguments)
-        first.runtime.store.reserve(size * cls.trained_slots)
-        starts = initial_hyperparameters(first.genes, first.hyperparameters, size, first.config.seed, init)
-        agents = [first]
-        for index, values in enumerate(starts[1:], start=1):
-            agent = first.clone(index)
+        return first.founders(range(size), size, first.genes, init)
+
+    def founders(
+        self, places: range, size: int, ranges: Mapping[str, Gene], init: Literal["spread", "same"]
+    ) -> list[Self]:
+        """Return the agents at some places of a first generation of ``size``, of which this one is the first of them.
+
+        ``ranges`` are those that they are spread over; the agent of index 0 has the given values.
+        """
+        self.runtime.store.reserve(len(places) * self.trained_slots)
+        starts = initial_hyperparameters(ranges, self.hyperparameters, size, self.config.seed, init)
+        agents = [self, *(self.clone(index) for index in places[1:])]
+        for agent in agents:
             agent.parent = None
-            agent.set_hyperparameters(values)
-            agents.append(agent)
+            if agent.index:
+                agent.set_hyperparameters(starts[agent.index])
         return agents
 
 
@@ -688,4 +810,38 @@ def _route(slot: int | None) -> Route | None:
     return None if slot is None else Route((slot,), None)
 
 
+def _declare(cls: type[LLMAlgorithm]) -> None:
+    """Give a class of agents its algorithm, an attribute for each hyperparameter, and a signature with all of them."""
+    if "algorithm" in cls.__dict__:
+        cls.Config = cls.algorithm.Config
+    else:
+        cls.algorithm = replace(cls.algorithm, name=cls.__name__, Config=cls.Config)
+    for name, field in cls.Config.model_fields.items():
+        if not hasattr(cls, name):
+            setattr(cls, name, Hyperparameter(name, field.description))
+    cls.__signature__ = _signature(cls)  # type: ignore[attr-defined]
+
+
+def _signature(cls: type[LLMAlgorithm]) -> inspect.Signature:
+    """Return the constructor's signature with every hyperparameter spelled out."""
+    parameters: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__:  # the most derived first
+        init = base.__dict__.get("__init__")
+        if init is None or not issubclass(base, LLMAlgorithm):
+            continue
+        for name, parameter in inspect.signature(init).parameters.items():
+            if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+                parameters.setdefault(name, parameter)
+    for name, field in (cls.Config.model_fields | cls.Options.model_fields).items():
+        parameters[name] = inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=field.get_default(call_default_factory=True)
+        )
+    return inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+_declare(LLMAlgorithm)
 hooks.extend(LLMAlgorithm)

@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,10 @@ from agilerl.algorithms.base import Algorithm, while_open
 from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig, SurrogateConfig, lr_factor
 from agilerl.arguments import Within, checked
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch
+from agilerl.errors import EngineError
 from agilerl.functional import MetricReducer, adaptive_kl_coefficient, kl_estimate, masked_sum
 from agilerl.hpo.guard import Vitals
-from agilerl.hpo.parameters import Gene
+from agilerl.hpo.parameters import Gene, HyperparameterConfig, genes_in_force
 from agilerl.models.operators import Part, merged
 from agilerl.models.slots import AdamWSettings
 from agilerl.rollouts.engine import Outcome
@@ -76,6 +77,9 @@ class Learner:
 
     config: LLMConfig
     algorithm: Algorithm
+    hp_config: HyperparameterConfig | Mapping[str, Gene] | None
+    is_open: bool = True
+    """False after ``clean_up``, which gives the agent's slots to other agents."""
     runtime: Runtime
     loss: Callable[..., Any] | None
     """The user's loss function, instead of the algorithm's objective."""
@@ -122,12 +126,22 @@ class Learner:
     sick: str = ""
     """Why the agent cannot be elite or parent and is replaced at the next selection; empty if it is healthy."""
 
-    if TYPE_CHECKING:  # EvolvableAlgorithm has them
+    @property
+    def genes(self) -> dict[str, Gene]:
+        """The hyperparameters that may mutate; none without an ``hp_config``."""
+        if self.hp_config is None:
+            return {}
+        if isinstance(self.hp_config, HyperparameterConfig):
+            return genes_in_force(self.algorithm.Config, self.hp_config)
+        return dict(self.hp_config)
 
-        @property
-        def genes(self) -> dict[str, Gene]: ...  # noqa: D102
-
-        def check_open(self) -> None: ...  # noqa: D102
+    def check_open(self) -> None:
+        """Raise EngineError once the agent has been cleaned up."""
+        if not self.is_open:
+            raise EngineError(
+                f"agent {self.index} was cleaned up: another agent may use its slot, so it cannot act, learn or be "
+                "saved any more; clone or save an agent before clean_up(), or make a new one"
+            )
 
     # -- learning: what the algorithm says ------------------------------------------------------------------------
 

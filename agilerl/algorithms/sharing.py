@@ -19,7 +19,7 @@ from agilerl.algorithms.config import GroupConfig
 from agilerl.algorithms.credit import shaped_rewards
 from agilerl.algorithms.learner import Experience, Learner, behaviour_logprobs, temperature_of
 from agilerl.arguments import shown
-from agilerl.config.run import SharingConfig
+from agilerl.config.search import SharingConfig
 from agilerl.data import RolloutBatch, Trajectory
 from agilerl.data.batch import concatenated, stacked
 from agilerl.errors import ConfigError

@@ -300,7 +300,7 @@ def run_merge(
     console = new_console(quiet=quiet)
     console.print(f"Merging {shown(str(adapter.folder))} into {shown(adapter.base)}.")
     quieten_libraries()
-    from agilerl.training.setup import merged_model
+    from agilerl.training.base import merged_model
 
     model, tokenizer = merged_model(adapter.folder, adapter.config, dtype=dtype)
     loading_done()

@@ -309,8 +309,7 @@ def _decided(
     info = read_run(root)
     check_not_in_use(root)  # before slow imports; the lock below decides which process is first
     from agilerl.runs.strict_json import read_json
-    from agilerl.training.resolved import recorded
-    from agilerl.training.saved import open_run
+    from agilerl.training.saved import open_run, recorded
 
     if expected is not None:
         recorded(info)

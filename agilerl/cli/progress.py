@@ -372,7 +372,7 @@ class View:
         self.iteration = 0
         self.out = Path()
         self.started = perf_counter()
-        self.resumed_at = 0.0 if session.saved is None else session.saved.progress.spent(session.config)
+        self.resumed_at = 0.0 if session.saved is None else session.saved.progress.spent(session.config.training)
         clocks = TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()
         self.bars = Progress(TextColumn("{task.description:<10}"), BarColumn(), *clocks, console=console)
         self.run = self.bars.add_task("run", total=1.0)

@@ -21,7 +21,8 @@ from agilerl.cli.adapter import subject
 from agilerl.cli.options import Adapter
 from agilerl.cli.output import say, tell_line
 from agilerl.config.base_model import NetworkConfig
-from agilerl.config.run import RunConfig, TrainingConfig
+from agilerl.config.run import RunConfig
+from agilerl.config.training import TrainingConfig
 from agilerl.config.vllm import adapter_options, how_to_install_vllm, installed_vllm, lora_capacity
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.models.model_config import check_model_folder

@@ -48,7 +48,7 @@ from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.training.events import Event, Evolved, ExamDone, IterationDone
 from agilerl.training.loop import Loop, evolve
-from agilerl.training.saved import Progress
+from agilerl.training.progress import Progress
 from agilerl.training.trackers import CSVFile, Trackers, check_trackers
 
 Finetuned = tuple[list[Any], list[float]]

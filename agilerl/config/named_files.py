@@ -13,7 +13,8 @@ from typing import Any
 from agilerl.arguments import shown
 from agilerl.bounds import check_file, memory_bytes
 from agilerl.config.environment import EnvironmentConfig
-from agilerl.config.run import RunConfig, TrainingConfig
+from agilerl.config.run import RunConfig
+from agilerl.config.training import TrainingConfig
 from agilerl.custom_code import file_of, names_code, not_allowed
 from agilerl.errors import CheckpointError, ConfigError
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from agilerl.algorithms import LLMAlgorithm
 from agilerl.algorithms.codec import packed, unpacked
+from agilerl.algorithms.exams import Panels
 from agilerl.algorithms.state import AgentState
 from agilerl.distributed.topology import Exchange
 from agilerl.envs.core import Task
@@ -16,7 +17,7 @@ from agilerl.hpo.guard import Vitals
 from agilerl.hpo.mutation import Member, Mutation, inherited
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import Plan
-from agilerl.population import AgentFacts, Checkup, Known, Panels, Population
+from agilerl.population import AgentFacts, Checkup, Known, Population
 from agilerl.rollouts.engine import Failure, Rollout, check_error_rate
 
 

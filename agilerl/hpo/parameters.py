@@ -4,7 +4,7 @@ import math
 import types
 import typing
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -170,10 +170,11 @@ class RLParameter:
         )
 
 
-class HyperparameterConfig(Mapping[str, RLParameter]):
+class HyperparameterConfig(dict[str, RLParameter]):
     """The hyperparameters of an agent that evolve, as keywords: ``HyperparameterConfig(lr=RLParameter(1e-7, 1e-4))``.
 
-    Behaves as a read-only mapping of names to ranges. Raises ConfigError for anything that is not an RLParameter.
+    A mapping of names to ranges. Raises ConfigError for anything that is not an RLParameter, and for a name that it
+    does not hold.
     """
 
     def __init__(self, **parameters: RLParameter) -> None:
@@ -183,36 +184,21 @@ class HyperparameterConfig(Mapping[str, RLParameter]):
                     f"HyperparameterConfig: {name} must be an RLParameter(min, max), found {parameter!r}; "
                     f"write {_keyword(name)}."
                 )
-        self._parameters = dict(parameters)
+        super().__init__(parameters)
 
     def names(self) -> list[str]:
         """Return the names in the order they were given."""
-        return list(self._parameters)
+        return list(self)
 
     def genes(self) -> dict[str, Gene]:
         """Return the gene of each parameter."""
-        return {name: parameter.gene(name) for name, parameter in self._parameters.items()}
+        return {name: parameter.gene(name) for name, parameter in self.items()}
 
-    def __getitem__(self, name: str) -> RLParameter:
-        if name not in self._parameters:
-            raise ConfigError(_unknown("HyperparameterConfig", name, self._parameters))
-        return self._parameters[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._parameters
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return the range of ``name``, or ``default`` when it does not evolve."""
-        return self._parameters.get(name, default)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
+    def __missing__(self, name: str) -> RLParameter:
+        raise ConfigError(_unknown("HyperparameterConfig", name, self))
 
     def __repr__(self) -> str:
-        inside = ", ".join(f"{name}={parameter!r}" for name, parameter in self._parameters.items())
+        inside = ", ".join(f"{name}={parameter!r}" for name, parameter in self.items())
         return f"HyperparameterConfig({inside})"
 
 

@@ -1,5 +1,6 @@
 """Batch sizes that are halved if memory runs out, and stay halved for the rest of the run."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
@@ -42,3 +43,18 @@ def attempt(call: Callable[[], Result]) -> Result | None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     return None
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory in bytes so far: of the GPU if the run uses one, else of the process."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # Windows, which keeps the peak itself
+        import psutil
+
+        memory = psutil.Process().memory_info()
+        return int(getattr(memory, "peak_wset", memory.rss))
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -10,7 +10,7 @@ from pydantic import Field
 from torch import Tensor
 
 from agilerl.arguments import Name, Positive, checked
-from agilerl.config.run import TEACHER_KEY
+from agilerl.config.search import TEACHER_KEY
 from agilerl.config.vllm import server_url
 from agilerl.data import RolloutBatch
 from agilerl.errors import ConfigError, EngineError

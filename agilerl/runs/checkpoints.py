@@ -20,28 +20,14 @@ _NUMBERED = re.compile(r"\d{6,}")
 _log = logging.getLogger(__name__)
 
 
-class AgentFiles:
-    """The paths of one agent's files inside a checkpoint."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        """The agent's folder."""
-        self.actor = root / "actor"
-        """PEFT adapter folder of the policy: adapter_model.safetensors and adapter_config.json."""
-        self.reference = root / "reference"
-        """PEFT adapter folder of the reference policy, if there is one."""
-        self.critic = root / "critic"
-        """PEFT adapter folder of the critic, if there is one."""
-        self.optimizer = root / "optimizer.safetensors"
-        """Moments of the optimizer, safetensors."""
-        self.agent = root / "agent.json"
-        """Hyperparameters, counters and identity, JSON."""
-
-
 @checked
-def agent_files(checkpoint: Path, index: int) -> AgentFiles:
-    """Return the paths of agent ``index`` inside the checkpoint folder ``checkpoint``."""
-    return AgentFiles(checkpoint / f"agent_{index}")
+def agent_folder(checkpoint: Path, index: int) -> Path:
+    """Return the folder of agent ``index`` inside the checkpoint folder ``checkpoint``.
+
+    In it are the PEFT folders ``actor``, ``reference`` and ``critic``, as far as the agent has them, the moments of the
+    optimizer in ``optimizer.safetensors``, and hyperparameters, counters and identity in ``agent.json``.
+    """
+    return checkpoint / f"agent_{index}"
 
 
 @checked
@@ -58,7 +44,7 @@ def newest_agents(root: Path) -> dict[str, Path]:
             verify_folder(folder)
             # By number: agent_10 comes after agent_9.
             agents = sorted(folder.glob("agent_*"), key=lambda agent: (len(agent.name), agent.name))
-            actors = {agent.name: AgentFiles(agent).actor for agent in [*agents, folder / "elite"]}
+            actors = {agent.name: agent / "actor" for agent in [*agents, folder / "elite"]}
             return {name: actor for name, actor in actors.items() if actor.is_dir()}
     raise CheckpointError(f"expected an intact checkpoint in {root}, found none")
 

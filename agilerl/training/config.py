@@ -3,7 +3,9 @@
 from agilerl.config.base_model import NetworkConfig
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.manifest import load_manifest
-from agilerl.config.run import MutationConfig, RunConfig, SelectionConfig, TrainingConfig
+from agilerl.config.run import RunConfig
+from agilerl.config.search import MutationConfig, SelectionConfig
+from agilerl.config.training import TrainingConfig
 
 __all__ = ["EnvironmentConfig", "MutationConfig", "NetworkConfig", "RunConfig", "SelectionConfig", "TrainingConfig",
            "load_manifest"]  # fmt: skip

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-from agilerl.config.run import TrainingConfig
+from agilerl.config.training import TrainingConfig
 from agilerl.population import Population
 from agilerl.training.resolved import COMPLETION
 from agilerl.training.tasks import LEAST_PANEL

@@ -1,7 +1,6 @@
 """The training loop: rollouts, updates, exams, selection, checkpoints, and a final held-out test."""
 
 import math
-import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -11,25 +10,20 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
-import torch
 
-from agilerl.algorithms import LLMAlgorithm
-from agilerl.algorithms.state import AgentState, soup
 from agilerl.arguments import Location, checked
 from agilerl.errors import ConfigError, RewardError
-from agilerl.hpo.fitness import Fitness, pareto_front, probability_better, ranking
+from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import quarantined
 from agilerl.hpo.mutation import Change, Mutation, Mutations
 from agilerl.hpo.parameters import values_of
 from agilerl.hpo.selection import Best, SelectionStrategy, Standing
+from agilerl.models.memory import peak_memory
 from agilerl.population import Population
-from agilerl.rollouts.engine import Rollout
-from agilerl.runs.checkpoints import agent_files
 from agilerl.runs.completions import CompletionRecord
 from agilerl.runs.directory import RunDirectory, run_date
 from agilerl.runs.stopping import Interrupted, StopRequest
 from agilerl.templates import asks_for_date, at_date
-from agilerl.training.evaluation import before_and_after
 from agilerl.training.events import (
     Event,
     Evolved,
@@ -40,14 +34,12 @@ from agilerl.training.events import (
     RunFinished,
     RunStarted,
 )
+from agilerl.training.finish import summary_of, tested_elite
 from agilerl.training.preflight import preflight, preflight_event
-from agilerl.training.records import RunWriter
-from agilerl.training.saved import Kept, Progress, SavedCheckpoint
+from agilerl.training.progress import Kept, Progress
+from agilerl.training.records import Checkpoints, RunWriter, completion_rows
 from agilerl.training.setup import Session
 from agilerl.training.trackers import Trackers, Wanted, check_trackers
-
-CANDIDATE = 0.8
-"""Probability of being better, by the second panel, needed to prefer an earlier agent to the last."""
 
 
 def samples_per_iteration(session: Session) -> int:
@@ -160,7 +152,9 @@ def _work(
                 tracked = Trackers(wanted, run, session.resolved.document(), own=session.trackers, resumed_at=at)
                 opened.callback(tracked.finish)
         session.begun = True
-        checkpoints = _Checkpoints(session, writer, saved)
+        # Only the writer's column sends agents to it; the other processes of an island hold the same ones.
+        sends, t = session.topology.island.rank == 0, session.config.training
+        checkpoints = Checkpoints(t, session.population, writer, saved, sends=sends)
         for event in _run(session, root, writer, checkpoints, progress, stop or StopRequest()):
             if writer is not None:
                 writer.write(event)  # before any consumer sees it, so that a failing consumer cannot lose it
@@ -222,7 +216,7 @@ def _run(
     session: Session,
     root: Path,
     writer: RunWriter | None,
-    checkpoints: "_Checkpoints",
+    checkpoints: Checkpoints,
     progress: Progress,
     stop: StopRequest,
 ) -> Iterator[Event]:
@@ -274,8 +268,8 @@ def _run(
         evaluation_interval=session.config.training.evaluation_interval,
     ).generations()
     yield PhaseStarted("test")
-    summary = _summary(session, progress)
-    tested = _tested_elite(session, writer, progress)
+    summary = summary_of(session, progress)
+    tested = tested_elite(session, writer, progress)
     if tested is not None:
         elite, fitness, answers = tested
         yield HeldOutTest("elite", elite["index"], fitness)
@@ -295,7 +289,7 @@ def _spent(session: Session, progress: Progress) -> float:
     """Return the largest share spent of any budget; time is measured by the writer's clock."""
     limited = session.config.training.max_seconds is not None
     seconds = session.topology.world.first(lambda: progress.seconds) if limited else None
-    return progress.spent(session.config, seconds)
+    return progress.spent(session.config.training, seconds)
 
 
 def _asked(session: Session, stop: StopRequest) -> bool:
@@ -303,36 +297,6 @@ def _asked(session: Session, stop: StopRequest) -> bool:
     signals = [number for number in session.topology.world.all(stop.signal) if number is not None]
     stop.signal = signals[0] if signals else stop.signal
     return bool(signals)
-
-
-class _Checkpoints:
-    """When the population is saved, and by which process."""
-
-    def __init__(self, session: Session, writer: RunWriter | None, saved: SavedCheckpoint | None) -> None:
-        self._session, self._writer, self._time = session, writer, perf_counter()
-        self._saved = None if saved is None else saved.progress.iteration
-
-    def is_due(self, progress: Progress) -> bool:
-        """Return whether to save now, within a generation."""
-        t = self._session.config.training
-        by_steps = t.checkpoint_steps is not None and progress.iteration % t.checkpoint_steps == 0
-        by_seconds = t.checkpoint_seconds is not None and perf_counter() - self._time >= t.checkpoint_seconds
-        if by_steps or by_seconds:
-            self._time = perf_counter()
-        return by_steps or by_seconds
-
-    def save(self, progress: Progress) -> None:
-        """Commit a checkpoint, or send the agents of this island to the process that does."""
-        if progress.iteration == self._saved:
-            return  # time ran out before another iteration, so there is nothing new to save
-        population = self._session.population
-        if self._writer is not None:
-            self._writer.checkpoint(population, progress, keep=self._session.config.training.keep_checkpoints)
-        # Only the writer's column sends agents to it; the other processes of an island hold the same ones.
-        elif self._session.topology.island.rank == 0:
-            for _ in population.states():
-                pass
-        self._saved = progress.iteration
 
 
 def _iterate(session: Session, progress: Progress) -> IterationDone:
@@ -357,7 +321,7 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         "time/update": end - update_start,
         "step_time": end - start,
         "time/elapsed": progress.seconds,
-        "memory/peak": _peak_memory(population.runtime.base.device),
+        "memory/peak": peak_memory(population.runtime.base.device),
     }
     results: dict[int, dict[str, Any]] = {}
     for agent in population.active:
@@ -376,13 +340,17 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
             progress.pace[index] = (tokens + sum(done["tokens"].values()), iterations + 1)
         for name, count in done["tokens"].items():
             progress.tokens[name] += count
+    completions: list[CompletionRecord] = []
+    if not population.learns_from_data:
+        rows = completion_rows(population, progress, rollout, session.config.training.log_completions)
+        completions = [CompletionRecord(**row) for part in session.topology.peers.all(rows) for row in part]
     return IterationDone(
         generation=progress.generation,
         iteration=progress.iteration,
         progress=min(_spent(session, progress), 1.0),
         metrics={index: done["metrics"] for index, done in merged.items()},
         outcomes={index: done["outcome"] for index, done in merged.items()},
-        completions=[] if population.learns_from_data else _completions(session, progress, rollout),
+        completions=completions,
         changes=changes,
     )
 
@@ -421,29 +389,6 @@ def _waiting(session: Session, progress: Progress) -> frozenset[int]:
     return frozenset(index for index in spent if index != pace and spent[index] + cost[index] / 2 > target)
 
 
-def _completions(session: Session, progress: Progress, rollout: Rollout) -> list[CompletionRecord]:
-    """Return the first completions of the batch of each agent of the run, in the order of the population."""
-    tokenizer: Any = session.population.tokenizer
-    rows = []
-    for index, trajectories in rollout.trajectories.items():
-        for number, t in enumerate(trajectories[: session.config.training.log_completions]):
-            row: dict[str, Any] = {
-                "generation": progress.generation,
-                "step": progress.iteration,
-                "agent": index,
-                "group": t.group,
-                "sample": sum(1 for other in trajectories[:number] if other.group == t.group),
-                "prompt": str(t.row.get("question", tokenizer.decode(t.prompt_ids))),
-                "completion": t.text,
-                "answer": "" if t.row.get("answer") is None else str(t.row["answer"]),
-                "reward": t.episode_return if np.isfinite(t.episode_return) else None,
-                "length": len(t.token_ids),
-                "finish_reason": t.finish_reason,
-            }
-            rows.append(row)
-    return [CompletionRecord(**row) for part in session.topology.peers.all(rows) for row in part]
-
-
 def _exam(session: Session, progress: Progress) -> ExamDone:
     population = session.population
     start, before = perf_counter(), sum(a.tokens["evaluated"] for a in population.everyone)
@@ -467,7 +412,7 @@ def _exam(session: Session, progress: Progress) -> ExamDone:
     if exam.is_finite and most and not (full and exam.mean < progress.kept[-1].fitness.mean):
         is_elite = progress.elite_iteration == progress.iteration
         state = progress.elite if is_elite else population.state_of(best)
-        progress.keep(Kept(best, progress.iteration, exam, state), most)
+        progress.keep(Kept(agent=best, iteration=progress.iteration, fitness=exam, state=state), most)
     progress.exam = dict(fitness)
     return ExamDone(progress.generation, fitness, progress.iteration, tokens, seconds, progress.seconds)
 
@@ -542,136 +487,3 @@ def evolve(
         diversity=float(np.mean(spreads)) if spreads else 0.0,
         seconds=seconds,
     )
-
-
-def _tested_elite(
-    session: Session, writer: RunWriter | None, progress: Progress
-) -> tuple[dict[str, Any], Fitness, list[dict[str, Any]]] | None:
-    """Save and test the best agent, on the first island; return its part of the summary, its result, some answers."""
-    peers, population = session.topology.peers, session.population
-    if progress.elite_iteration is None:
-        return None
-    last = None
-    if session.config.candidates > 1:  # the agent that was best in the last exam, as it is now
-        present = {agent.index for agent in population.everyone}
-        best = ranking({index: fitness for index, fitness in progress.fitness.items() if index in present})[0]
-        # Every process takes part in this: an agent's state may be on another one.
-        last = Kept(best, progress.iteration, progress.fitness[best], population.state_of(best))
-    if peers.rank > 0:
-        return None
-    agent, mixed = _chosen(session, progress, last)
-    if writer is not None:
-        writer.elite(agent)
-    fitness = population.evaluate("test", agents=[agent])[agent.index]
-    answers = before_and_after(population, agent)
-    agent.clean_up()
-    elite = {
-        "index": agent.index,
-        "adapter": "elite",
-        "exam": progress.best,
-        "step": progress.elite_iteration,
-        "hyperparameters": dict(agent.hyperparameters),
-    }
-    return elite | ({} if mixed is None else {"soup": mixed}), fitness, answers
-
-
-def _chosen(session: Session, progress: Progress, last: Kept | None) -> tuple[LLMAlgorithm, dict[str, Any] | None]:
-    """Return the agent of the best exam or, with candidates, the one that a second panel shows to be best.
-
-    The best of many exams is partly luck, and an agent is on average better at the end of its training than before. So
-    the best agent of the last exam is a candidate too, and an earlier one takes its place only on evidence. So does the
-    soup of all candidates, if there is to be one; the second value reports its result.
-    """
-    population, wanted, result = session.population, session.config.selection_strategy.soup, None
-
-    def assess(state: AgentState | None) -> Fitness:
-        agent = population.revived(state)
-        before = agent.tokens["evaluated"]
-        fitness = population.evaluate("second", agents=[agent])[agent.index]
-        progress.tokens["evaluated"] += agent.tokens["evaluated"] - before
-        agent.clean_up()
-        return fitness
-
-    candidates = [] if last is None else [last]
-    # The last exam may itself be one of the best ones.
-    candidates += [k for k in progress.kept if last and (k.agent, k.iteration) != (last.agent, last.iteration)]
-    # A task with few questions may have none left for a second panel.
-    if len(candidates) > 1 and population.places("second"):
-        panel = [assess(kept.state) for kept in candidates]
-        # At equal results the better exam's; kept exams are in that order.
-        best = max(range(1, len(panel)), key=lambda number: panel[number].value)
-        number = best if probability_better(panel[best], panel[0]) >= CANDIDATE else 0
-        chosen = candidates[number]
-        progress.elite, progress.elite_iteration, progress.best = chosen.state, chosen.iteration, chosen.fitness.mean
-        if wanted is not None:
-            # The soup has the state of the first one apart from the adapter.
-            first = sorted(candidates, key=lambda kept: kept is not chosen)
-            states = [kept.state for kept in first if kept.state is not None]
-            mixed = soup(states, [1 / len(states)] * len(states))
-            fitness = assess(mixed)
-            sure = probability_better(fitness, panel[number])
-            result = {
-                "of": [{"agent": kept.agent, "step": kept.iteration} for kept in candidates],
-                "second": fitness.to_dict(),
-                "candidate": panel[number].to_dict(),
-                "probability_better": sure,
-                "is_elite": sure >= wanted and sure > 0.5,
-            }
-            if result["is_elite"]:
-                progress.elite = mixed
-    return population.revived(progress.elite), result
-
-
-def _front(session: Session, progress: Progress) -> list[dict[str, Any]]:
-    """Return the members of the last exam's front, best reward first; none if the exam has one objective."""
-    population = session.population
-    if len(population.objectives) < 2:
-        return []
-    everyone = {agent.index: agent for agent in population.everyone}
-    fitness = {index: exam for index, exam in progress.fitness.items() if index in everyone}
-    sick = population.sick(fitness, collapse_guard=False) if fitness else {}
-    checkpoint = Path("checkpoints") / f"{progress.iteration:06d}"
-    return [
-        {
-            "agent": index,
-            "adapter": str(agent_files(checkpoint, index).actor),
-            **fitness[index].to_dict(),
-            "hyperparameters": dict(everyone[index].hyperparameters),
-        }
-        for index in pareto_front(quarantined(fitness, sick))
-    ]
-
-
-def _summary(session: Session, progress: Progress) -> dict[str, Any]:
-    """Return the summary of the run, as far as it goes without an elite."""
-    base, median = progress.base, progress.median
-    assert base is not None
-    summary: dict[str, Any] = {
-        "generations": progress.generation,
-        "iterations": progress.iteration,
-        "agents": len(session.population.everyone),
-        "tokens": progress.tokens,
-        "test": {"base": base.to_dict()},
-        "fitness": {str(index): f.to_dict() for index, f in sorted(progress.fitness.items())},
-        "elite": None,
-    }
-    if front := _front(session, progress):
-        summary["front"] = front
-    if median is not None:
-        summary["test"]["median_first_generation"] = {"index": median[0], **median[1].to_dict()}
-    return summary
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes so far: of the GPU if the run uses one, else of the process."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    try:
-        import resource
-    except ImportError:  # Windows, which keeps the peak itself
-        import psutil
-
-        memory = psutil.Process().memory_info()
-        return int(getattr(memory, "peak_wset", memory.rss))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

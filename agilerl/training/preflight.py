@@ -5,15 +5,17 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from agilerl.config.environment import EnvironmentConfig
-from agilerl.config.run import RunConfig, SelectionConfig, SharingConfig
+from agilerl.config.run import RunConfig
+from agilerl.config.search import SelectionConfig, SharingConfig
 from agilerl.errors import ConfigError
 from agilerl.population import Population
 from agilerl.runtime import Runtime
 from agilerl.templates import at_date
+from agilerl.training.base import load_runtime
 from agilerl.training.events import PreflightDone
 from agilerl.training.probe import Answer, Group, Probe, probe
 from agilerl.training.resolved import Resolved
-from agilerl.training.setup import Session, build, check, load_runtime
+from agilerl.training.setup import Session, build, check
 
 QUESTIONS, MOST = 16, 64
 """Questions that a preflight asks at a time, and those without a signal after which it gives up. If only one group in

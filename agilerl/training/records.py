@@ -1,23 +1,28 @@
 """The writer of a run: metrics, lineage, journal, completions and checkpoints."""
 
 import hashlib
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.codec import write_state, write_tokenizer
+from agilerl.config.training import TrainingConfig
 from agilerl.hpo import lineage
 from agilerl.population import Population
+from agilerl.rollouts.engine import Rollout
 from agilerl.runs.atomic import MANIFEST, add_file, commit_folder, remove_folder
 from agilerl.runs.checkpoints import CheckpointStore
 from agilerl.runs.completions import discard_completions, write_completions
 from agilerl.runs.directory import RunDirectory
 from agilerl.runs.journal import Journal, JsonLines, read_lines
 from agilerl.runs.strict_json import dumps, read_json
+from agilerl.training.checkpoint import CLOCK, Positions, SavedCheckpoint, write_checkpoint
 from agilerl.training.events import Event, Evolved, ExamDone, HeldOutTest, IterationDone, PreflightDone, RunStarted
-from agilerl.training.saved import CLOCK, Positions, Progress, SavedCheckpoint, write_checkpoint
+from agilerl.training.progress import Progress
 
 
 class RunWriter:
@@ -113,6 +118,64 @@ class RunWriter:
         from agilerl.report import build_report
 
         build_report([self.run.root], self.run.report)
+
+
+class Checkpoints:
+    """When the population is saved, and by which process."""
+
+    def __init__(
+        self,
+        training: TrainingConfig,
+        population: Population,
+        writer: RunWriter | None,
+        saved: SavedCheckpoint | None,
+        *,
+        sends: bool,
+    ) -> None:
+        """``sends``: whether this process sends the agents of its island to the one that has the writer."""
+        self._training, self._population, self._writer, self._sends = training, population, writer, sends
+        self._time, self._saved = perf_counter(), None if saved is None else saved.progress.iteration
+
+    def is_due(self, progress: Progress) -> bool:
+        """Return whether to save now, within a generation."""
+        steps, seconds = self._training.checkpoint_steps, self._training.checkpoint_seconds
+        due = steps is not None and progress.iteration % steps == 0
+        due = due or (seconds is not None and perf_counter() - self._time >= seconds)
+        if due:
+            self._time = perf_counter()
+        return due
+
+    def save(self, progress: Progress) -> None:
+        """Commit a checkpoint, or send the agents of this island to the process that does."""
+        if progress.iteration == self._saved:
+            return  # time ran out before another iteration, so there is nothing new to save
+        if self._writer is not None:
+            self._writer.checkpoint(self._population, progress, keep=self._training.keep_checkpoints)
+        elif self._sends:
+            for _ in self._population.states():
+                pass
+        self._saved = progress.iteration
+
+
+def completion_rows(population: Population, progress: Progress, rollout: Rollout, most: int) -> list[dict[str, Any]]:
+    """Return the first ``most`` completions of each agent of this process, as rows of ``completions/``."""
+    return [
+        {
+            "generation": progress.generation,
+            "step": progress.iteration,
+            "agent": index,
+            "group": t.group,
+            "sample": sum(1 for other in trajectories[:number] if other.group == t.group),
+            "prompt": str(t.row.get("question", population.tokenizer.decode(t.prompt_ids))),
+            "completion": t.text,
+            "answer": "" if t.row.get("answer") is None else str(t.row["answer"]),
+            "reward": t.episode_return if math.isfinite(t.episode_return) else None,
+            "length": len(t.token_ids),
+            "finish_reason": t.finish_reason,
+        }
+        for index, trajectories in rollout.trajectories.items()
+        for number, t in enumerate(trajectories[:most])
+    ]
 
 
 # -- the lines of an event, for the files and for trackers -------------------------------------------------------------

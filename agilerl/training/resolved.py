@@ -17,17 +17,15 @@ from agilerl.algorithms.sharing import check_borrows
 from agilerl.arguments import checked, nearest, shown
 from agilerl.bounds import compiled_pattern
 from agilerl.config.base_model import NetworkConfig, SharedOptions, split_options
-from agilerl.config.run import GeneConfig, MutationConfig, ReplayConfig, RunConfig, SelectionConfig
+from agilerl.config.run import RunConfig
+from agilerl.config.search import MutationConfig, SelectionConfig
+from agilerl.config.training import ReplayConfig
 from agilerl.custom_code import names_code
 from agilerl.distributed.topology import Topology
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import LEARNING_RATES, Mutations
 from agilerl.hpo.parameters import (
     Gene,
-    declared_gene,
-    gene_names,
-    genes_from,
-    moved_into_range,
     values_of,
     with_changes,
 )
@@ -35,7 +33,7 @@ from agilerl.hpo.selection import SelectionStrategy
 from agilerl.hpo.spread import EMBEDDED_RATE, around, lora_rate
 from agilerl.hpo.strategies import ANNEALED, make_strategy
 from agilerl.models.base import EMBEDDED, BaseModel
-from agilerl.runs.directory import run_date
+from agilerl.training.genes import genes_of
 from agilerl.training.tasks import own_weights
 from agilerl.validation import grouped, idle, validated
 
@@ -186,7 +184,7 @@ def resolve(config: RunConfig | Resolved) -> Resolved:
     genes: dict[str, Gene] = {}
     for algorithm in algorithms:
         # The last result holds for all: a range that an algorithm does not declare is taken from the first.
-        start, genes = _genes_of(config.genes, config.algorithm, algorithm, _hyperparameters(config, algorithm), genes)
+        start, genes = genes_of(config.genes, config.algorithm, algorithm, _hyperparameters(config, algorithm), genes)
         starts.append(start)
     if len(algorithms) > 1:
         names = tuple(algorithm.__name__ for algorithm in algorithms)
@@ -342,75 +340,6 @@ def document_of(config: RunConfig) -> dict[str, Any]:
     return _document(config, algorithms, _hyperparameters(config, algorithms[0]))
 
 
-def _genes_of(
-    wanted: Mapping[str, GeneConfig],
-    written: Mapping[str, Any],
-    algorithm: type[LLMAlgorithm],
-    start: AlgorithmConfig,
-    known: Mapping[str, Gene],
-) -> tuple[AlgorithmConfig, dict[str, Gene]]:
-    """Return the start within the genes, and the genes, checked against it; a ``known`` gene keeps its range.
-
-    ``written`` is the section ``algorithm``.
-    """
-    model = algorithm.Config
-    names = [*genes_from(model), *(name for name in gene_names(model) if "." in name)]
-    genes = {}
-    for name, section in wanted.items():
-        where = f"mutation.rl_hp_selection.{name}"
-        declared = declared_gene(model, name)
-        if declared is None:
-            known_field = name.partition(".")[0] in model.model_fields
-            wrong = "this" if known_field else f"{algorithm.__name__} has no"
-            wrong += " hyperparameter does not evolve" if known_field else f" hyperparameter {shown(name)}"
-            raise ConfigError(f"{where}: {wrong}; {nearest(name, names)}")
-        genes[name] = gene = known.get(name) or _gene(declared, section, where)
-        # A mutation must not reach a value that the algorithm refuses, given the other starts.
-        for end in gene.choices or (gene.min, gene.max):
-            number = int(end) if gene.dtype == "int" else end
-            try:
-                validated(model, with_changes(start.model_dump(exclude_unset=True), {name: number}))
-            except ConfigError as error:
-                raise ConfigError(f"{where} allows {number!r}, which the algorithm does not: {error}") from None
-        # A range that was given outweighs the start, and any range outweighs a default.
-        given = section.model_fields_set & {"min", "max"} or name.partition(".")[0] not in written
-        if given and (moved := moved_into_range({name: gene}, values_of(start, [name]))):
-            start = validated(model, with_changes(start.model_dump(exclude_unset=True), moved), where)
-        if not gene.contains(value := values_of(start, [name])[name]):
-            raise ConfigError(
-                f"{where}: the range {gene.span()} excludes the start, algorithm.{name}={value!r}"
-                f"{'' if name in written else ', which is the default'}; widen the range or move the start"
-            )
-    return start, genes
-
-
-def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
-    given = {name for name in wanted.model_fields_set if getattr(wanted, name) is not None}
-    if wanted.choices is not None or declared.dtype == "choice":
-        if len(given) > 1 or (given and wanted.choices is None):
-            names = ", ".join(sorted(given - {"choices"}))
-            raise ConfigError(f"{where}: a gene with choices has no {names}; remove it")
-        choices = declared.choices if wanted.choices is None else tuple(wanted.choices)
-        if declared.dtype == "float":  # YAML's 1 is an integer, while the hyperparameter would become 1.0
-            choices = tuple(float(choice) if type(choice) is int else choice for choice in choices)
-        if len(set(choices)) < 2 or len(set(choices)) != len(choices):
-            raise ConfigError(f"{where}.choices: expected at least two different values, found {shown(list(choices))}")
-        return replace(declared, dtype="choice", choices=choices, scale="choice")
-    low = declared.min if wanted.min is None else wanted.min
-    high = declared.max if wanted.max is None else wanted.max
-    if not low < high:
-        raise ConfigError(f"{where}: min must be below max, found min={low:g} and max={high:g}")
-    if declared.dtype == "int" and not (low.is_integer() and high.is_integer()):
-        raise ConfigError(f"{where}: expected whole numbers, found min={low:g} and max={high:g}")
-    scale = wanted.scale or (declared.scale if low > 0 else "linear")
-    if scale == "log" and low <= 0:
-        raise ConfigError(f"{where}: a log scale needs min above 0, found {low:g}; raise it, or set scale: linear")
-    gene = replace(declared, min=low, max=high, scale=scale, monotone=wanted.monotone)
-    if wanted.shrink_factor is None and wanted.grow_factor is None:
-        return gene
-    return replace(gene, factors=(wanted.shrink_factor or 0.8, wanted.grow_factor or 1.2))
-
-
 def _mutations(m: MutationConfig) -> Mutations:
     return Mutations(
         no_mutation=m.probabilities.no_mut,
@@ -440,33 +369,3 @@ def _selection(s: SelectionConfig, size: int, tournament_size: int, genes: Conta
         return make_strategy(s.strategy, size, settings)
     except ConfigError as error:
         raise ConfigError(f"selection_strategy: {error}") from error
-
-
-def recorded(info: Mapping[str, Any]) -> RunConfig:
-    """Return a run's configuration from its ``run.json``, with its date and its explicitly set values.
-
-    A default that has changed since keeps its recorded value. If a run did not record what was set, all of it counts
-    as set. Raises ConfigError as :meth:`RunConfig.from_dict` does.
-    """
-    whole, date = info["config"], run_date(info)
-    was_set = info.get("given", whole)
-    config = RunConfig.from_dict(was_set)
-    if (now := document_of(config)) != whole:
-        config = RunConfig.from_dict(_with_differences(was_set, now, whole))
-        if document_of(config) != whole:
-            config = RunConfig.from_dict(whole)
-    return config.dated(date)
-
-
-def _with_differences(values: Mapping[str, Any], now: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was set, plus the entries of ``whole`` whose value ``now`` differs or is missing."""
-    merged = {name: value for name, value in values.items() if name in whole or name not in now}
-    for name, value in whole.items():
-        if name in now and now[name] == value:
-            continue
-        inner, before = merged.get(name, {}), now.get(name)
-        if isinstance(value, Mapping) and isinstance(before, Mapping) and isinstance(inner, Mapping):
-            merged[name] = _with_differences(inner, before, value)
-        else:
-            merged[name] = value
-    return merged

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 from pydantic import Field
 
 from agilerl.arguments import Location, checked, nearest, shown
-from agilerl.config.run import TRACKERS
+from agilerl.config.training import TRACKERS
 from agilerl.custom_code import contained, load_code, names_code
 from agilerl.errors import CheckpointError, ConfigError, WriteError, how_to_install
 from agilerl.report.life import changed

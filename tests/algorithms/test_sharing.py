@@ -294,7 +294,7 @@ def test_a_saved_adapter_teaches_every_agent_of_a_population(tmp_path: Path, fol
         for _ in range(20):
             alone.learn(alone.rollout())
         assert equal(weights(alone.agents[0]), weights(both.agents[place]))
-    slot = both._teacher_slot
+    slot = both._teaching.teacher
     assert slot is not None
     for own, saved in zip(both.runtime.store.adapter(slot), factors):
         assert torch.equal(own[0], saved[0])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agilerl.config.manifest import parse_yaml
+from agilerl.config.plain_yaml import parse_yaml
 from agilerl.errors import ConfigError
 
 

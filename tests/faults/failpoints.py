@@ -14,7 +14,6 @@ from typing import Any
 import safetensors.torch
 
 from agilerl.algorithms.agent import LLMAlgorithm
-from agilerl.algorithms.base import EvolvableAlgorithm
 
 Visit = Callable[[str, str], None]
 """Told the operation that comes next and the path it is about."""
@@ -35,7 +34,7 @@ def arm(root: Path, visit: Visit) -> None:
     io.open = builtins.open = _open_file(io.open, inside, visit)  # type: ignore[assignment]
     safetensors.torch.serialize_file = _serialize(safetensors.torch.serialize_file, inside, visit)
     LLMAlgorithm.clone = _around("clone", LLMAlgorithm.clone, visit)  # type: ignore[method-assign]
-    EvolvableAlgorithm.apply_mutation = _around("mutation", EvolvableAlgorithm.apply_mutation, visit)  # type: ignore[method-assign]
+    LLMAlgorithm.apply_mutation = _around("mutation", LLMAlgorithm.apply_mutation, visit)  # type: ignore[method-assign]
 
 
 class _Inside:

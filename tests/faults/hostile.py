@@ -7,8 +7,9 @@ import pytest
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.errors import AgileRLError
+from agilerl.training.checkpoint import read_checkpoint
 from agilerl.training.records import RunWriter
-from agilerl.training.saved import open_run, read_checkpoint
+from agilerl.training.saved import open_run
 from tests.faults.unfinished import Unfinished
 
 

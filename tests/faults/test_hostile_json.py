@@ -11,7 +11,7 @@ import pytest
 from agilerl.algorithms import GRPO
 from agilerl.algorithms.codec import read_state
 from agilerl.errors import AgileRLError
-from agilerl.training.saved import read_checkpoint
+from agilerl.training.checkpoint import read_checkpoint
 from tests.cli.conftest import agilerl  # noqa: F401
 from tests.cli.outcome import Outcome
 from tests.faults.hostile import go_on, refused

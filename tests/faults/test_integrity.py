@@ -9,7 +9,8 @@ import pytest
 
 from agilerl.errors import CheckpointError
 from agilerl.runs.atomic import MANIFEST, verify_folder
-from agilerl.training.saved import open_run, read_checkpoint
+from agilerl.training.checkpoint import read_checkpoint
+from agilerl.training.saved import open_run
 from tests.cli.conftest import agilerl  # noqa: F401
 from tests.cli.outcome import Outcome
 from tests.faults.unfinished import Unfinished, contents, newest

@@ -113,7 +113,7 @@ from agilerl.runs import (
     Journal,
     JsonLines,
     RunDirectory,
-    agent_files,
+    agent_folder,
     newest_agents,
     read_lines,
     read_run,
@@ -340,7 +340,7 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "CheckpointStore": lambda w: (CheckpointStore, {"root": w.path / "store"}),
     "Journal": lambda w: (Journal, {"path": w.path / "journal.jsonl"}),
     "JsonLines": lambda w: (JsonLines, {"path": w.path / "lines.jsonl"}),
-    "agent_files": lambda w: (agent_files, {"checkpoint": w.path, "index": 0}),
+    "agent_folder": lambda w: (agent_folder, {"checkpoint": w.path, "index": 0}),
     "newest_agents": lambda w: (newest_agents, {"root": w.path}),
     "read_lines": lambda w: (lambda path: list(read_lines(path)), {"path": w.path / "lines.jsonl"}),
     "read_run": lambda w: (read_run, {"path": w.path}),
@@ -461,7 +461,7 @@ SEEN_ELSEWHERE = {
     "EvolvableAlgorithm", "LLMAlgorithm", "Task", "TextEnv", "BaseGrader", "WaitingGrader",  # to subclass
     "ToolCallParser",  # also
     "Grader", "Row",  # types
-    "GraderCase", "Grades", "SandboxResult", "MalformedCall", "ToolCall", "ToolResult", "AgentFiles",  # results
+    "GraderCase", "Grades", "SandboxResult", "MalformedCall", "ToolCall", "ToolResult",  # results
     "RunDirectory", "RunLayout",  # made by create and open
     "calculator",  # a tool: what it raises is told to the model
     "TextTagParser", "run_python", "register_environments", "collect_hardware", "collect_versions",

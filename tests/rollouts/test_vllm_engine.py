@@ -342,7 +342,7 @@ def test_the_command_line_says_what_to_install(
 def test_a_mutation_beyond_max_lora_rank_is_refused_before_the_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agilerl.training.setup.check_installed", lambda *_: None)
+    monkeypatch.setattr("agilerl.training.sampling.check_installed", lambda *_: None)
     small = "algorithm.vllm_config={max_lora_rank: 16}"
     text = refusal(capsys, monkeypatch, small, "mutation.probabilities.arch_mut=0.5")
     assert "max_lora_rank=16 is less than the rank 64" in text

@@ -8,7 +8,7 @@ import torch
 
 from agilerl.errors import CheckpointError
 from agilerl.models.adapters import read_tensors, write_tensors
-from agilerl.runs import CheckpointStore, agent_files
+from agilerl.runs import CheckpointStore, agent_folder
 from agilerl.runs.atomic import MANIFEST, verify_folder
 from agilerl.runs.checkpoints import STATE
 
@@ -16,12 +16,12 @@ from agilerl.runs.checkpoints import STATE
 def population(step):
     def write(folder):
         for index in range(2):
-            files = agent_files(folder, index)
-            files.actor.mkdir(parents=True)
-            write_tensors(files.actor / "adapter_model.safetensors", {"lora_A": torch.full((4, 3), float(step))})
-            (files.actor / "adapter_config.json").write_text('{"r": 4}')
-            write_tensors(files.optimizer, {"m": torch.zeros(5), "v": torch.ones(5)})
-            files.agent.write_text(json.dumps({"step": step}))
+            agent = agent_folder(folder, index)
+            (agent / "actor").mkdir(parents=True)
+            write_tensors(agent / "actor" / "adapter_model.safetensors", {"lora_A": torch.full((4, 3), float(step))})
+            (agent / "actor" / "adapter_config.json").write_text('{"r": 4}')
+            write_tensors(agent / "optimizer.safetensors", {"m": torch.zeros(5), "v": torch.ones(5)})
+            (agent / "agent.json").write_text(json.dumps({"step": step}))
         (folder / STATE).write_text(json.dumps({"step": step}))
 
     return write

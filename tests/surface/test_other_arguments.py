@@ -58,7 +58,7 @@ from agilerl.llm_envs import (
 from agilerl.streams import stream
 from agilerl.training import llm
 from agilerl.training.loop import _evolve, planned_iterations
-from agilerl.training.saved import Progress
+from agilerl.training.progress import Progress
 from agilerl.training.setup import build
 from agilerl.utils import llm_utils, utils
 from agilerl.utils.probe_envs_llm import (

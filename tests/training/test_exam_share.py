@@ -9,8 +9,8 @@ from agilerl.config.manifest import load_manifest
 from agilerl.population import Population
 from agilerl.training.generation import EXAM, GENERATIONS, LEAST_GENERATIONS
 from agilerl.training.loop import IterationDone, resume, train
-from agilerl.training.resolved import COMPLETION, recorded, resolve
-from agilerl.training.saved import open_run
+from agilerl.training.resolved import COMPLETION, resolve
+from agilerl.training.saved import open_run, recorded
 from agilerl.training.setup import Session, build
 from agilerl.training.tasks import LEAST_PANEL
 from tests.training.small_runs import less_times, lines

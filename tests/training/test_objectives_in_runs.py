@@ -19,7 +19,8 @@ from agilerl.models.tiny import tiny_model_path
 from agilerl.population import Population
 from agilerl.report import build_report
 from agilerl.training.loop import train
-from agilerl.training.resolved import recorded, resolve
+from agilerl.training.resolved import resolve
+from agilerl.training.saved import recorded
 from agilerl.training.setup import build
 from tests.training.small_runs import SMALL, lines, run_here
 

@@ -10,7 +10,8 @@ from agilerl.config.vllm import VLLMConfig
 from agilerl.errors import ConfigError
 from agilerl.rollouts.vllm import colocated
 from agilerl.training.resolved import resolve
-from agilerl.training.setup import build, check_room, check_sampling
+from agilerl.training.sampling import check_room, check_sampling
+from agilerl.training.setup import build
 from tests.training.small_runs import SMALL
 
 

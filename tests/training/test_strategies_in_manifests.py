@@ -12,7 +12,8 @@ from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.strategies import SETTINGS as KNOWN
 from agilerl.hpo.strategies import LRSchedule, defaults_of, make_strategy, strategy_class
-from agilerl.training.resolved import recorded, resolve
+from agilerl.training.resolved import resolve
+from agilerl.training.saved import recorded
 from agilerl.training.setup import build
 from tests.training.small_runs import SIZES, lines, run_here
 

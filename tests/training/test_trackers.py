@@ -13,13 +13,14 @@ import pytest
 
 from agilerl.config.manifest import load_manifest
 from agilerl.config.named_files import digests, named_files
-from agilerl.config.run import TRACKERS, RunConfig
+from agilerl.config.run import RunConfig
+from agilerl.config.training import TRACKERS
 from agilerl.errors import ConfigError, how_to_install
 from agilerl.runs.directory import RunLayout
 from agilerl.training.events import Event, IterationDone
 from agilerl.training.loop import resume, train
-from agilerl.training.resolved import recorded, resolve
-from agilerl.training.saved import open_run
+from agilerl.training.resolved import resolve
+from agilerl.training.saved import open_run, recorded
 from agilerl.training.setup import build
 from agilerl.training.trackers import Trackers, check_trackers, point_of, points_of
 from tests import programs

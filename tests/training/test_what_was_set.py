@@ -20,10 +20,11 @@ from agilerl.hpo.parameters import values_of
 from agilerl.run import train as train_in_python
 from agilerl.runs.directory import RunDirectory
 from agilerl.runtime import Runtime
+from agilerl.training.base import load_runtime
 from agilerl.training.loop import resume, train
-from agilerl.training.resolved import recorded, resolve
-from agilerl.training.saved import SavedRun, open_run
-from agilerl.training.setup import build, check, first_generation, load_runtime
+from agilerl.training.resolved import resolve
+from agilerl.training.saved import SavedRun, open_run, recorded
+from agilerl.training.setup import build, check, first_generation
 from agilerl.utils.utils import create_population
 from tests.training.small_runs import SMALL, lines
 

@@ -1,0 +1,311 @@
+"""The search: what mutates, who survives, and what agents learn from each other."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from agilerl.arguments import shown
+from agilerl.config import Section
+from agilerl.config.training import Seed, check_known
+from agilerl.config.vllm import server_url
+from agilerl.custom_code import names_code
+from agilerl.hpo.strategies import (
+    ANNEALED,
+    OBJECTIVE_STRATEGIES,
+    SETTINGS,
+    defaults_of,
+)
+from agilerl.validation import Needs
+
+_FRONT = 2
+_CLONES = Needs(
+    "selection_strategy.clones",
+    why="{whole.selection_strategy.strategy} makes no mutated clones; name tournament, truncation or multi_frequency",
+    off=0,
+)
+_ALONE = "there is only one agent, so none to learn from; raise training.pop_size"
+DEFAULT = "knockout"
+"""The strategy if a manifest names none."""
+
+
+def _strategy(name: str | None) -> str | None:
+    if name is not None:
+        check_known(name, SETTINGS, "strategies", "strategy.py:MySelection")
+    return name
+
+
+class ProbabilityConfig(Section):
+    """Relative probabilities of the kinds of mutation."""
+
+    no_mut: Annotated[float, Field(ge=0)] = 0.0
+    """Leave the agent as it is."""
+    arch_mut: Annotated[float, Field(ge=0), _CLONES] = 0.0
+    """Double or halve the adapter's rank."""
+    new_layer: Annotated[float, Field(ge=0)] = 0.0
+    """Must be 0: the base is frozen."""
+    params_mut: Annotated[float, Field(ge=0), _CLONES] = 0.0
+    """Add noise to the adapter."""
+    act_mut: Annotated[float, Field(ge=0)] = 0.0
+    """Must be 0: the base is frozen."""
+    rl_hp_mut: Annotated[float, Field(ge=0), _CLONES] = 1.0
+    """Change hyperparameters."""
+
+
+class GeneConfig(Section):
+    """Range of one hyperparameter; what is left out comes from the algorithm's own declaration."""
+
+    min: float | None = None
+    """Smallest value. An agent whose own value lies outside ``min`` and ``max`` starts at the nearer end."""
+    max: float | None = None
+    """Largest value."""
+    scale: Literal["log", "linear"] | None = None
+    """Whether mutations are factors or differences; None: as declared, and differences if ``min`` is 0, which factors
+    never reach."""
+    choices: list[float | int | str | bool] | None = None
+    """The values to choose from, instead of a range."""
+    shrink_factor: Annotated[float | None, Field(gt=0, lt=1)] = None
+    """Multiply by ``shrink_factor`` or by ``grow_factor``, each half of the time, instead of drawing a step. Of the two
+    one alone is enough: the other is 0.8 or 1.2 then."""
+    grow_factor: Annotated[float | None, Field(gt=1)] = None
+    """See ``shrink_factor``."""
+    monotone: Literal["up", "down"] | None = None
+    """Mutations move the value only this way, and it stays where the range ends: ``up`` suits a limit on tokens that
+    grows with what an agent can do."""
+
+
+class MutationConfig(Section):
+    """What mutates, how often, how far."""
+
+    probabilities: ProbabilityConfig = Field(default_factory=ProbabilityConfig)
+    """Kinds of mutation."""
+    rl_hp_selection: dict[str, GeneConfig] = Field(default_factory=dict)
+    """The genes: hyperparameters of the algorithm that evolve. Without any in knockout and pulses, and without the
+    whole section in other selections of several agents: the learning rate, in its declared range."""
+    mutation_sd: Annotated[float, Field(gt=0), Needs("probabilities.params_mut")] = 0.03
+    """Size of adapter noise, relative to the adapter."""
+    genes_per_mutation: Annotated[int, Field(ge=1), _CLONES] = 1
+    """Genes that move in one mutation."""
+    rank_range: Annotated[tuple[int, int], Needs("probabilities.arch_mut")] = (4, 64)
+    """Smallest and largest adapter rank."""
+    crossover: Annotated[float, Field(ge=0, le=1), _CLONES] = 0.0
+    """Share of the clones of a selection that get a second parent: their adapter is the mean of both."""
+    mutate_elite: Annotated[bool, _CLONES] = False
+    """Let the elite mutate too."""
+    rand_seed: Seed | None = None
+    """Seed of mutations; None takes ``training.seed``."""
+
+
+class PulseConfig(Section):
+    """Later rounds of a knockout, once one agent is left, and the whole of ``name: pulses``."""
+
+    every: Annotated[int, Field(ge=1)] = 3
+    """Generations from one fork into challengers to the next."""
+    factors: list[Annotated[float, Field(gt=0)]] = Field(default_factory=lambda: [3.0])
+    """One challenger each: its learning rates are the agent's times this. An empty list forks none."""
+    challenge: Annotated[float, Field(ge=0.5, le=1)] = 0.8
+    """Probability of being better, by the paired exam, with which a challenger takes over."""
+    until: Annotated[float, Field(ge=0, le=1)] = 0.4
+    """Share of the budget after which there are no more challengers."""
+    guard: Annotated[float, Field(ge=0.5, le=1)] = 0.99
+    """Bring the best exam's agent back if it is better than the present one with this probability; 1 never does."""
+    guard_factor: Annotated[float, Field(gt=0, le=1)] = 0.4
+    """Factor on its learning rates then."""
+
+
+class SelectionConfig(Section):
+    """Who survives. Omitted settings have the strategy's own default; settings of another strategy are refused."""
+
+    name: Annotated[str | None, AfterValidator(_strategy)] = None
+    """``knockout``, ``pulses``, ``tournament``, ``truncation``, ``halving``, ``multi_frequency``, ``none`` (keep all
+    agents, which is random search), or custom code, ``strategy.py:MySelection``. None: ``tournament`` if
+    ``tournament_size`` or ``elitism`` is given, else the default."""
+    tournament_size: Annotated[int, Field(ge=1)] = 2
+    """Tournament: agents that compete for one place; if not given, at most as many as there are."""
+    elitism: bool = True
+    """Tournament: the best agent keeps its place."""
+    gate: Annotated[float | None, Field(ge=0.5, lt=1)] = None
+    """Tournament: replace an agent only by one that is better with this probability; None always replaces."""
+    fraction: Annotated[float | None, Field(gt=0, le=0.5)] = None
+    """Truncation: share of the agents that is replaced by copies of as many best ones (0.25)."""
+    confidence: Annotated[float | None, Field(ge=0.5, le=1)] = None
+    """Probability of being better from which on a copy replaces an agent (truncation, 0.8), or an agent displaces the
+    user's configuration (knockout, 0.8)."""
+    period: Annotated[int | None, Field(ge=1)] = None
+    """Knockout and halving: generations from one halving to the next (1)."""
+    floor: Annotated[int | None, Field(ge=1)] = None
+    """Knockout and halving: agents that are left in the end (1)."""
+    between: Literal["none", "truncation"] | None = None
+    """Halving: what happens between two halvings (none)."""
+    n_subpopulations: Annotated[int | None, Field(ge=1)] = None
+    """Multi-frequency: parts of the population (2)."""
+    evolution_frequency_ratios: list[Annotated[int, Field(ge=1)]] | None = None
+    """Multi-frequency: each part's generations between selections (1, 4, 16, ...)."""
+    n_winners: Annotated[int | None, Field(ge=1)] = None
+    """Multi-frequency: agents of a part that are copied (a quarter, at least one)."""
+    n_survivors: Annotated[int | None, Field(ge=0)] = None
+    """Multi-frequency: agents of a part that stay (the rest)."""
+    n_open_for_migration: Annotated[int | None, Field(ge=0)] = None
+    """Multi-frequency: agents of a part that better ones of other parts replace (a quarter)."""
+    n_losers: Annotated[int | None, Field(ge=1)] = None
+    """Multi-frequency: agents of a part that copies of winners replace (a quarter, at least one)."""
+    pulses: PulseConfig | None = None
+    """Knockout and pulses: later rounds."""
+    params: dict[str, Any] | None = None
+    """Custom code: keywords of its class."""
+    objectives: Annotated[list[Literal["reward", "kl", "length"]], Field(min_length=1)] | None = None
+    """What the exam measures and selection compares, by Pareto dominance: ``reward``, to be raised, with ``kl`` (to the
+    reference, nats a token) and ``length`` (tokens a completion), to be lowered. For knockout and halving, which then
+    keep two agents unless ``floor`` says more, tournament, truncation, none and custom code. None: the reward."""
+    candidates: Annotated[int | None, Field(ge=1, le=16)] = None
+    """Best exams whose agents take a second panel at the end, as large as the exam, with the best agent of the last
+    one. That agent is the elite, unless the panel shows another to be better with a probability of 0.8. 1: the elite is
+    the best exam's agent. None: 3 for knockout and pulses on tasks that make questions, else 1."""
+    soup: Annotated[float | None, Field(ge=0.5, lt=1)] = None
+    """Let the soup of the candidates, the mean of their adapters' deltas, take the second panel as well, and make it
+    the elite if it is better than the chosen candidate with this probability. None: no soup."""
+    equal_tokens: bool | None = None
+    """Compare agents after equally many tokens, not iterations: those that spend more skip iterations. None: in
+    knockout and pulses, if a gene is among those that cost tokens (``group_size``, ``update_epochs``,
+    ``max_output_tokens``)."""
+    collapse_guard: bool = True
+    """Replace agents whose entropy, length or reward has fallen far outside what the elite's is."""
+
+    @property
+    def strategy(self) -> str:
+        """The strategy in force."""
+        if self.name is not None:
+            return self.name
+        return "tournament" if self.model_fields_set & {"tournament_size", "elitism"} else DEFAULT
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What was set of the strategy's own settings."""
+        names = {"params"} if names_code(self.strategy) else SETTINGS[self.strategy]
+        given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
+        if self.pulses is not None and "pulses" in given:
+            given["pulses"] = self.pulses.model_dump(exclude_unset=True)
+        if "floor" in names:
+            given["floor"] = self.least
+        return {name: value for name, value in given.items() if value is not None}
+
+    def document(self, **of_run: Any) -> dict[str, Any]:
+        """Return the strategy with all of its settings, defaults and those ``of_run`` included, without others'."""
+        if names_code(self.strategy):
+            settings: dict[str, Any] = {"params": self.params}
+        else:
+            settings = {**defaults_of(self.strategy), **self.settings}
+            if "pulses" in settings:
+                settings["pulses"] = (self.pulses or PulseConfig()).model_dump(mode="json")
+        common = self.model_dump(include={"elitism", "objectives", "soup", "collapse_guard"})
+        return {**settings, "name": self.strategy, **common, **of_run}
+
+    @property
+    def has_costs(self) -> bool:
+        """Whether the exam has other objectives than the reward."""
+        return len(self.objectives or ()) > 1
+
+    @property
+    def clones(self) -> bool:
+        """Whether it makes clones that mutate."""
+        if self.strategy == "halving":
+            return self.between == "truncation"
+        return self.strategy not in (*ANNEALED, "none")
+
+    @property
+    def least(self) -> int | None:
+        """Agents that knockout and halving leave: those of a front if there are several objectives."""
+        return _FRONT if self.floor is None and self.has_costs else self.floor
+
+    @model_validator(mode="after")
+    def _fits_the_strategy(self) -> Self:
+        settings = {"params"} if names_code(self.strategy) else set(SETTINGS[self.strategy])
+        if self.strategy == "halving" and self.between != "truncation":
+            settings -= {"fraction", "confidence"}
+        # Both have always been in the run.json of every run, whatever its strategy.
+        foreign = (
+            self.model_fields_set
+            - settings
+            - {"name", "collapse_guard", "candidates", "soup", "equal_tokens", "tournament_size", "elitism"}
+            - {"objectives"}
+        )
+        for name in sorted(foreign):
+            if getattr(self, name) is not None:
+                known = ", ".join(sorted(settings)) or "no other settings"
+                kind = f"selection_strategy.name={self.strategy}"
+                raise ValueError(f"{name} is not a setting of {kind}, which has {known}")
+        return self
+
+    @model_validator(mode="after")
+    def _has_a_front(self) -> Self:
+        given = self.objectives or ["reward"]
+        if "reward" not in given or len(set(given)) < len(given):
+            raise ValueError(f"objectives: expected reward and others, each once, found {shown(given)}")
+        if not self.has_costs:
+            return self
+        if not names_code(self.strategy) and self.strategy not in OBJECTIVE_STRATEGIES:
+            raise ValueError(
+                f"objectives={shown(given)}: selection_strategy.name={self.strategy} compares agents by one number; "
+                f"name one of {', '.join(OBJECTIVE_STRATEGIES)}, or leave objectives out"
+            )
+        if self.floor == 1:
+            raise ValueError(
+                f"objectives={shown(given)}: selection_strategy.floor=1 leaves one agent, which is not a front; set "
+                "floor to 2 or more, or name a strategy that keeps all agents (tournament, truncation)"
+            )
+        return self
+
+
+TEACHER_KEY = "TEACHER_API_KEY"
+"""Environment variable with the key of an endpoint that teaches."""
+
+
+def _absolute(path: Any) -> Any:
+    if isinstance(path, str) and (not path.strip() or "\0" in path):
+        raise ValueError(f"expected a path, found {shown(path)}")
+    return str(Path(path).expanduser().absolute()) if isinstance(path, str | Path) else path
+
+
+class SharingConfig(Section):
+    """What agents learn from each other while they train; nothing by default."""
+
+    distillation: Annotated[float, Field(ge=0), Needs("has_teacher", why=_ALONE)] = 0.0
+    """Weight of KL(agent || teacher) on each agent's own completions; 0: none."""
+    teacher: Annotated[str | None, BeforeValidator(_absolute)] = None
+    """Folder of the adapter that teaches: a PEFT folder, an agent of a checkpoint, or the elite of a run with the same
+    base. None: the elite of the last selection."""
+    teacher_url: Annotated[str | None, AfterValidator(server_url)] = None
+    """Address of an OpenAI-compatible endpoint whose model teaches, instead of a folder: any model with the base's
+    tokenizer. A key is read from ``TEACHER_API_KEY`` and only sent if you allow it, as vLLM's."""
+    teacher_model: Annotated[str | None, Field(min_length=1)] = None
+    """The model's name at ``teacher_url``."""
+    teacher_api: Annotated[Literal["prompt_logprobs", "echo"], Needs("teacher_url")] = "prompt_logprobs"
+    """How log-probs of given tokens are asked for: by vLLM's ``prompt_logprobs``, or ``echo`` with ``logprobs``."""
+    teacher_timeout: Annotated[float, Field(gt=0), Needs("teacher_url")] = 120.0
+    """Seconds for one answer of the endpoint."""
+    experience: Annotated[int, Field(ge=0), Needs("has_others", why=_ALONE)] = 0
+    """Completions of other agents that an agent learns from besides its own, for each prompt."""
+    experience_for: Annotated[Literal["flat", "all"], Needs("experience")] = "flat"
+    """Prompts that get them: those whose own completions all earned the same, or all."""
+    experience_cap: Annotated[float, Field(gt=0), Needs("experience")] = 2.0
+    """Upper limit of the importance weight of such a completion."""
+
+    @model_validator(mode="after")
+    def _teaches(self) -> Self:
+        if self.teacher is not None and self.distillation == 0:
+            raise ValueError(f"sharing.teacher={self.teacher!r} has no effect: sharing.distillation is 0; set it")
+        if self.teacher_url is not None and self.distillation == 0:
+            raise ValueError("sharing.teacher_url has no effect: sharing.distillation is 0; set it")
+        if self.teacher_url is not None and self.teacher is not None:
+            raise ValueError("sharing.teacher and sharing.teacher_url are two teachers; remove one of them")
+        if (self.teacher_url is None) != (self.teacher_model is None):
+            raise ValueError("sharing.teacher_url and sharing.teacher_model go together; set both or neither")
+        return self
+
+    def __bool__(self) -> bool:
+        return self.distillation > 0 or self.experience > 0
+
+    @property
+    def elite_teaches(self) -> bool:
+        """Whether agents are drawn to the elite of the last selection."""
+        return self.distillation > 0 and self.teacher is None and self.teacher_url is None

@@ -1,0 +1,84 @@
+"""Custom selection strategies: ``selection_strategy.name: strategy.py:MySelection``."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from agilerl.arguments import shown
+from agilerl.config.search import SelectionConfig
+from agilerl.custom_code import contained, load_code
+from agilerl.errors import AgileRLError, ConfigError
+from agilerl.hpo.fitness import Fitness
+from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
+
+_WHERE = "selection_strategy.name"
+
+
+@contextmanager
+def _reported(what: str) -> Iterator[None]:
+    """Run a user's code; whatever it raises becomes a ConfigError that begins with ``what``."""
+    try:
+        with contained():
+            yield
+    except Exception as error:
+        kind = "" if isinstance(error, AgileRLError) else f"{type(error).__name__}: "
+        raise ConfigError(f"{what}: {kind}{error}") from error
+
+
+class CustomSelection:
+    """Calls a custom strategy, and checks that it returns a plan for these agents."""
+
+    def __init__(self, name: str, inner: Any) -> None:
+        self.name, self.inner = f"{_WHERE}={shown(name)}", inner
+
+    def plan(
+        self,
+        fitness: Mapping[int, Fitness],
+        generation: int,
+        seed: int,
+        next_index: int,
+        standing: Standing = AT_THE_START,
+    ) -> Plan:
+        """Return its plan; raises ConfigError for what it raises, and for a plan that does not fit the agents."""
+        with _reported(f"{self.name} failed in plan()"):
+            plan = self.inner.plan(dict(fitness), generation, seed, next_index, standing)
+        if not isinstance(plan, Plan):
+            raise ConfigError(
+                f"{self.name}: expected plan() to return an agilerl.hpo.selection.Plan, found {type(plan).__name__}"
+            )
+        children, known = [birth.child for birth in plan.births], list(fitness)
+        parents = [birth.parent for birth in plan.births if not birth.from_best]
+        donors = {index for birth in plan.births for index in (birth.hyperparameters_from, birth.mate)}
+        wrong = ""
+        if children != list(range(next_index, next_index + len(children))):
+            wrong = f"children get the indices from next_index={next_index} on, found {children}"
+        elif not plan.slots or (set(plan.slots) - set(children)) | set(plan.deaths) != set(known):
+            wrong = (
+                f"each of the agents {known} is in slots or in deaths and at least one in slots, found slots "
+                f"{list(plan.slots)} and deaths {list(plan.deaths)}"
+            )
+        elif plan.elite not in known:
+            wrong = f"the elite is one of the agents {known}, found {plan.elite}"
+        elif not set(parents) <= set(known):
+            wrong = f"parents are among the agents {known}, found {parents}"
+        elif donors - {None, *known}:
+            wrong = f"hyperparameters_from and mate are one of the agents {known} or None"
+        elif standing.best is None and len(parents) < len(children):
+            wrong = "from_best needs standing.best, which is None"
+        if wrong:
+            raise ConfigError(f"{self.name}: in a plan, {wrong}")
+        return plan
+
+
+def selection_strategy(section: SelectionConfig, *, allow_code: bool) -> SelectionStrategy:
+    """Return the custom strategy that a configuration names, made with ``selection_strategy.params``."""
+    name, params = section.strategy, section.params or {}
+    strategy = load_code(_WHERE, name, allowed=allow_code)
+    with _reported(f"{_WHERE}={shown(name)} cannot be made with selection_strategy.params={shown(params)}"):
+        inner = strategy(**params)
+    if not callable(getattr(inner, "plan", None)):
+        raise ConfigError(
+            f"{_WHERE}={shown(name)}: expected a class with a method plan(fitness, generation, seed, next_index, "
+            f"standing), found {shown(inner)}"
+        )
+    return CustomSelection(name, inner)
