@@ -217,6 +217,7 @@ class Population(Exams):
                     missing[agent.index] = len(flat)
         self._check_rollout(rollout)
         for agent in agents:
+            # Prompts of dropped groups count too: the stream has passed them.
             agent.position += sampled[agent.index]
             agent.rollouts += 1
             agent.tokens["generated"] += sum(len(t.token_ids) for t in rollout.trajectories[agent.index])
@@ -415,6 +416,7 @@ class Population(Exams):
         plan = selection.plan(sound, generation, seed, self.next_index, standing)
         if mutations.crossover > 0:
             plan = with_mates(plan, sound, mutations.crossover, seed)
+        # Last, because it replaces parents that the steps before have chosen, mates included.
         plan = replaced_by_elite(plan, list(fitness), sick)
         inherited = self._become(plan, best)
         planned = self._mutate(

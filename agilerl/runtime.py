@@ -155,6 +155,7 @@ class Runtime:
         """The ``accelerate.Accelerator`` that the agents were given."""
         self.lockstep: Lockstep | None = None
         """Keeps forward passes in step if each process holds a part of the base; None: each holds all of it."""
+        # By the object and not by its name: two copies of one model are two bases.
         _RUNTIMES[id(base.model)] = self
         self.options = SharedOptions() if options is None else options
         self._fixed = frozenset(self.options.model_fields_set)

@@ -86,7 +86,7 @@ CEILINGS = {
     "rewards": 3_000,
     "rollouts": 4_200,
     "runs": 2_130,
-    "training": 4_470,
+    "training": 4_480,
     "utils": 40,
 }
 """Most lines of each package; ".": the files beside them. What grows takes something away, or raises its ceiling in a

@@ -644,6 +644,7 @@ class LLMAlgorithm(Learner):
         With a new ``index`` it draws other samples and another order of the rows of an update from now on.
         """
         clone = self.from_state(self.state(), self.runtime, self.loss)
+        # The state has genes only; whoever gave a HyperparameterConfig finds it in the clone again.
         clone.hp_config = self.hp_config
         clone._mutation_hooks = list(self._mutation_hooks)
         if index is not None:
@@ -791,6 +792,7 @@ class LLMAlgorithm(Learner):
         starts = initial_hyperparameters(ranges, self.hyperparameters, size, self.config.seed, init)
         agents = [self, *(self.clone(index) for index in places[1:])]
         for agent in agents:
+            # Clones because that is how agents are copied, but nobody's children.
             agent.parent = None
             if agent.index:
                 agent.set_hyperparameters(starts[agent.index])

@@ -423,6 +423,7 @@ class ReferenceLogprobs:
     """
 
     def __init__(self, runtime: Runtime, max_tokens: int = 2**25) -> None:
+        # Weak, as the key that leads here is: the store must not keep its runtime alive.
         self._runtime = weakref.ref(runtime)
         self.max_tokens = max_tokens
         self.rows_computed = 0

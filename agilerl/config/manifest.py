@@ -46,6 +46,7 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), repla
         locate(values, path.parent)
     if replay is not None:
         _put_replay(values, replay)
+    # Only the embedded default is ours to adapt; a file of the user means what it says.
     if path is None:
         _suit_learner(values, overrides)
     typed = _override(values, overrides)
@@ -91,6 +92,7 @@ def _override(values: dict[str, Any], overrides: Sequence[str]) -> tuple[str, ..
     if isinstance(environment, dict):
         for name in (name for keys, _ in changed for name in _REPLACED.get(".".join(keys), ())):
             environment.pop(name, None)
+    # After all that new values replace: their order on the command line does not matter.
     for keys, value in changed:
         _put(values, keys, value)
     cluster = [str(value) for keys, value in changed if keys == ["distributed", "address"]]

@@ -100,8 +100,10 @@ class RunConfig(Section):
                 f"training.replay is for one agent that nothing selects, found training.pop_size={size} and "
                 f"selection_strategy.name={self.selection_strategy.strategy}; set pop_size: 1 and name: none"
             )
+        # The others go by the budget, of which more is known once the base is loaded (Scale.generation).
         if self.training.evo_steps is None and self.selection_strategy.strategy not in ANNEALED:
             self.training = self.training.model_copy(update={"evo_steps": EVO_STEPS})
+            # A default does not count as given, so that a later default does not change a recorded one.
             self.training.model_fields_set.discard("evo_steps")
         if self.selection_strategy.soup is not None and self.candidates < 2:
             raise ValueError(

@@ -46,6 +46,7 @@ class Evolve:
         if self.scale == "choice" and (self.min is not None or self.max is not None):
             raise ConfigError("Evolve: a choice takes `choices`, not `min` and `max`; remove one of the two.")
         if self.scale != "choice" or self.choices is not None:
+            # For its checks, at the declaration and not at the first agent.
             self.gene("Evolve", "float", self.choices or ())
 
     def gene(self, name: str, dtype: Literal["float", "int"], choices: tuple[Value, ...]) -> "Gene":
@@ -130,6 +131,7 @@ class Gene:
         return int(clipped) if self.dtype == "int" else float(clipped)
 
     def _ends(self) -> tuple[float, float]:
+        # So that the ends of an integer range are drawn as often as what is between them.
         margin = 0.5 if self.dtype == "int" else 0.0
         low, high = self.min - margin, self.max + margin
         return (math.log(low), math.log(high)) if self.scale == "log" else (low, high)

@@ -31,6 +31,7 @@ def load_runtime(resolved: Resolved) -> Runtime:
     check_device(t.device, "training.device")
     torch.set_num_threads(t.threads)
     path = resolve_model(name)
+    # By the sizes of its files: a process that loads too much is killed without a word.
     check_weights(path, t.device, options.quantization_config)
     _spare_retries(name)
     tokenizer = _guarded(name, lambda: load_tokenizer(name, **network.of_tokenizer))

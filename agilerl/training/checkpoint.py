@@ -139,6 +139,7 @@ def write_checkpoint(folder: Path, population: Population, progress: Progress, p
     }
     if progress.elite is not None:
         _write_state(progress.elite, folder / _ELITE, runtime)
+    # The first of them is the elite, written above.
     for rank, kept in enumerate(progress.kept[1:], start=2):
         if kept.state is not None:
             _write_state(kept.state, folder / f"{_ELITE}_{rank}", runtime)

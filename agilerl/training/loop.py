@@ -193,6 +193,7 @@ class Loop:
     def generations(self) -> Iterator[Event]:
         """Train until the budget is spent; a generation ends with an exam and, unless it is the last, a selection."""
         progress = self.progress
+        # A run that was resumed inside a generation ends it, even if its budget is spent by now.
         while self.spent() < 1 or progress.step:
             yield PhaseStarted("train")
             while progress.step < self.generation_steps() and self.spent() < 1:
@@ -206,6 +207,7 @@ class Loop:
                 yield PhaseStarted("exam")
                 yield self.examine()
             yield from self.after_exam()
+            # Clones of a last selection would never train.
             if self.spent() < 1:
                 yield self.evolve()
             progress.generation, progress.step = progress.generation + 1, 0

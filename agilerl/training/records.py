@@ -85,6 +85,7 @@ class RunWriter:
         return set(older[-(keep - 1) :]) | ({best} if best is not None else set())
 
     def _note_commit(self, folder: Path) -> None:
+        # Without the clock, which differs between runs that are equal to the bit.
         files = {name: entry for name, entry in read_json(folder / MANIFEST).items() if name != CLOCK}
         digest = hashlib.sha256(dumps(files).encode()).hexdigest()
         self.journal.append({"kind": "commit", "checkpoint": folder.name, "sha256": digest})

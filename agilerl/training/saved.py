@@ -111,6 +111,7 @@ def open_run(path: str | Path, *, report: Callable[[str], None], allow_changes: 
             if lost := lost_completions(run.completions, read_lines(run.metrics), before=done + 1):
                 report(lost)
         return SavedRun(run, config, checkpoint)
+    # The lock must not outlive a refusal: in a notebook the process goes on.
     except BaseException:
         run.close()
         raise
@@ -119,6 +120,7 @@ def open_run(path: str | Path, *, report: Callable[[str], None], allow_changes: 
 def _newest_usable(run: RunDirectory, report: Callable[[str], None], *, allow_changes: bool) -> Path | None:
     """Return the newest intact checkpoint whose lines are all there; report and return None if none is intact."""
     store = CheckpointStore(run.checkpoints, report=report)
+    # First, because folders are looked for by their numbers.
     store.put_in_order(_number_in)
     checkpoint, short = store.latest(), dict[Path, str]()
     while checkpoint is not None and (lost := _lost_lines(run, checkpoint, allow_changes=allow_changes)):

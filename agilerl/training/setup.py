@@ -160,6 +160,7 @@ def build(
         resolved = replace(resolved, selection=selection_strategy(config.selection_strategy, allow_code=allow_code))
     # Without microseconds: run.json stores seconds, and a resumed run must see the same date.
     date = (config.date or datetime.now()).replace(microsecond=0)
+    # ``resolved`` is what run.json records, for any number of processes; ``here`` is the part of this one.
     here = resolved.seen_from(topology)
     with at_date(date):
         source = task(here.config, allow_code=allow_code, all_rows=all_rows)
@@ -176,6 +177,7 @@ def build(
             steps, population.exam_prompts = scale.generation(given=given)
             check_memory(estimate(here.config, population), here.config.training.device)
             start_sampling(population, here.config.training.pop_size, here.config.largest_rank)
+        # Graders and environments may have started processes.
         except BaseException:
             source.close()
             raise
