@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.prompts import generation_prompt, text_ids
 from agilerl.errors import AgileRLError, CheckpointError, ConfigError, EnvError, lacks_memory
 from agilerl.hpo.fitness import Fitness
-from agilerl.hpo.knockout import KnockoutSelection, Pace, PulseSelection, shared_steps
+from agilerl.hpo.knockout import KnockoutSelection, Pace, PulseSelection
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models.adapters import lora_layers, lora_scaling, read_adapter, read_config
@@ -45,7 +45,7 @@ from agilerl.templates import at_date
 from agilerl.training.generation import Scale
 from agilerl.training.memory import adapter_numbers, adapter_slots, check_memory, check_weights, estimate
 from agilerl.training.probe import Probe
-from agilerl.training.resolved import Resolved, resolve, usual_rate
+from agilerl.training.resolved import USUAL, Resolved, resolve, usual_rate
 from agilerl.training.saved import SavedCheckpoint, received
 from agilerl.training.tasks import task
 from agilerl.training.trackers import Tracker, check_trackers, load_trackers
@@ -101,12 +101,22 @@ class Session:
 
     @property
     def generation_steps(self) -> int:
-        """Iterations of the present generation: ``evo_steps``, or less of it for more than ``FIELD`` founders."""
+        """Iterations of the present generation: ``evo_steps``, or fewer while a knockout has founders."""
         strategy, indices = self.selection, [agent.index for agent in self.population.everyone]
         founders = max(indices) < self.config.training.pop_size
         if not isinstance(strategy, KnockoutSelection) or not founders or len(indices) <= strategy.floor:
             return self.evo_steps
-        return shared_steps(self.evo_steps, len(indices))
+        return self.pace.founders_steps(len(indices))
+
+    @cached_property
+    def pace(self) -> Pace:
+        """What the budget holds, as far as that is known before training."""
+        t = self.config.training
+        if t.max_seconds is not None:
+            return Pace(self.evo_steps, 0, 0)
+        iterations, exam = self.scale.lone_agent()
+        given = "evo_steps" in t.model_fields_set
+        return Pace(self.evo_steps, 1 / iterations, 0 if t.max_tokens is None else exam / iterations, given)
 
     @property
     def without_effect(self) -> list[str]:
@@ -118,9 +128,7 @@ class Session:
         later = strategy.later
         if not isinstance(later, PulseSelection) or not later.factors or not later.until:
             return sentences
-        iterations, exam = self.scale.lone_agent()
-        pace = Pace(self.evo_steps, 1 / iterations, 0 if t.max_tokens is None else exam / iterations)
-        first = pace.first_pulse(t.pop_size, strategy.period, later.every)
+        first = self.pace.first_pulse(t.pop_size, strategy.period, later.every)
         if first >= later.until:
             due = f"the first is due after {first:.0%} of so small a budget" if first < 1 else "the budget is too small"
             sentences.append(
@@ -178,6 +186,7 @@ def build(
             runtime = load_runtime(here) if runtime is None else runtime
             runtime.share(topology.island, here.config.distributed.base_sharding())
             resolved = resolved.with_rate(usual_rate(runtime.base))
+            resolved = resolved.with_usual_founder(usual_rate(runtime.base))
             saved = received(topology, checkpoint, runtime)
             population = _population(resolved, here.config, source, runtime, topology, saved)
             try_prompts(population)
@@ -308,6 +317,8 @@ def first_generation(resolved: Resolved, runtime: Runtime, topology: Topology) -
     runtime.store.reserve(len(places) * algorithm.trained_slots)
     ranges = {name: gene for name, gene in resolved.founder_genes().items() if name in first.genes}
     starts = initial_hyperparameters(ranges, first.hyperparameters, t.pop_size, first.config.seed, t.init)
+    if usual := resolved.usual_instead(usual_rate(runtime.base)):
+        starts[USUAL] |= usual
     agents = [first, *(first.clone(index) for index in places[1:])]
     for agent in agents:
         agent.parent = None
