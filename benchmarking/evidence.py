@@ -285,10 +285,17 @@ def one(run: Run) -> dict[str, Any]:
         "elsewhere": drift,
         "seconds": round(perf_counter() - wall, 1),
         "cpu_seconds": round(process_time() - cpu, 1),
-        "commit": _commit(),
+        "commit": commit(),
         "date": str(date.today()),
-        "machine": {"platform": platform.platform(), "processor": _processor(), "torch": torch.__version__},
+        "machine": machine(),
     }
+
+
+def machine() -> dict[str, str]:
+    """Return what decides how results round."""
+    import torch
+
+    return {"platform": platform.platform(), "processor": _processor(), "torch": torch.__version__}
 
 
 def _processor() -> str:
@@ -466,7 +473,7 @@ def results(out: Path) -> list[dict[str, Any]]:
     return [{"model": "embedded", **result} for result in read]
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the commit of this checkout, short."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     return done.stdout.strip()
@@ -475,7 +482,7 @@ def _commit() -> str:
 def pack(out: Path, to: Path) -> None:
     """Write all results into one file, a line each."""
     lines = ",\n".join(json.dumps(result) for result in results(out))
-    to.write_text(f'{{"commit": "{_commit()}", "date": "{date.today()}", "runs": [\n{lines}\n]}}\n')
+    to.write_text(f'{{"commit": "{commit()}", "date": "{date.today()}", "runs": [\n{lines}\n]}}\n')
 
 
 def interquartile_mean(values: Sequence[float]) -> float:
