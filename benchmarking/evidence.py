@@ -85,8 +85,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     "ours_1": ("training.pop_size=1",),
     "ours_2": ("training.pop_size=2",),
     "ours_8": ("training.pop_size=8",),
-    # As if nobody knew the usual rate of the base: it is not in the range, so no founder begins with it.
-    "ours_blind": ("training.pop_size=4",),
+    # As if nobody knew the usual rate of the base, which the configured one is a multiple of.
+    "ours_blind": ("training.pop_size=4", "training.usual_founder=false"),
     # Controls: the same forks, none of which ever wins; and mutations of agents that are drawn at random.
     "nothing": (
         "training.pop_size=4",
@@ -231,10 +231,7 @@ class Run:
         """Return the manifest's settings, on top of the embedded default's base and adapter."""
         model = MODELS[self.model]
         genes: Mapping[str, Mapping[str, float]] = {} if self.arm in ALONE else self.genes()
-        if self.arm == "ours_blind":
-            # From a tenth on, without it: that is the usual rate if the configured one is ten times as high.
-            genes = {"lr": {"min": 1.01 * genes["lr"]["min"], "max": genes["lr"]["max"]}}
-        elif self.arm.startswith(DEFAULT):
+        if self.arm.startswith(DEFAULT):
             # The default's founders; its genes may go further than where they start.
             genes = {name: {"max": 3 * self.rate} if name == "lr" and self.rate > HIGHEST else {} for name in genes}
         if self.arm in FACTORS:

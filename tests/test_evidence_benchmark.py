@@ -51,11 +51,13 @@ def test_every_arm_is_a_valid_run_from_the_same_configuration(arm: str, model: s
         assert (resolved.config.training.pop_size, dict(resolved.genes)) == (1, {})
         return
     founders, gene = resolved.founder_genes(), resolved.genes["lr"]
-    highest = min(3 * run.rate, gene.max)
-    assert (founders["lr"].min, founders["lr"].max) == pytest.approx((max(run.rate / 10, gene.min), highest))
     assert len(founders) == (4 if stratum == "four_genes" else 1)
-    if arm.startswith(DEFAULT) and run.rate <= HIGHEST:
-        assert (gene.min, gene.max) == (1e-6, HIGHEST)
+    default, highest = arm.startswith(DEFAULT), min(3 * run.rate, gene.max)
+    if default:
+        assert (gene.min, gene.max) == (1e-6, max(HIGHEST, highest) if run.rate > HIGHEST else HIGHEST)
+    # Whose rate is above the range has to give another highest one, and founders start in all that a user gives.
+    lowest = gene.min if default and run.rate > HIGHEST else max(run.rate / 10, gene.min)
+    assert (founders["lr"].min, founders["lr"].max) == pytest.approx((lowest, highest))
 
 
 def test_the_rates_are_those_that_a_run_takes_if_none_is_given() -> None:

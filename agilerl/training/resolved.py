@@ -134,8 +134,9 @@ class Resolved:
 
         Nothing for those whose configuration is within ``RATE_UP`` of it, or whose range excludes it.
         """
-        t, knockout = self.config.training, isinstance(self.selection, KnockoutSelection)
-        if not knockout or self.algorithm.env_type != "reasoning" or t.pop_size == 1 or t.init == "same":
+        t = self.config.training
+        spread = t.pop_size > 1 and t.init == "spread" and t.usual_founder
+        if not spread or not isinstance(self.selection, KnockoutSelection) or self.algorithm.env_type != "reasoning":
             return {}
         values = values_of(self.hyperparameters, [name for name in self.genes if name in LEARNING_RATES])
         far = [name for name, value in values.items() if not 1 / RATE_UP <= float(value) / rate <= RATE_UP]

@@ -188,6 +188,7 @@ def test_whose_rate_is_known(overrides: tuple[str, ...], rates: Mapping[str, flo
         (("algorithm.lr=3e-3",), False),
         (("algorithm.lr=9e-3", "mutation.rl_hp_selection={lr: {min: 2e-3}}"), False),
         (("algorithm.lr=9e-3", "training.init=same"), False),
+        (("algorithm.lr=9e-3", "training.usual_founder=false"), False),
         (("algorithm.lr=9e-3", "selection_strategy.name=tournament"), False),
     ],
 )
