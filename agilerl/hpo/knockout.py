@@ -14,6 +14,10 @@ Sureness = Annotated[float, Within(least=0.5, most=1)]
 """A probability that one agent is better than another, from a coin's on."""
 
 
+STUCK_FACTOR = 0.1
+"""Factor on the learning rate of an agent that comes back because it, or its successor, could learn no more."""
+
+
 class PulseSelection(Strategy):
     """Every ``every`` generations fork the agent into challengers, and keep the one that the next exam proves better.
 
@@ -27,7 +31,9 @@ class PulseSelection(Strategy):
     Guard: if the run's best exam is better than the agent's present one with certainty, the agent of that exam comes
     back as it was then, at ``guard_factor`` times the learning rates of the one that fell. The best of n exams exceeds
     the next one by chance, and is compared with many, so the probability must be at least 1 - (1 - ``guard``) / n
-    (Bonferroni). An agent whose fitness is not finite has fallen. ``guard=1`` never brings anything back.
+    (Bonferroni). An agent whose fitness is not finite has fallen. So has one that is stuck (``Standing.stuck``) below
+    the best exam, whatever the evidence, because waiting can only lose; its rate was far too high, so it comes back at
+    ``STUCK_FACTOR`` times that. ``guard=1`` never brings anything back.
     Raises ConfigError for factors that are not positive or are 1, and probabilities outside [0.5, 1].
     """
 
@@ -61,7 +67,8 @@ class PulseSelection(Strategy):
         losers = tuple(index for index in fitness if index != winner)
         fallen = self._guarded(fitness[winner], generation, contest.standing, verdicts, winner)
         if fallen is not None:
-            birth = Birth(contest.next_index, fallen, winner, self.guard_factor, from_best=True)
+            agent, factor = fallen
+            birth = Birth(contest.next_index, agent, winner, factor, from_best=True)
             elite, deaths = contest.ranked[0], (*losers, winner)
             return Plan(generation, elite, (birth.child,), (birth,), deaths, reason="guard", verdicts=verdicts)
         if not fitness[winner].is_finite:
@@ -98,20 +105,26 @@ class PulseSelection(Strategy):
 
     def _guarded(
         self, present: Fitness, generation: int, standing: Standing, verdicts: dict[int, str], winner: int
-    ) -> int | None:
-        """Return the agent of the best exam if the present one has certainly fallen below it."""
+    ) -> tuple[int, float] | None:
+        """Return the agent of the best exam and a factor on its rate, if the present one has fallen below it."""
         best = standing.best
         if best is None or not best.fitness.is_finite or self.guard >= 1:
             return None
         # The best of as many exams as there were is above the next one by luck alone.
         sure, needed = probability_better(best.fitness, present), 1 - (1 - self.guard) / (generation + 1)
+        if winner in standing.stuck and best.fitness.mean > present.mean:
+            verdicts[winner] = (
+                f"left: all its completions earn the same, {present.mean:.3f} in the exam against "
+                f"{best.fitness.mean:.3f} of agent {best.agent}; it comes back at {STUCK_FACTOR:g} times the learning rate"
+            )
+            return best.agent, STUCK_FACTOR
         if sure < needed:
             return None
         verdicts[winner] = (
             f"left: below the best exam, {present.mean:.3f} against {best.fitness.mean:.3f} of agent {best.agent}, "
             f"with P = {sure:.5f} >= {needed:.5f}; it comes back at {self.guard_factor:g} times the learning rate"
         )
-        return best.agent
+        return best.agent, self.guard_factor
 
 
 # -- knockout rounds: a tournament whose losers leave, so that their budget goes to the winners -----------------------
@@ -122,9 +135,10 @@ class KnockoutSelection(Strategy):
 
     One agent is seeded, 0 with the user's configuration unless :meth:`seeding` names another: if it would leave, it
     stays in place of the last agent that would stay, unless that one is better with probability at least ``confidence``
-    by the paired exam (``evidence``); a tie is not evidence. An agent whose fitness is not finite leaves at once. The
-    agents that stay spend what the losers would have spent. ``population_size`` is the number of founders, whose
-    indices are 0 to population_size - 1.
+    by the paired exam (``evidence``); a tie is not evidence. If one of n is left at once, that is the best of n - 1
+    others, so the probability must be at least 1 - (1 - ``confidence``) / (n - 1). An agent whose fitness is not finite
+    leaves at once. The agents that stay spend what the losers would have spent. ``population_size`` is the number of
+    founders, whose indices are 0 to population_size - 1.
 
     While more than four are left, an agent leaves only if the second-best (the ``floor``-th, if that is more) is better
     with ``confidence``. Once ``MOST`` of the budget is spent, place decides and one stays (``floor``, if that is more),
@@ -180,9 +194,10 @@ class KnockoutSelection(Strategy):
     ) -> list[int]:
         """Return the first ``few`` agents, and those that the last of these does not beat: all, or the seeded one."""
         kept, others = finite[:few], finite[few:]
-        rival = kept[-1]
+        # The best of several is better than the seeded one by luck, too.
+        rival, chances = kept[-1], len(others) if few == 1 and not evidently else 1
         for index in others if evidently else {self.seeded}.intersection(others):
-            proof = evidence(fitness[rival], fitness[index], self.confidence)
+            proof = evidence(fitness[rival], fitness[index], 1 - (1 - self.confidence) / chances)
             verdicts[index] = proof.about_replacing(rival)
             if proof.is_enough:
                 continue
