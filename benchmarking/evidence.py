@@ -793,7 +793,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--strata", nargs="*", help="default: all of the model")
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), help="default: those of the model")
     parser.add_argument("--seeds", type=int, default=8, help="how many")
-    parser.add_argument("--first-seed", type=int, help="smollm2: 101; below that are seeds to choose settings with")
+    parser.add_argument("--first-seed", type=int, help="smollm2: 102; below that are seeds to choose settings with")
     parser.add_argument("--tokens", type=int, nargs="*", help="default: 180000; of smollm2, 150000")
     parser.add_argument("--setting", default="", help="run: KEY=VALUE, changed in the configuration of all runs")
     parser.add_argument("--against", default="formula_decay", choices=list(ARMS), help="table: the arm to compare with")
