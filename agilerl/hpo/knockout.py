@@ -115,7 +115,7 @@ class PulseSelection(Strategy):
         if winner in standing.stuck and best.fitness.mean > present.mean:
             verdicts[winner] = (
                 f"left: all its completions earn the same, {present.mean:.3f} in the exam against "
-                f"{best.fitness.mean:.3f} of agent {best.agent}; that comes back at {STUCK_FACTOR:g} of the learning rate"
+                f"{best.fitness.mean:.3f} of agent {best.agent}; back at {STUCK_FACTOR:g} times the learning rate"
             )
             return best.agent, STUCK_FACTOR
         if sure < needed:
