@@ -51,7 +51,7 @@ DOCS_READY := $(DOCS_VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train real train-real test quick test-all check test-nightly test-real test-verifiers test-vllm peers lint types unit format generated docs clean
+.PHONY: help setup train real train-real test quick test-all check house test-nightly test-real test-verifiers test-vllm peers lint types unit format generated docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -91,7 +91,10 @@ quick: $(READY)
 
 test-all: lint types unit ## Run every check, as the continuous integration does
 
-check: lint types ## Style, types, the rules of the house and the mathematics: a minute before each commit
+check: $(READY) ## Is the installation sound? A small run that is stopped, resumed, evaluated and exported
+	$(BIN)/pytest -q tests/test_sound_installation.py
+
+house: lint types ## Style, types, the rules of the house and the mathematics: a minute before each commit
 	$(BIN)/pytest $(DIVIDED) tests/test_architecture.py tests/functional
 
 lint: $(READY) ## Style and format

@@ -26,7 +26,7 @@ from agilerl.envs.programs import AgentTask
 from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer
 from agilerl.hpo.fitness import Fitness, ranking
-from agilerl.hpo.guard import Vitals, collapsed, quarantined, replaced_by_elite
+from agilerl.hpo.guard import Vitals, collapsed, quarantined, replaced_by_elite, stuck
 from agilerl.hpo.mutation import Member, Mutation, Mutations
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing, apply_plan, with_factors, with_mates
@@ -413,6 +413,7 @@ class Population(Exams):
             )
         sick = self.sick(fitness, collapse_guard=collapse_guard)
         sound = quarantined(fitness, sick)
+        standing = replace(standing, stuck=self.stuck() if collapse_guard else frozenset())
         plan = selection.plan(sound, generation, seed, self.next_index, standing)
         if mutations.crossover > 0:
             plan = with_mates(plan, sound, mutations.crossover, seed)
@@ -474,6 +475,11 @@ class Population(Exams):
             if index not in sick
         }
         return sick | collapsed(vitals, elite)
+
+    def stuck(self) -> frozenset[int]:
+        """Return the agents that can learn no more."""
+        checkups = self._checkups().items()
+        return frozenset(index for index, one in checkups if stuck(one.vitals, self.prompts_per_step))
 
     def _checkups(self) -> dict[int, Checkup]:
         return {a.index: Checkup(a.sick, a.present_vitals(), own_weights(a)) for a in self.agents}

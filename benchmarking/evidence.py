@@ -85,6 +85,8 @@ ARMS: dict[str, tuple[str, ...]] = {
     "ours_1": ("training.pop_size=1",),
     "ours_2": ("training.pop_size=2",),
     "ours_8": ("training.pop_size=8",),
+    # As if nobody knew the usual rate of the base, which the configured one is a multiple of.
+    "ours_blind": ("training.pop_size=4", "training.usual_founder=false"),
     # Controls: the same forks, none of which ever wins; and mutations of agents that are drawn at random.
     "nothing": (
         "training.pop_size=4",
@@ -185,7 +187,7 @@ MODELS = {
         strata={"x1": 1.0, "x10": 10.0, "x1/10": 1 / 10, "x3": 3.0, "x1/3": 1 / 3, "x30": 30.0, "x1/30": 1 / 30},
         arms=("formula_decay", "ours_1", "ours", "asha"),
         tokens=150_000,
-        first_seed=101,  # settings are chosen with seeds below 100
+        first_seed=102,  # settings are chosen with seeds below
         every=2,
         answer=6,
     ),
@@ -229,9 +231,9 @@ class Run:
         """Return the manifest's settings, on top of the embedded default's base and adapter."""
         model = MODELS[self.model]
         genes: Mapping[str, Mapping[str, float]] = {} if self.arm in ALONE else self.genes()
-        if self.arm.startswith(DEFAULT) and self.rate <= HIGHEST:
-            # The default's own founders; its genes may go further than where they start.
-            genes = {name: {} for name in genes}
+        if self.arm.startswith(DEFAULT):
+            # The default's founders; its genes may go further than where they start.
+            genes = {name: {"max": 3 * self.rate} if name == "lr" and self.rate > HIGHEST else {} for name in genes}
         if self.arm in FACTORS:
             genes = {name: {**span, "shrink_factor": 0.8, "grow_factor": 1.2} for name, span in genes.items()}
         budget = self.tokens // 4 if self.arm == "quarter" else self.tokens
@@ -280,10 +282,17 @@ def one(run: Run) -> dict[str, Any]:
         "elsewhere": drift,
         "seconds": round(perf_counter() - wall, 1),
         "cpu_seconds": round(process_time() - cpu, 1),
-        "commit": _commit(),
+        "commit": commit(),
         "date": str(date.today()),
-        "machine": {"platform": platform.platform(), "processor": _processor(), "torch": torch.__version__},
+        "machine": machine(),
     }
+
+
+def machine() -> dict[str, str]:
+    """Return what decides how results round."""
+    import torch
+
+    return {"platform": platform.platform(), "processor": _processor(), "torch": torch.__version__}
 
 
 def _processor() -> str:
@@ -461,7 +470,7 @@ def results(out: Path) -> list[dict[str, Any]]:
     return [{"model": "embedded", **result} for result in read]
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the commit of this checkout, short."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
     return done.stdout.strip()
@@ -470,7 +479,7 @@ def _commit() -> str:
 def pack(out: Path, to: Path) -> None:
     """Write all results into one file, a line each."""
     lines = ",\n".join(json.dumps(result) for result in results(out))
-    to.write_text(f'{{"commit": "{_commit()}", "date": "{date.today()}", "runs": [\n{lines}\n]}}\n')
+    to.write_text(f'{{"commit": "{commit()}", "date": "{date.today()}", "runs": [\n{lines}\n]}}\n')
 
 
 def interquartile_mean(values: Sequence[float]) -> float:
@@ -784,7 +793,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--strata", nargs="*", help="default: all of the model")
     parser.add_argument("--arms", nargs="*", choices=list(ARMS), help="default: those of the model")
     parser.add_argument("--seeds", type=int, default=8, help="how many")
-    parser.add_argument("--first-seed", type=int, help="smollm2: 101; below that are seeds to choose settings with")
+    parser.add_argument("--first-seed", type=int, help="smollm2: 102; below that are seeds to choose settings with")
     parser.add_argument("--tokens", type=int, nargs="*", help="default: 180000; of smollm2, 150000")
     parser.add_argument("--setting", default="", help="run: KEY=VALUE, changed in the configuration of all runs")
     parser.add_argument("--against", default="formula_decay", choices=list(ARMS), help="table: the arm to compare with")

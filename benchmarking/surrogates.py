@@ -17,7 +17,7 @@ from scipy.special import ndtri
 
 from agilerl.hpo.evolution import Assignment, Evolution
 from agilerl.hpo.fitness import Fitness, probability_better
-from agilerl.hpo.knockout import KnockoutSelection, PulseSelection, shared_steps
+from agilerl.hpo.knockout import KnockoutSelection, Pace, PulseSelection
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.parameters import Gene, Value
@@ -198,7 +198,7 @@ def search(world: World, arm: Arm, seed: int, stratum: str = "right") -> Outcome
     last: Kept | None = None
     outcome = Outcome(0.0, prior)
     while spent < 1 - 1e-9:
-        unit = arm.generation * shared_steps(60, len(agents)) / 60
+        unit = arm.generation * Pace(60, arm.generation / 60, EXAM).founders_steps(len(agents)) / 60
         share = min(1.0, (1 - spent) / (len(agents) * (unit + EXAM)))
         factor = 1.0
         for _ in range(STEPS):

@@ -31,7 +31,7 @@ from agilerl.algorithms.experiences import (
     prompt_ids,
     to_batch,
 )
-from agilerl.algorithms.learner import MEASURES, Experience, Learner
+from agilerl.algorithms.learner import KEPT, MEASURES, Experience, Learner
 from agilerl.algorithms.state import (
     AgentState,
     PlainState,
@@ -197,7 +197,7 @@ class LLMAlgorithm(Learner):
         """Metrics of the last update."""
         self.outcomes: dict[str, int] = dict.fromkeys(get_args(Outcome), 0)
         """Iterations by outcome, ancestors' included."""
-        self.vitals: dict[str, list[float]] = {name: [] for name in (*MEASURES.values(), "reward_before")}
+        self.vitals: dict[str, list[float]] = {name: [] for name in (*MEASURES.values(), *KEPT)}
         """Entropy, length and reward of each iteration since the last selection, and the rewards before that."""
         longest = getattr(self.config, "max_output_tokens", None)
         if longest is not None and longest > self.context_length:

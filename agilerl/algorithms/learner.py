@@ -68,8 +68,15 @@ class Experience:
 BAD_STEPS = 2
 """Optimizer steps skipped in a row, because a loss or a gradient was not finite, that make an agent sick."""
 
-MEASURES = {"entropy": "entropy", "completions/mean_length": "length", "reward": "reward"}
-"""Metrics of an update that the collapse guard reads, with its names for them."""
+MEASURES = {
+    "entropy": "entropy",
+    "completions/mean_length": "length",
+    "reward": "reward",
+    "frac_reward_zero_std": "equal",
+}
+"""Metrics of an update that the guards read, with their names for them."""
+KEPT = ("reward_before", "equal_first")
+"""What the guards read of earlier generations."""
 
 
 class Learner:
@@ -295,14 +302,16 @@ class Learner:
         self.outcome, self.metrics = outcome, dict(metrics)
         self.outcomes[outcome] += 1
         for metric, name in MEASURES.items():
-            self.vitals[name].append(metrics.get(metric, math.nan))
+            # An agent of an older checkpoint lacks what was measured later.
+            self.vitals.setdefault(name, []).append(metrics.get(metric, math.nan))
+        self.vitals["equal_first"] = self.vitals.get("equal_first") or self.vitals["equal"][:1]
 
     def after_selection(self) -> None:
         """Begin a generation: selection has acted on the findings so far, as far as it could."""
         self.sick = ""
-        self.vitals = {
-            **{name: [] for name in self.vitals},
+        self.vitals = {name: [] for name in MEASURES.values()} | {
             "reward_before": self.vitals["reward"] or self.vitals["reward_before"],
+            "equal_first": self.vitals.get("equal_first", []),
         }
 
     def present_vitals(self, *, with_rewards: bool = True) -> Vitals:

@@ -148,7 +148,8 @@ class TrainingConfig(Section):
     evo_steps: Annotated[int | None, Field(ge=1)] = None
     """Iterations (a rollout and an update of every agent) between selections. None: 8, and for knockout and pulses so
     many that one agent alone would have 32 generations in the whole budget, but fewer where exams would cost much.
-    While a knockout has more than four founders, they share the iterations of three: 8 have three eighths of them."""
+    While a knockout has more than four founders, they share the iterations of three: 8 have three eighths of them. If
+    it is None, they also have at most a fifth of the budget before their first exam."""
     evaluation_interval: Annotated[int | None, Field(ge=1)] = None
     """Iterations between exams; None examines before each selection only."""
     seed: Seed = 42
@@ -160,6 +161,9 @@ class TrainingConfig(Section):
     """A schedule of hyperparameters for a run of one agent (``agilerl train --replay FILE``)."""
     init: Literal["spread", "same"] = "spread"
     """Start the population spread over the genes' ranges, or all alike."""
+    usual_founder: bool = True
+    """Knockout: if the learning rate is over three times above or below the usual one of the base, agent 1 starts with
+    that, and stays in doubt."""
     eval_max_new_tokens: Annotated[int | None, Field(ge=1)] = None
     """Longest completion of an exam; None takes ``algorithm.max_output_tokens``."""
     eval_temperature: Annotated[float, Field(ge=0)] = 0.0

@@ -15,6 +15,8 @@ _FACTOR = {"entropy": 10.0, "length": 4.0, "reward": 4.0}
 """How many times smaller (or, for a length, larger) than the elite's a mean must be to count as collapsed."""
 _LEAST = 3
 """The fewest iterations of both agents that a comparison needs."""
+_CHANCE = 0.01
+"""Probability of no signal by chance below which an agent without one is stuck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,10 @@ class Vitals:
     """Mean reward; empty if it cannot be compared between agents, because each weighs its graders differently."""
     reward_before: Sequence[float] = ()
     """Mean rewards of the agent, or of the agent it was cloned from, in the generation before."""
+    equal: Sequence[float] = ()
+    """Share of the groups whose completions all earned the same, from which nothing is learned."""
+    equal_first: Sequence[float] = ()
+    """The same in the first iteration of the agent's ancestor, before it had learned anything."""
 
 
 def collapsed(vitals: Mapping[int, Vitals], elite: int) -> dict[int, str]:
@@ -66,6 +72,18 @@ def collapsed(vitals: Mapping[int, Vitals], elite: int) -> dict[int, str]:
         if reasons:
             verdicts[index] = "collapsed: " + "; ".join(reasons)
     return verdicts
+
+
+def stuck(vitals: Vitals, groups: int) -> bool:
+    """Return whether an agent can learn no more, ``groups`` being those of an iteration.
+
+    It is stuck if in the later half of this generation all completions of each group earned the same, though before
+    training so many groups differed that chance explains it with a probability below one percent.
+    """
+    late, first = _finite(vitals.equal[len(vitals.equal) // 2 :]), _finite(vitals.equal_first)
+    if not (late.size and first.size and late.min() == 1):
+        return False
+    return bool(first[0] ** (groups * late.size) < _CHANCE)
 
 
 def quarantined(fitness: Mapping[int, Fitness], sick: Collection[int]) -> dict[int, Fitness]:

@@ -1,6 +1,7 @@
 """The default search, down to one agent: knockout rounds, then pulses."""
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -11,6 +12,10 @@ from agilerl.hpo.selection import Birth, Contest, Plan, SelectionStrategy, Stand
 
 Sureness = Annotated[float, Within(least=0.5, most=1)]
 """A probability that one agent is better than another, from a coin's on."""
+
+
+STUCK_FACTOR = 0.1
+"""Factor on the learning rate of an agent that comes back because it, or its successor, could learn no more."""
 
 
 class PulseSelection(Strategy):
@@ -26,7 +31,9 @@ class PulseSelection(Strategy):
     Guard: if the run's best exam is better than the agent's present one with certainty, the agent of that exam comes
     back as it was then, at ``guard_factor`` times the learning rates of the one that fell. The best of n exams exceeds
     the next one by chance, and is compared with many, so the probability must be at least 1 - (1 - ``guard``) / n
-    (Bonferroni). An agent whose fitness is not finite has fallen. ``guard=1`` never brings anything back.
+    (Bonferroni). An agent whose fitness is not finite has fallen. So has one that is stuck (``Standing.stuck``) below
+    the best exam, whatever the evidence, because waiting can only lose; its rate was far too high, so it comes back at
+    ``STUCK_FACTOR`` times that. ``guard=1`` never brings anything back.
     Raises ConfigError for factors that are not positive or are 1, and probabilities outside [0.5, 1].
     """
 
@@ -60,7 +67,8 @@ class PulseSelection(Strategy):
         losers = tuple(index for index in fitness if index != winner)
         fallen = self._guarded(fitness[winner], generation, contest.standing, verdicts, winner)
         if fallen is not None:
-            birth = Birth(contest.next_index, fallen, winner, self.guard_factor, from_best=True)
+            agent, factor = fallen
+            birth = Birth(contest.next_index, agent, winner, factor, from_best=True)
             elite, deaths = contest.ranked[0], (*losers, winner)
             return Plan(generation, elite, (birth.child,), (birth,), deaths, reason="guard", verdicts=verdicts)
         if not fitness[winner].is_finite:
@@ -97,20 +105,26 @@ class PulseSelection(Strategy):
 
     def _guarded(
         self, present: Fitness, generation: int, standing: Standing, verdicts: dict[int, str], winner: int
-    ) -> int | None:
-        """Return the agent of the best exam if the present one has certainly fallen below it."""
+    ) -> tuple[int, float] | None:
+        """Return the agent of the best exam and a factor on its rate, if the present one has fallen below it."""
         best = standing.best
         if best is None or not best.fitness.is_finite or self.guard >= 1:
             return None
         # The best of as many exams as there were is above the next one by luck alone.
         sure, needed = probability_better(best.fitness, present), 1 - (1 - self.guard) / (generation + 1)
+        if winner in standing.stuck and best.fitness.mean > present.mean:
+            verdicts[winner] = (
+                f"left: all its completions earn the same, {present.mean:.3f} in the exam against "
+                f"{best.fitness.mean:.3f} of agent {best.agent}; back at {STUCK_FACTOR:g} times the learning rate"
+            )
+            return best.agent, STUCK_FACTOR
         if sure < needed:
             return None
         verdicts[winner] = (
             f"left: below the best exam, {present.mean:.3f} against {best.fitness.mean:.3f} of agent {best.agent}, "
             f"with P = {sure:.5f} >= {needed:.5f}; it comes back at {self.guard_factor:g} times the learning rate"
         )
-        return best.agent
+        return best.agent, self.guard_factor
 
 
 # -- knockout rounds: a tournament whose losers leave, so that their budget goes to the winners -----------------------
@@ -119,15 +133,16 @@ class PulseSelection(Strategy):
 class KnockoutSelection(Strategy):
     """Every ``period`` generations the worse half of the founders leaves: N -> N/2 -> ... -> ``floor``.
 
-    Agent 0 has the user's configuration and is seeded: if it would leave, it stays in place of the last agent that
-    would stay, unless that one is better with probability at least ``confidence`` by the paired exam
-    (``evidence``); a tie is not evidence. An agent whose fitness is not finite leaves at once. The agents
-    that stay spend what the losers would have spent. ``population_size`` is the number of founders, whose indices are
-    0 to population_size - 1.
+    One agent is seeded, 0 with the user's configuration unless :meth:`seeding` names another: if it would leave, it
+    stays in place of the last agent that would stay, unless that one is better with probability at least ``confidence``
+    by the paired exam (``evidence``); a tie is not evidence. If one of n is left at once, that is the best of n - 1
+    others, so the probability must be at least 1 - (1 - ``confidence``) / (n - 1). An agent whose fitness is not finite
+    leaves at once. The agents that stay spend what the losers would have spent. ``population_size`` is the number of
+    founders, whose indices are 0 to population_size - 1.
 
     While more than four are left, an agent leaves only if the second-best (the ``floor``-th, if that is more) is better
-    with ``confidence``. Once ``MOST`` of the budget is spent, place decides and one stays (``floor``, if that is more):
-    more founders than four have no time to wait for evidence, or none would be left for later rounds.
+    with ``confidence``. Once ``MOST`` of the budget is spent, place decides and one stays (``floor``, if that is more),
+    or none would be left for later rounds.
 
     Later rounds: once one agent is left, ``later`` plans (None: ``PulseSelection()``, which tests it with challengers).
     With a ``floor`` above 1 the last agents stay as they are.
@@ -150,6 +165,13 @@ class KnockoutSelection(Strategy):
         self.confidence = confidence
         self.floor = floor
         self.later = PulseSelection() if later is None else later
+        self.seeded = 0
+
+    def seeding(self, agent: int) -> "KnockoutSelection":
+        """Return the same strategy with another agent that is trusted most."""
+        strategy = copy(self)
+        strategy.seeded = agent
+        return strategy
 
     def decide(self, contest: Contest) -> Plan:
         """Return a plan without those that leave, or that of the later rounds."""
@@ -161,7 +183,7 @@ class KnockoutSelection(Strategy):
         if not contest.finite:
             return contest.unchanged()
         leave = (contest.generation + 1) % self.period == 0 and agents > self.floor
-        few = max(survivors(agents, founders, spent), self.floor) if leave else agents
+        few = max(survivors(agents, spent), self.floor) if leave else agents
         verdicts: dict[int, str] = {}
         kept = self._kept(fitness, contest.finite, few, leave and on_evidence(agents, spent), verdicts)
         reason = f"knockout: {agents} to {len(kept)} agents" if len(kept) < agents else ""
@@ -170,18 +192,19 @@ class KnockoutSelection(Strategy):
     def _kept(
         self, fitness: Mapping[int, Fitness], finite: list[int], few: int, evidently: bool, verdicts: dict[int, str]
     ) -> list[int]:
-        """Return the first ``few`` agents, and those that the last of these does not beat: all of them, or agent 0."""
+        """Return the first ``few`` agents, and those that the last of these does not beat: all, or the seeded one."""
         kept, others = finite[:few], finite[few:]
-        rival, seeded = kept[-1], 0
-        for index in others if evidently else {seeded}.intersection(others):
-            proof = evidence(fitness[rival], fitness[index], self.confidence)
+        # The best of several is better than the seeded one by luck, too.
+        rival, chances = kept[-1], len(others) if few == 1 and not evidently else 1
+        for index in others if evidently else {self.seeded}.intersection(others):
+            proof = evidence(fitness[rival], fitness[index], 1 - (1 - self.confidence) / chances)
             verdicts[index] = proof.about_replacing(rival)
             if proof.is_enough:
                 continue
             # The agent that is not beaten stays beside the others or, if places decide, in the rival's place.
             kept.append(index)
             if not evidently:
-                verdicts[rival] = f"left: better than agent {seeded} with {proof} only"
+                verdicts[rival] = f"left: better than agent {self.seeded} with {proof} only"
                 kept.remove(rival)
         return kept
 
@@ -195,12 +218,7 @@ SHARED = 3
 """Generations of one agent that more founders than ``FIELD`` share in one of theirs, so that the knockout costs about
 as much whatever the population's size: four, then two, take 6 of them."""
 MOST = 0.2
-"""Share of the budget after which more than ``FIELD`` founders no longer wait for evidence."""
-
-
-def shared_steps(steps: int, founders: int) -> int:
-    """Return the iterations of a generation in which so many of a knockout's founders are left; usual: ``steps``."""
-    return max(1, steps * SHARED // founders) if founders > FIELD else steps
+"""Share of the budget that the first generation takes at most, and after which place decides and one founder stays."""
 
 
 def on_evidence(agents: int, spent: float) -> bool:
@@ -208,9 +226,9 @@ def on_evidence(agents: int, spent: float) -> bool:
     return agents > FIELD and spent < MOST
 
 
-def survivors(agents: int, founders: int, spent: float) -> int:
+def survivors(agents: int, spent: float) -> int:
     """Return how many agents a knockout keeps at least, where ``spent`` of the budget, in [0, 1], is spent."""
-    if founders > FIELD and spent >= MOST:
+    if spent >= MOST:
         return 1
     return 2 if agents > FIELD else (agents + 1) // 2
 
@@ -222,18 +240,30 @@ class Pace:
     steps: int
     """Iterations of a generation."""
     iteration: float
-    """An iteration."""
+    """An iteration; 0 if nobody knows before how many there are."""
     exam: float
     """An exam; 0 if exams cost nothing of what limits the run."""
+    given: bool = False
+    """Whether the user chose ``steps``."""
+
+    def founders_steps(self, agents: int) -> int:
+        """Return the iterations of a generation in which so many of a knockout's founders are left: at least one.
+
+        In small budgets a generation of one agent is an eighth, so that four would spend half before their first exam.
+        """
+        steps = self.steps * SHARED // agents if agents > FIELD else self.steps
+        if self.iteration and not self.given:
+            steps = min(steps, int(MOST / (max(agents, FIELD) * self.iteration)))
+        return max(1, steps)
 
     def knockout(self, founders: int, period: int = 1) -> tuple[int, float]:
         """Return the generations, and the share of the budget, after which one agent is left at the latest."""
         agents, generation, spent = founders, 0, 0.0
         while agents > 1 and spent < 1:
-            spent += agents * (shared_steps(self.steps, agents) * self.iteration + self.exam)
+            spent += agents * (self.founders_steps(agents) * self.iteration + self.exam)
             generation += 1
             if generation % period == 0 and not on_evidence(agents, spent):
-                agents = survivors(agents, founders, spent)
+                agents = survivors(agents, spent)
         return generation, spent
 
     def first_pulse(self, founders: int, period: int, every: int) -> float:

@@ -48,6 +48,8 @@ class Standing:
     """Share of the run's budget that is spent, in [0, 1]."""
     best: Best | None = None
     """The best exam before this one; None at the first exam, and if no copy was kept."""
+    stuck: frozenset[int] = frozenset()
+    """Agents that can learn no more: all completions of each group earn the same since the last selection."""
 
 
 AT_THE_START = Standing()

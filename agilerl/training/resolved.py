@@ -23,6 +23,7 @@ from agilerl.config.training import ReplayConfig
 from agilerl.custom_code import names_code
 from agilerl.distributed.topology import Topology
 from agilerl.errors import ConfigError
+from agilerl.hpo.knockout import KnockoutSelection
 from agilerl.hpo.mutation import LEARNING_RATES, Mutations
 from agilerl.hpo.parameters import (
     Gene,
@@ -30,7 +31,7 @@ from agilerl.hpo.parameters import (
     with_changes,
 )
 from agilerl.hpo.selection import SelectionStrategy
-from agilerl.hpo.spread import EMBEDDED_RATE, around, lora_rate
+from agilerl.hpo.spread import EMBEDDED_RATE, RATE_UP, around, lora_rate
 from agilerl.hpo.strategies import ANNEALED, make_strategy
 from agilerl.models.base import EMBEDDED, BaseModel
 from agilerl.training.genes import genes_of
@@ -39,6 +40,9 @@ from agilerl.validation import grouped, idle, validated
 
 COMPLETION = 128
 """Most tokens of a completion in a run that bounds neither completions nor the context."""
+
+USUAL = 1
+"""Index of the founder that has the usual learning rate of the base where the configuration is far from it."""
 
 
 def usual_rate(base: BaseModel) -> float:
@@ -112,6 +116,30 @@ class Resolved:
             name: around(gene, values[name]) if name in values and name not in given else gene
             for name, gene in self.genes.items()
         }
+
+    def with_usual_founder(self, rate: float) -> "Resolved":
+        """Return the settings with a knockout that trusts a founder at the usual rate, if there is to be one.
+
+        In a small budget no exam of the knockout tells a rate that is far too low from one that is right, nor often one
+        that is far too high. What is known about the base decides then, not the configuration.
+        """
+        if not self.usual_instead(rate):
+            return self
+        assert isinstance(self.selection, KnockoutSelection), "no other strategy has such a founder"
+        return replace(self, selection=self.selection.seeding(USUAL))
+
+    def usual_instead(self, rate: float) -> dict[str, float]:
+        """Return learning rates at the one that is usual for the base, for the second founder of a knockout.
+
+        Nothing for those whose configuration is within ``RATE_UP`` of it, or whose range excludes it.
+        """
+        t = self.config.training
+        spread = t.pop_size > 1 and t.init == "spread" and t.usual_founder
+        if not spread or not isinstance(self.selection, KnockoutSelection) or self.algorithm.env_type != "reasoning":
+            return {}
+        values = values_of(self.hyperparameters, [name for name in self.genes if name in LEARNING_RATES])
+        far = [name for name, value in values.items() if not 1 / RATE_UP <= float(value) / rate <= RATE_UP]
+        return {name: rate for name in far if self.genes[name].min <= rate <= self.genes[name].max}
 
     def derived(self, **training: Any) -> "Resolved":
         """Return the settings with values of ``training`` that do not count as set by the user."""

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -19,7 +19,7 @@ from agilerl.distributed.topology import SOLITARY, Topology
 from agilerl.envs.core import TRIED_ROWS, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError, EnvError
-from agilerl.hpo.knockout import KnockoutSelection, Pace, PulseSelection, shared_steps
+from agilerl.hpo.knockout import KnockoutSelection, Pace, PulseSelection
 from agilerl.hpo.selection import SelectionStrategy
 from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.models.base import check_device
@@ -33,7 +33,7 @@ from agilerl.training.custom_selection import selection_strategy
 from agilerl.training.generation import Scale
 from agilerl.training.memory import check_memory, estimate
 from agilerl.training.probe import Probe
-from agilerl.training.resolved import Resolved, resolve, usual_rate
+from agilerl.training.resolved import USUAL, Resolved, resolve, usual_rate
 from agilerl.training.sampling import check_sampling, start_sampling
 from agilerl.training.tasks import task
 from agilerl.training.trackers import Tracker, check_trackers, load_trackers
@@ -89,12 +89,22 @@ class Session:
 
     @property
     def generation_steps(self) -> int:
-        """Iterations of the present generation: ``evo_steps``, or less of it for more than ``FIELD`` founders."""
+        """Iterations of the present generation: ``evo_steps``, or fewer while a knockout has founders."""
         strategy, indices = self.selection, [agent.index for agent in self.population.everyone]
         founders = max(indices) < self.config.training.pop_size
         if not isinstance(strategy, KnockoutSelection) or not founders or len(indices) <= strategy.floor:
             return self.evo_steps
-        return shared_steps(self.evo_steps, len(indices))
+        return self.pace.founders_steps(len(indices))
+
+    @cached_property
+    def pace(self) -> Pace:
+        """What the budget holds, as far as that is known before training."""
+        t = self.config.training
+        if t.max_seconds is not None:
+            return Pace(self.evo_steps, 0, 0)
+        iterations, exam = self.scale.lone_agent()
+        given = "evo_steps" in t.model_fields_set
+        return Pace(self.evo_steps, 1 / iterations, 0 if t.max_tokens is None else exam / iterations, given)
 
     @property
     def without_effect(self) -> list[str]:
@@ -106,9 +116,7 @@ class Session:
         later = strategy.later
         if not isinstance(later, PulseSelection) or not later.factors or not later.until:
             return sentences
-        iterations, exam = self.scale.lone_agent()
-        pace = Pace(self.evo_steps, 1 / iterations, 0 if t.max_tokens is None else exam / iterations)
-        first = pace.first_pulse(t.pop_size, strategy.period, later.every)
+        first = self.pace.first_pulse(t.pop_size, strategy.period, later.every)
         if first >= later.until:
             due = f"the first is due after {first:.0%} of so small a budget" if first < 1 else "the budget is too small"
             sentences.append(
@@ -167,7 +175,7 @@ def build(
         try:
             runtime = load_runtime(here) if runtime is None else runtime
             runtime.share(topology.island, here.config.distributed.base_sharding())
-            resolved = resolved.with_rate(usual_rate(runtime.base))
+            resolved = resolved.with_rate(usual_rate(runtime.base)).with_usual_founder(usual_rate(runtime.base))
             saved = received(topology, checkpoint, runtime)
             population = _population(resolved, here.config, source, runtime, topology, saved)
             try_prompts(population)
@@ -243,6 +251,10 @@ def first_generation(resolved: Resolved, runtime: Runtime, topology: Topology) -
     first = algorithm(hp_config=dict(resolved.genes) or None, index=places.start, runtime=runtime, **settings)
     ranges = {name: gene for name, gene in resolved.founder_genes().items() if name in first.genes}
     agents = first.founders(places, t.pop_size, ranges, t.init)
+    usual = resolved.usual_instead(usual_rate(runtime.base))
+    for agent in agents:
+        if usual and agent.index == USUAL:
+            agent.set_hyperparameters(usual)
     if network.adapter is not None:
         _start_from(Path(network.adapter).expanduser(), agents)
     if len(resolved.algorithms) > 1 and t.init == "spread":

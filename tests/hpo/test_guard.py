@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from agilerl.hpo.fitness import Fitness
-from agilerl.hpo.guard import Vitals, collapsed, quarantined, replaced_by_elite
+from agilerl.hpo.guard import Vitals, collapsed, quarantined, replaced_by_elite, stuck
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.selection import Birth, NoSelection, Plan, TruncationSelection
 from agilerl.hpo.tournament import TournamentSelection
@@ -133,3 +133,23 @@ def test_plans_without_a_heir_stay_as_they_are() -> None:
     assert replaced_by_elite(halved, list(fitness), {0}) == halved
     other = Plan(0, 1, slots=(3, 1, 2), births=(Birth(3, 2, 1),), deaths=(0,), mutants=(3,))
     assert replaced_by_elite(other, list(fitness), {2}) == other
+
+
+@pytest.mark.parametrize(
+    ("equal", "first", "expected"),
+    [
+        ((0.6, 1.0), (0.6,), True),  # the first half of the generation does not count
+        ((1.0, 0.9), (0.6,), False),
+        ((1.0, 1.0), (0.95,), False),  # groups differed rarely: a coincidence
+        ((1.0,) * 12, (0.95,), True),
+        ((1.0, 1.0), (1.0,), False),  # there never was anything to learn from
+        ((1.0,), (), False),
+        ((), (0.6,), False),
+        ((NAN, NAN), (0.6,), False),
+        ((1.0, NAN, 1.0), (0.5,), True),
+    ],
+)
+def test_an_agent_is_stuck_if_groups_differed_before_it_trained_and_none_does_now(
+    equal: tuple[float, ...], first: tuple[float, ...], expected: bool
+) -> None:
+    assert stuck(Vitals(equal=equal, equal_first=first), 16) is expected

@@ -68,6 +68,54 @@ def test_a_knockout_without_any_evidence_costs_about_as_much_at_any_size(founder
     assert 0.18 < pace.knockout(founders)[1] <= 0.3
 
 
+@pytest.mark.parametrize(("iterations", "steps", "expected"), [(512, 16, [16, 16]), (32, 4, [1, 1]), (15, 2, [1])])
+def test_a_small_budget_is_not_spent_on_founders(iterations: int, steps: int, expected: list[int]) -> None:
+    """A generation is an eighth of a small budget: the knockout took six of the eight."""
+    pace = Pace(steps, 1 / iterations, 0.0)
+    assert [pace.founders_steps(agents) for agents in (4, 2)][: len(expected)] == expected
+    generations, spent = pace.knockout(4)
+    assert generations == len(expected)
+    assert spent <= 0.28
+    assert Pace(steps, 1 / iterations, 0.0, given=True).founders_steps(4) == steps
+
+
+def test_one_founder_stays_once_a_fifth_of_the_budget_is_spent() -> None:
+    fitness = {i: solved(right) for i, right in enumerate((20, 30, 10, 25))}
+    assert KnockoutSelection(4).plan(fitness, 0, 0, 4, Standing(0.19)).slots == (1, 3)
+    assert KnockoutSelection(4).plan(fitness, 0, 0, 4, Standing(0.21)).slots == (1,)
+
+
+def test_in_doubt_the_agent_stays_that_is_trusted_most() -> None:
+    alike = {i: solved(20) for i in range(4)}
+    strategy = KnockoutSelection(4)
+    assert strategy.seeding(1).plan(alike, 0, 0, 4, Standing(0.3)).slots == (1,)
+    assert strategy.plan(alike, 0, 0, 4, Standing(0.3)).slots == (0,)
+    better = alike | {2: solved(35)}
+    assert strategy.seeding(1).plan(better, 0, 0, 4, Standing(0.3)).slots == (2,)
+
+
+def test_the_best_of_several_needs_more_evidence_than_one_rival() -> None:
+    fitness = {0: solved(12), 1: solved(17, start=4), 2: solved(3), 3: solved(2)}
+    sure = probability_better(fitness[1], fitness[0])
+    assert 0.8 < sure < 1 - 0.2 / 3
+    assert KnockoutSelection(4).plan(fitness, 0, 0, 4, Standing(0.3)).slots == (0,)
+    two = {index: fitness[index] for index in (0, 1)}
+    assert KnockoutSelection(4).plan(two, 1, 0, 4, Standing(0.3)).slots == (1,)
+
+
+def test_an_agent_that_can_learn_no_more_gives_way_to_the_best_exam_at_a_tenth_of_its_rate() -> None:
+    best = Best(0, solved(3))
+    for standing, births in (
+        (Standing(0.4, best, frozenset({0})), (Birth(4, 0, 0, 0.1, from_best=True),)),
+        (Standing(0.4, best), ()),
+        (Standing(0.4, Best(0, solved(0)), frozenset({0})), ()),
+    ):
+        plan = KnockoutSelection(4).plan({0: solved(0)}, 1, 0, 4, standing)
+        assert (plan.births, plan.reason) == (births, "guard" if births else "")
+    never = PulseSelection(guard=1.0)
+    assert never.plan({0: solved(0)}, 1, 0, 4, Standing(0.4, best, frozenset({0}))).births == ()
+
+
 def test_a_period_leaves_exams_between_the_rounds() -> None:
     fitness = {i: solved(10 + i) for i in range(4)}
     strategy = KnockoutSelection(4, period=2)

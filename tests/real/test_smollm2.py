@@ -162,3 +162,22 @@ def test_a_probe_says_where_learning_would_start(place: Path) -> None:
     (row,) = json.loads(table)["rows"]
     assert (row["task"], row["reward"]) == ("gcd", 0.0)  # it answers in a sentence
     assert "answer_format" in row["advice"] or "max_output_tokens" in row["advice"]
+
+
+def test_the_notebook_fetches_and_trains_it(folder: Path, tmp_path: Path) -> None:
+    import nbclient
+    import nbformat
+
+    text = (ROOT / "tutorials" / "real_model.ipynb").read_text(encoding="utf-8")
+    text = text.replace("max_tokens=300_000", "max_tokens=30_000").replace(
+        '\\"test_prompts\\": 200', '\\"test_prompts\\": 6'
+    )
+    assert "30_000" in text
+    notebook = nbformat.reads(text.replace("assert run.test", "run.test"), as_version=4)  # so short a run need not win
+    (tmp_path / "build").mkdir()
+    (tmp_path / "build" / "smollm2").symlink_to(folder)
+    client = nbclient.NotebookClient(notebook, timeout=600, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute(env={**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"})
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert any("100% finished" in output.get("data", {}).get("text/html", "") for output in outputs)
+    assert (tmp_path / "runs" / "real_notebook" / "elite" / "README.md").is_file()

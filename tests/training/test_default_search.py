@@ -180,6 +180,29 @@ def test_whose_rate_is_known(overrides: tuple[str, ...], rates: Mapping[str, flo
     assert {name: getattr(first, name) for name in rates} == rates
 
 
+@pytest.mark.parametrize(
+    ("overrides", "usual"),
+    [
+        (("algorithm.lr=1e-4",), True),
+        (("algorithm.lr=9e-3",), True),
+        (("algorithm.lr=3e-3",), False),
+        (("algorithm.lr=9e-3", "mutation.rl_hp_selection={lr: {min: 2e-3}}"), False),
+        (("algorithm.lr=9e-3", "training.init=same"), False),
+        (("algorithm.lr=9e-3", "training.usual_founder=false"), False),
+        (("algorithm.lr=9e-3", "selection_strategy.name=tournament"), False),
+    ],
+)
+def test_where_the_configured_rate_is_far_from_the_usual_one_a_founder_has_that(
+    overrides: tuple[str, ...], usual: bool
+) -> None:
+    session = made("training.pop_size=3", *overrides)
+    rates = [agent.hyperparameters["lr"] for agent in session.population.agents]
+    assert rates[0] == float(overrides[0].partition("=")[2])
+    assert (rates[1] == 1e-3) is usual
+    if isinstance(session.selection, KnockoutSelection):
+        assert session.selection.seeded == usual
+
+
 def test_another_base_takes_the_formula() -> None:
     resolved = resolve(load_manifest(None))
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="qwen2"))
@@ -213,7 +236,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Sixteen generations in which every challenge and every fall counts."""
     out = tmp_path_factory.mktemp("knockout") / "run"
     pulses = "{every: 2, factors: [0.5], challenge: 0.5, until: 0.8, guard: 0.6}"
-    settings = ("training.max_steps=288", "training.evo_steps=1", f"selection_strategy={{pulses: {pulses}}}")
+    settings = ("training.max_steps=336", "training.evo_steps=1", f"selection_strategy={{pulses: {pulses}}}")
     for _ in train(made(*settings), out):
         pass
     return out
@@ -225,7 +248,7 @@ def test_the_population_shrinks_to_one_and_the_lineage_says_why(run: Path) -> No
         if line["kind"] == "train":
             trained.setdefault(line["step"], []).append(line["agent"])
     assert [len(agents) for agents in trained.values()][:3] == [4, 2, 1]
-    assert sum(map(len, trained.values())) == 18
+    assert sum(map(len, trained.values())) == 21
     records = lines(run / "lineage.jsonl")
     lives = family_tree(records)
     gone = [life for life in lives.values() if life.died is not None]
@@ -254,8 +277,8 @@ def test_the_rate_anneals_over_the_last_two_fifths(run: Path) -> None:
     values = {life.agent: life for life in family_tree(lines(run / "lineage.jsonl")).values()}
     last = train_lines[-1]
     whole = values[last["agent"]].first_values()["lr"]
-    # Before the last completion-batch 17 of 18 are spent: (1 - 17/18) / 0.4.
-    assert rates[last["step"]] == pytest.approx(whole * (1 - 17 / 18) / 0.4)
+    # Before the last completion-batch 20 of 21 are spent: (1 - 20/21) / 0.4.
+    assert rates[last["step"]] == pytest.approx(whole * (1 - 20 / 21) / 0.4)
 
 
 @pytest.mark.parametrize("equal", [True, False])
