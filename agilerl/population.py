@@ -15,7 +15,7 @@ from agilerl.algorithms.objective import record_batch
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.teaching import Teaching
 from agilerl.algorithms.update import learn_together
-from agilerl.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, Within, checked
+from agilerl.checks.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, Within, checked
 from agilerl.config.search import SharingConfig
 from agilerl.data import Trajectory, collate
 from agilerl.envs.core import Place, Row, Task

@@ -7,17 +7,17 @@ from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from agilerl.algorithms.agent import LLMAlgorithm
-from agilerl.arguments import Hint, shown
+from agilerl.checks.arguments import Hint, shown
 from agilerl.data import Trajectory, collate
 from agilerl.envs.core import TRIED_ROWS, Lengths, Place, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError, MemoryExhaustedError
 from agilerl.hpo.fitness import Fitness
-from agilerl.padding import padded
 from agilerl.rewards.grader import TrainerState
 from agilerl.rollouts import SamplingSettings
 from agilerl.rollouts.collect import Collected
 from agilerl.rollouts.engine import Ask, Failure, check_error_rate, lost_places
+from agilerl.text.padding import padded
 
 Panels = Literal["exam", "test", "second"]
 AnyTask = Annotated[
