@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from agilerl.arguments import reason
+from agilerl.checks.arguments import reason
 from agilerl.errors import ConfigError, EngineError
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from agilerl import hooks
-from agilerl.arguments import Count, Location, Name, Seed, checked, described, nearest, shown
+from agilerl.checks.arguments import Count, Location, Name, Seed, checked, described, nearest, shown
 from agilerl.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -239,7 +239,7 @@ class Run:
         """
         if self.is_finished:
             return self
-        from agilerl.custom_code import give
+        from agilerl.safety.custom_code import give
         from agilerl.training.given import listed
         from agilerl.training.start import reopen
 
@@ -266,7 +266,7 @@ class Run:
 
 def _code_in(config: Mapping[str, Any]) -> list[str]:
     """Return the names of code among the graders of a run."""
-    from agilerl.custom_code import names_code
+    from agilerl.safety.custom_code import names_code
 
     graders = config.get("environment", {}).get("graders") or []
     return [one["name"] for one in graders if names_code(one["name"])]
@@ -277,7 +277,7 @@ def _code_in(config: Mapping[str, Any]) -> list[str]:
 
 def _follow(run: "Started", display: bool) -> None:
     """Carry out a run, showing it where a person is looking."""
-    from agilerl.custom_code import contained
+    from agilerl.safety.custom_code import contained
 
     try:
         with closing(run.events), contained():

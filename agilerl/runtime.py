@@ -12,7 +12,8 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from agilerl.arguments import Count, Hint, Name, Seed, Tokenizer, Whole, Within, checked, described
+from agilerl.checks.arguments import Count, Hint, Name, Seed, Tokenizer, Whole, Within, checked, described
+from agilerl.checks.validation import validated
 from agilerl.config.base_model import LOADING, SharedOptions, contradiction
 from agilerl.config.distributed import Sharding
 from agilerl.config.vllm import VLLMConfig
@@ -49,7 +50,6 @@ from agilerl.models.sharding import (
     sharding_of,
 )
 from agilerl.models.slots import AdapterStore, Dropout, Route
-from agilerl.padding import padded, with_padding
 from agilerl.planning.footprint import pass_tokens
 from agilerl.planning.time import Widths
 from agilerl.processes import ALONE, Processes
@@ -59,8 +59,8 @@ from agilerl.rollouts.engine import Ask, CustomEngine, GenerationRequest, Rollou
 from agilerl.rollouts.torch_engine import Stops, TorchEngine
 from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.sizes import MAX_ROWS
-from agilerl.templates import settings_of, with_chat_template
-from agilerl.validation import validated
+from agilerl.text.padding import padded, with_padding
+from agilerl.text.templates import settings_of, with_chat_template
 
 _RUNTIMES: "weakref.WeakValueDictionary[int, Runtime]" = weakref.WeakValueDictionary()
 

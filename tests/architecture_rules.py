@@ -9,8 +9,8 @@ POSITIONAL, DEPTH = 6, 4
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        *("errors", "sizes", "streams", "arguments", "validation", "custom_code", "deferred", "hooks"),
-        *("processes", "addresses", "servers", "redaction", "templates", "padding", "bounds"),
+        *("errors", "sizes", "streams", "deferred", "hooks", "processes"),
+        *("checks", "safety", "text"),
     ),
     ("functional", "data", "hpo", "planning"),
     ("config",),

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agilerl.arguments import Number, checked
+from agilerl.checks.arguments import Number, checked
 from agilerl.errors import ConfigError
 
 NAN, INFINITY = float("nan"), float("inf")

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from agilerl.config.manifest import load_manifest
-from agilerl.custom_code import contained, load_code, torch_restored
 from agilerl.data import collate
 from agilerl.envs.check import check_env
 from agilerl.envs.core import Task
@@ -19,6 +18,7 @@ from agilerl.envs.episode_task import EpisodeTask, call_all
 from agilerl.envs.text_env import TextEnv
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards import CombinedGrader, IsolatedGrader, call_grader, grade
+from agilerl.safety.custom_code import contained, load_code, torch_restored
 from agilerl.training.setup import build
 from tests.algorithms.conftest import make_agents, sample
 from tests.algorithms.off_policy import SETTINGS

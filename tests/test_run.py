@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import agilerl
-from agilerl.custom_code import given_name, load_code
 from agilerl.errors import CheckpointError, ConfigError, EnvError
 from agilerl.rewards.grader import exact_match
+from agilerl.safety.custom_code import given_name, load_code
 from agilerl.training.events import IterationDone
 from tests.training.small_runs import environment
 

@@ -8,7 +8,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from agilerl.errors import ConfigError
 from agilerl.models.base import load_tokenizer
-from agilerl.templates import TemplateBrokenError, apply_chat_template, rendered, with_chat_template
+from agilerl.text.templates import TemplateBrokenError, apply_chat_template, rendered, with_chat_template
 
 
 @pytest.fixture

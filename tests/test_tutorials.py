@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agilerl.config.manifest import load_manifest
-from agilerl.custom_code import load_code
+from agilerl.safety.custom_code import load_code
 from agilerl.training.resolved import resolve
 from tests import programs
 from tests.training.small_runs import environment

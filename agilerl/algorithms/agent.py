@@ -44,7 +44,8 @@ from agilerl.algorithms.state import (
     restore,
 )
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
-from agilerl.arguments import Count, Hint, Location, Name, Positive, Whole, Within, checked, described, nearest
+from agilerl.checks.arguments import Count, Hint, Location, Name, Positive, Whole, Within, checked, described, nearest
+from agilerl.checks.validation import validated
 from agilerl.config.base_model import SharedOptions, split_options
 from agilerl.data import RolloutBatch
 from agilerl.data.batch import union
@@ -66,12 +67,11 @@ from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models import adapters
 from agilerl.models.operators import add_noise, resize
 from agilerl.models.slots import Route
-from agilerl.padding import padding_id
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.engine import Outcome
 from agilerl.runs.strict_json import read_json
 from agilerl.runtime import Runtime
-from agilerl.validation import validated
+from agilerl.text.padding import padding_id
 
 
 class LLMAlgorithm(Learner):

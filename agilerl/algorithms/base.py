@@ -6,8 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
+from agilerl.checks.validation import LARGEST_FLOAT32, checked_numbers, sentence
 from agilerl.errors import ConfigError
-from agilerl.validation import LARGEST_FLOAT32, checked_numbers, sentence
 
 
 class AlgorithmConfig(BaseModel):

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from agilerl.algorithms.state import MOMENTS, PLAIN, AgentState, CriticState, Factors, PlainState, differences
-from agilerl.arguments import Having, Location, checked
+from agilerl.checks.arguments import Having, Location, checked
 from agilerl.errors import CheckpointError, EngineError, WriteError
 from agilerl.models import adapters
 from agilerl.models.base import BaseModel

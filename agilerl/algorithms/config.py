@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from agilerl.algorithms.base import AlgorithmConfig
-from agilerl.arguments import Count, Within, check_fields
+from agilerl.checks.arguments import Count, Within, check_fields
+from agilerl.checks.validation import Needs
 from agilerl.functional import LOSS_NORM_ALIASES, AdvantageNorm, KLEstimator, LossNorm, PoolingLevel
 from agilerl.hpo.parameters import Evolve
 from agilerl.rollouts import SamplingSettings
-from agilerl.validation import Needs
 
 
 class LLMConfig(AlgorithmConfig):

@@ -12,8 +12,7 @@ from torch import Tensor
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.learner import Learner
 from agilerl.algorithms.objective import PolicyParts, Surrogate, aggregated, policy_terms, record_tokens
-from agilerl.arguments import check_fields, described, nearest
-from agilerl.custom_code import left, torch_restored
+from agilerl.checks.arguments import check_fields, described, nearest
 from agilerl.data import LossInputs
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.functional import (
@@ -29,6 +28,7 @@ from agilerl.functional import (
     log_ratio,
     normaliser,
 )
+from agilerl.safety.custom_code import left, torch_restored
 
 LossFunction = Callable[..., Tensor | tuple[Tensor, Mapping[str, Any]]]
 """``loss(inputs: LossInputs, **hyperparameters) -> scalar``, or ``-> (scalar, metrics)``.

@@ -11,6 +11,7 @@ from agilerl.algorithms.config import ReferenceConfig
 from agilerl.algorithms.keywords import DPOKeywords
 from agilerl.algorithms.learner import Experience
 from agilerl.algorithms.sft import DataAlgorithm, DataConfig
+from agilerl.checks.validation import Needs
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import (
@@ -22,7 +23,6 @@ from agilerl.functional import (
     preference_scores,
 )
 from agilerl.hpo.parameters import Evolve
-from agilerl.validation import Needs
 
 LossType = Literal[
     "sigmoid",

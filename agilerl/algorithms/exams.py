@@ -7,17 +7,17 @@ from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from agilerl.algorithms.agent import LLMAlgorithm
-from agilerl.arguments import Hint, shown
+from agilerl.checks.arguments import Hint, checked, shown
 from agilerl.data import Trajectory, collate
-from agilerl.envs.core import TRIED_ROWS, Lengths, Place, Split, Task
+from agilerl.envs.core import TRIED_ROWS, Lengths, Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError, MemoryExhaustedError
 from agilerl.hpo.fitness import Fitness
-from agilerl.padding import padded
 from agilerl.rewards.grader import TrainerState
 from agilerl.rollouts import SamplingSettings
 from agilerl.rollouts.collect import Collected
 from agilerl.rollouts.engine import Ask, Failure, check_error_rate, lost_places
+from agilerl.text.padding import padded
 
 Panels = Literal["exam", "test", "second"]
 AnyTask = Annotated[
@@ -69,6 +69,65 @@ class Exams:
         self._panels: dict[tuple[str, int, int], list[Place]] = {}
         self._lengths: dict[tuple[str, int, int], Lengths] = {}
         """Cached panels and lengths, by split, size and context."""
+
+    @checked
+    def agent(self, index: int) -> LLMAlgorithm:
+        """Return the living agent with this index."""
+        for agent in self.agents:
+            if agent.index == index:
+                return agent
+        raise ConfigError(f"no agent {index} in this population; found {[a.index for a in self.agents]}")
+
+    @checked
+    def evaluate(self, split: Panels = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
+        """Examine agents on a fixed panel: the same prompts for all, with the run's settings instead of genes.
+
+        Greedy, or the mean score of ``eval_samples`` completions of each question at ``eval_temperature``, which all
+        agents draw by the same random numbers in every exam. ``split`` is ``exam`` (selection), ``test`` (reported
+        numbers) or ``second`` (the choice among candidates). A completion that could not be computed or graded scores
+        NaN, which ranks its agent last. The mean of an exam is appended to ``agent.fitness`` (NaN for a sick agent).
+
+        Further ``objectives`` of exams and tests are ``Fitness.costs``, a score for each prompt: ``length`` in the
+        agent's tokens, and ``kl`` in nats a token: the mean over these tokens of KL(agent || reference) of the next
+        token, summed over the vocabulary at temperature 1. The reference is the base model, or the adapter that the
+        agent started from. Its two forward passes count as tokens evaluated. NaN if memory does not hold one row.
+
+        Raises RewardError (EnvError for episodes) if no completion could be graded, unless only some ``agents`` are
+        examined, which may have caused it, and ConfigError for no agents, or agents of another runtime.
+        """
+        strangers = [agent.index for agent in agents or () if agent.runtime is not self.runtime]
+        if strangers or (agents is not None and not agents):
+            raise ConfigError(
+                f"Population.evaluate(agents=...): expected agents on the base of this population, found "
+                f"{f'agents {strangers} of another one' if strangers else '[]'}; omit agents to examine all"
+            )
+        chosen = self.agents if agents is None else list(agents)
+        fitness = self._examine(split, [(a.selected_slot, a) for a in chosen], all_agents=agents is None)
+        results = dict(zip((agent.index for agent in chosen), fitness))
+        if split == "exam":
+            for agent in chosen:
+                agent.fitness.append(float("nan") if agent.sick else results[agent.index].mean)
+                rewards = [reward for reward in agent.vitals["reward"] if math.isfinite(reward)]
+                if rewards and not own_weights(agent):
+                    results[agent.index] = replace(results[agent.index], training=math.fsum(rewards) / len(rewards))
+        return results
+
+    @checked
+    def evaluate_agent(self, index: int, split: Panels) -> Fitness:
+        """Examine one agent."""
+        return self.evaluate(split, agents=[self.agent(index)])[index]
+
+    @checked
+    def evaluate_base(self, split: Panels = "test") -> Fitness:
+        """Examine the base model itself, adapters off."""
+        return self._examine(split, [(None, None)], all_agents=True)[0]
+
+    @checked
+    def panel(self, split: Panels) -> list[tuple[Row, list[int]]]:
+        """Return the rows of a task's fixed panel with their rendered prompts."""
+        if self.task.multi_turn:
+            raise ConfigError(f"{self.task.name} is an environment, which has episodes, not a panel of questions")
+        return [(question.row, list(question.prompt_ids)) for question in self.places(split)]
 
     def _examine(
         self, split: Panels, who: Sequence[tuple[int | None, LLMAlgorithm | None]], *, all_agents: bool

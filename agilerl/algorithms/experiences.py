@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agilerl.arguments import Having, described
+from agilerl.checks.arguments import Having, described
 from agilerl.data import Completion, RolloutBatch
 from agilerl.data.checks import check_vocabulary, mask_rows, number_rows, one_row, token_rows
 from agilerl.errors import ConfigError

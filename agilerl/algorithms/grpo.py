@@ -17,13 +17,13 @@ from agilerl.algorithms.keywords import GRPOKeywords
 from agilerl.algorithms.learner import Experience, PolicyLearner, behaviour_entropy, is_off_policy, sampled_logprobs
 from agilerl.algorithms.objective import PolicyParts, Surrogate, policy_objective
 from agilerl.algorithms.state import AgentState
-from agilerl.arguments import checked, nearest
+from agilerl.checks.arguments import checked, nearest
+from agilerl.checks.validation import Needs, validated
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer, fill_masked, nonzero_advantage_rows, normaliser, top_entropy_mask
 from agilerl.hpo.parameters import Evolve, check_present, with_changes
 from agilerl.runtime import Runtime
-from agilerl.validation import Needs, validated
 
 
 class GRPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):

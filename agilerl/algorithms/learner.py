@@ -15,7 +15,7 @@ from torch import Tensor
 from agilerl import streams
 from agilerl.algorithms.base import Algorithm, while_open
 from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig, SurrogateConfig, lr_factor
-from agilerl.arguments import Within, checked
+from agilerl.checks.arguments import Within, checked
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch
 from agilerl.errors import EngineError
 from agilerl.functional import MetricReducer, adaptive_kl_coefficient, kl_estimate, masked_sum

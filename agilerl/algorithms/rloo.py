@@ -7,8 +7,8 @@ from pydantic import model_validator
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig
 from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
 from agilerl.algorithms.keywords import RLOOKeywords
+from agilerl.checks.validation import Needs
 from agilerl.functional import KLEstimator, PoolingLevel
-from agilerl.validation import Needs
 
 
 class RLOOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):

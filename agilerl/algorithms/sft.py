@@ -14,7 +14,7 @@ from agilerl.algorithms.config import LLMConfig
 from agilerl.algorithms.experiences import ActionResult
 from agilerl.algorithms.keywords import SFTKeywords
 from agilerl.algorithms.learner import Experience, ReferenceLogprobs
-from agilerl.arguments import checked
+from agilerl.checks.arguments import checked
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer, aggregate, dft, masked_mean, normaliser, sft

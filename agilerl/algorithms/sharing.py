@@ -18,7 +18,8 @@ from agilerl.algorithms.codec import warn_of_another_base
 from agilerl.algorithms.config import GroupConfig
 from agilerl.algorithms.credit import shaped_rewards
 from agilerl.algorithms.learner import Experience, Learner, behaviour_logprobs, temperature_of
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
+from agilerl.checks.validation import sentence
 from agilerl.config.search import SharingConfig
 from agilerl.data import RolloutBatch, Trajectory
 from agilerl.data.batch import concatenated, stacked
@@ -35,7 +36,6 @@ from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.rollouts.engine import teaches_nothing
 from agilerl.rollouts.teacher import TeacherEndpoint
 from agilerl.runtime import Runtime
-from agilerl.validation import sentence
 
 Prompts = Literal["flat", "all"]
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from agilerl.algorithms.config import CosineLRScheduleConfig
 from agilerl.algorithms.custom_loss import loss_name
 from agilerl.algorithms.learner import Learner
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.parameters import Gene
 from agilerl.models import adapters

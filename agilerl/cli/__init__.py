@@ -25,7 +25,7 @@ def main() -> None:
         # Another project's modules are in this one's places, so nothing more of it can be relied on.
         print(f"error: {mixed_installation()}", file=sys.stderr)
         sys.exit(2)
-    from agilerl.arguments import shown
+    from agilerl.checks.arguments import shown
     from agilerl.cli.output import READER_GONE, lost_output, prepare_streams, write_error
 
     output = prepare_streams()

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from typer import Argument
 
-from agilerl.arguments import nearest, shown
+from agilerl.checks.arguments import nearest, shown
 from agilerl.cli.options import Quiet, as_path
 from agilerl.cli.output import console
 from agilerl.cli.running import check_new_folder, whole_folder

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from agilerl.addresses import is_out_of_reach
 from agilerl.config.run import RunConfig
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.models.adapters import lora_layers
@@ -21,6 +20,7 @@ from agilerl.models.model_config import auto_class, check_config
 from agilerl.models.quantised import imported_peft
 from agilerl.planning.machines import Machine
 from agilerl.planning.time import ModelShape, Widths, Workload
+from agilerl.safety.addresses import is_out_of_reach
 from agilerl.sizes import PASS_TOKENS
 from agilerl.training.generation import Scale
 from agilerl.training.memory import adapter_slots, available_bytes

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from agilerl.algorithms.config import CosineLRScheduleConfig, lr_factor
-from agilerl.arguments import Having, Location, checked, shown, taken
+from agilerl.checks.arguments import Having, Location, checked, shown, taken
 from agilerl.errors import CheckpointError
 from agilerl.models import adapters
 

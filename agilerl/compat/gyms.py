@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agilerl.arguments import Count, Having, Name, Seed, Tokenizer, Whole, checked, taken
+from agilerl.checks.arguments import Count, Having, Name, Seed, Tokenizer, Whole, checked, taken
 from agilerl.data import RolloutBatch, collate
 from agilerl.envs.core import AnyTask, Row, Split, Task, TrainingOrder, score_completions
 from agilerl.envs.curation import Form, as_messages, check_rows, form_of
@@ -28,8 +28,8 @@ from agilerl.envs.examples import (
 from agilerl.envs.prompts import check_tokenizer, decode_completions, render_prompt
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
-from agilerl.padding import decoded, padded
 from agilerl.rewards.combine import Graders
+from agilerl.text.padding import decoded, padded
 
 Batch = TypeVar("Batch")
 Prompt = dict[str, Any]

@@ -11,7 +11,7 @@ import torch
 from agilerl.algorithms import ALGORITHMS, LLMPPO, LLMREINFORCE, LLMAlgorithm
 from agilerl.algorithms.codec import save_llm_checkpoint
 from agilerl.algorithms.config import CosineLRScheduleConfig
-from agilerl.arguments import (
+from agilerl.checks.arguments import (
     Count,
     Having,
     Hint,

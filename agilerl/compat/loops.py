@@ -21,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 
 from agilerl.algorithms import LLMAlgorithm
 from agilerl.algorithms.codec import save_llm_checkpoint
-from agilerl.arguments import (
+from agilerl.checks.arguments import (
     Count,
     Having,
     Hint,

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
 from agilerl.config.manifest import LEARNS_FROM
 from agilerl.errors import ConfigError
 

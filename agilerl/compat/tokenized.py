@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agilerl.arguments import Count, Tokenizer, Whole, checked
+from agilerl.checks.arguments import Count, Tokenizer, Whole, checked
 from agilerl.data import Completion, RolloutBatch, Trajectory, collate
 from agilerl.data.checks import one_row
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.episode_task import Episode, EpisodeTask
 from agilerl.envs.prompts import ChatFormat, completion_length, decode_completions, end_token_ids
 from agilerl.errors import AgileRLError, ConfigError, EnvError
-from agilerl.padding import decoded, padded
+from agilerl.text.padding import decoded, padded
 
 Prompt = dict[str, Any]
 """``input_ids`` and ``attention_mask`` [1, P] int64, and ``text``."""

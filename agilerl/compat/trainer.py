@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
-from agilerl.arguments import Location, Name, checked, described
+from agilerl.checks.arguments import Location, Name, checked, described
 from agilerl.config.manifest import config_of, load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError

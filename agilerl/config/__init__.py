@@ -4,9 +4,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
-from agilerl.arguments import shown
-from agilerl.redaction import keys_in_addresses, texts_in
-from agilerl.validation import checked_numbers
+from agilerl.checks.arguments import shown
+from agilerl.checks.redaction import keys_in_addresses, texts_in
+from agilerl.checks.validation import checked_numbers
 
 
 class Section(BaseModel):

@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from agilerl.checks.validation import Needs, checked_numbers
 from agilerl.config import Section
 from agilerl.config.vllm import VLLMConfig
 from agilerl.errors import ConfigError
-from agilerl.validation import Needs, checked_numbers
 
 
 def _plain(value: Any) -> Any:

@@ -6,9 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from agilerl.checks.validation import Needs
 from agilerl.config import Section
 from agilerl.errors import ConfigError
-from agilerl.validation import Needs
 
 _LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

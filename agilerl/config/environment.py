@@ -5,11 +5,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
+from agilerl.checks.redaction import secrets_in
+from agilerl.checks.validation import LARGEST_FLOAT32
 from agilerl.config import Section
-from agilerl.custom_code import code_name
-from agilerl.redaction import secrets_in
-from agilerl.validation import LARGEST_FLOAT32
+from agilerl.safety.custom_code import code_name
 
 _OF_TURNS = ("enable_sliding_window", "apply_chat_template", "strict_chat_template_boundary", "step_timeout")
 """Settings of environments whose turns the run takes."""

@@ -10,14 +10,14 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from agilerl import hooks
-from agilerl.addresses import addresses_in
-from agilerl.arguments import checked, nearest, shown
-from agilerl.bounds import check_file
+from agilerl.checks.arguments import checked, nearest, shown
 from agilerl.config.named_files import locate
 from agilerl.config.plain_yaml import parse_yaml
 from agilerl.config.run import RunConfig, unknown_section
-from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
+from agilerl.safety.addresses import addresses_in
+from agilerl.safety.bounds import check_file
+from agilerl.safety.custom_code import names_code
 
 _MANIFEST_BYTES = 50_000
 LEARNS_FROM = {"SFT": "sft", "DPO": "preference", "KTO": "unpaired"}

@@ -10,13 +10,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from agilerl.arguments import shown
-from agilerl.bounds import check_file, memory_bytes
+from agilerl.checks.arguments import shown
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.run import RunConfig
 from agilerl.config.training import TrainingConfig
-from agilerl.custom_code import file_of, names_code, not_allowed
 from agilerl.errors import CheckpointError, ConfigError
+from agilerl.safety.bounds import check_file, memory_bytes
+from agilerl.safety.custom_code import file_of, names_code, not_allowed
 
 NamedFile = tuple[str, Path]
 """``code`` or ``data``, and where it is."""

@@ -11,7 +11,8 @@ from typing import Any, Self
 from pydantic import Field, PrivateAttr, model_validator
 
 from agilerl import hooks
-from agilerl.arguments import checked, nearest, shown
+from agilerl.checks.arguments import checked, nearest, shown
+from agilerl.checks.validation import grouped, idle, validated
 from agilerl.config import Section
 from agilerl.config.base_model import NetworkConfig, SharedOptions
 from agilerl.config.declared import HYPERPARAMETERS
@@ -19,7 +20,6 @@ from agilerl.config.distributed import DistributedConfig
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.search import GeneConfig, MutationConfig, SelectionConfig, SharingConfig
 from agilerl.config.training import TrainingConfig
-from agilerl.custom_code import names_code
 from agilerl.errors import ConfigError
 from agilerl.hpo.strategies import (
     ANNEALED,
@@ -27,7 +27,7 @@ from agilerl.hpo.strategies import (
     SHRINKING,
     LRSchedule,
 )
-from agilerl.validation import grouped, idle, validated
+from agilerl.safety.custom_code import names_code
 
 EVO_STEPS = 8
 """Iterations between selections if a manifest gives none; knockout and pulses go by the budget instead."""

@@ -5,18 +5,18 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
+from agilerl.checks.validation import Needs
 from agilerl.config import Section
 from agilerl.config.training import Seed, check_known
 from agilerl.config.vllm import server_url
-from agilerl.custom_code import names_code
 from agilerl.hpo.strategies import (
     ANNEALED,
     OBJECTIVE_STRATEGIES,
     SETTINGS,
     defaults_of,
 )
-from agilerl.validation import Needs
+from agilerl.safety.custom_code import names_code
 
 _FRONT = 2
 _CLONES = Needs(

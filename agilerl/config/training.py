@@ -6,15 +6,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from agilerl.arguments import nearest, shown
+from agilerl.checks.arguments import nearest, shown
+from agilerl.checks.validation import Needs
 from agilerl.config import Section
 from agilerl.config.environment import Params
-from agilerl.custom_code import names_code
 from agilerl.hpo.strategies import (
     LRSchedule,
 )
+from agilerl.safety.custom_code import names_code
 from agilerl.sizes import MAX_ROWS
-from agilerl.validation import Needs
 
 _LARGEST_SEED = 2**63 - 1
 

@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
+from agilerl.checks.validation import checked_numbers, sentence
 from agilerl.errors import ConfigError, how_to_install
-from agilerl.validation import checked_numbers, sentence
 
 API_KEY = "VLLM_API_KEY"
 """Environment variable with the key of a server."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from agilerl.arguments import described
+from agilerl.checks.arguments import described
 from agilerl.errors import ConfigError
 
 _IDS = "pass whole token ids, as a tokenizer returns them (int64)"

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agilerl.addresses import ALLOWED
-from agilerl.arguments import reason
+from agilerl.checks.arguments import reason
 from agilerl.config.distributed import DistributedConfig
 from agilerl.config.run import RunConfig
 from agilerl.config.vllm import API_KEY, lora_capacity
 from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError, how_to_install
 from agilerl.runs.stopping import Interrupted, StopRequest
+from agilerl.safety.addresses import ALLOWED
 
 SUPPORTED = (2, 40)
 """Oldest supported version of Ray."""

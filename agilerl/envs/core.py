@@ -11,12 +11,12 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from agilerl.arguments import Hint, checked
-from agilerl.custom_code import left, torch_restored
+from agilerl.checks.arguments import Hint, checked
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards.grader import Grades, ScoreOrError, grades_of, score_or_error
 from agilerl.rewards.waiting import WaitingGrader, speaks_for
+from agilerl.safety.custom_code import left, torch_restored
 from agilerl.streams import stream
 
 Split = Literal["train", "exam", "test"]

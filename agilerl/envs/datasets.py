@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
-from agilerl.arguments import Count, Seed, Whole, checked
+from agilerl.checks.arguments import Count, Seed, Whole, checked
 from agilerl.envs.core import Message, Row, Split, Task, TrainingOrder, warn_of_fewer
 from agilerl.envs.curation import (
     BadRows,

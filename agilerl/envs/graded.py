@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agilerl.arguments import checked, nearest, shown
+from agilerl.checks.arguments import checked, nearest, shown
 from agilerl.envs.core import AnyTask, Task, TaskWrapper, waiting_graders
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError

@@ -11,10 +11,10 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from agilerl.arguments import Tokenizer, Whole, checked, described
+from agilerl.checks.arguments import Tokenizer, Whole, checked, described
 from agilerl.errors import ConfigError, EnvError
-from agilerl.padding import decoded, has_template
-from agilerl.templates import TemplateBrokenError, apply_chat_template
+from agilerl.text.padding import decoded, has_template
+from agilerl.text.templates import TemplateBrokenError, apply_chat_template
 
 _GENERATION_CONFIG = "generation_config.json"
 _LARGEST_CONFIG = 1 << 20

@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from agilerl.arguments import Positive, nearest, shown, taken
+from agilerl.checks.arguments import Positive, nearest, shown, taken
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.named_files import FILE_PARAMS, is_packaged
 from agilerl.deferred import deferred

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from agilerl.arguments import Count, Having, Seed, Share, checked
+from agilerl.checks.arguments import Count, Having, Seed, Share, checked
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.mutation import Member, Mutation, Mutations

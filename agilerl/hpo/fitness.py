@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from agilerl.arguments import Number, Share, Whole, check_fields, checked, shown
+from agilerl.checks.arguments import Number, Share, Whole, check_fields, checked, shown
 from agilerl.errors import ConfigError
 
 _Z95 = 1.959963984540054

@@ -5,7 +5,7 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Annotated
 
-from agilerl.arguments import Count, Positive, Share, Within, checked
+from agilerl.checks.arguments import Count, Positive, Share, Within, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, evidence, probability_better
 from agilerl.hpo.selection import Birth, Contest, Plan, SelectionStrategy, Standing, Strategy

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from agilerl.arguments import described
+from agilerl.checks.arguments import described
 from agilerl.errors import CheckpointError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Mutation

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from typing import NamedTuple
 
-from agilerl.arguments import Count, Seed, checked
+from agilerl.checks.arguments import Count, Seed, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.selection import AgentT, Birth, Contest, Plan, Strategy, selected

@@ -10,7 +10,7 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 
-from agilerl.arguments import Count, NotNegative, Positive, Seed, Share, Whole, checked
+from agilerl.checks.arguments import Count, NotNegative, Positive, Seed, Share, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.streams import stream
@@ -45,7 +45,7 @@ class Mutation:
     @checked
     def from_dict(cls, data: Mapping[str, Any]) -> "Mutation":
         """Rebuild a mutation; raises ConfigError when ``data`` is not one."""
-        from agilerl.validation import rebuilt  # imports pydantic, which a search does not need
+        from agilerl.checks.validation import rebuilt  # imports pydantic, which a search does not need
 
         return rebuilt(cls, data, "a mutation")
 

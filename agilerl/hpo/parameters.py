@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from agilerl.arguments import Positive, Share, Within, check_fields, nearest
+from agilerl.checks.arguments import Positive, Share, Within, check_fields, nearest
 from agilerl.errors import ConfigError
 
 Value = float | int | str | bool

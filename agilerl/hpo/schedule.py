@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from agilerl.arguments import Count, Whole, checked, described, taken
+from agilerl.checks.arguments import Count, Whole, checked, described, taken
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.lineage import Life, Record, family_tree, winning_lineage
 from agilerl.hpo.parameters import Value

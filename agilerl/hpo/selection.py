@@ -7,7 +7,7 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Annotated, Any, Protocol, TypeVar
 
-from agilerl.arguments import Count, Seed, Whole, Within, checked
+from agilerl.checks.arguments import Count, Seed, Whole, Within, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, evidence, ranking
 from agilerl.hpo.mutation import Evolvable, Member, Mutation, inherited, rescaled
@@ -96,7 +96,7 @@ class Plan:
     @checked
     def from_dict(cls, data: Mapping[str, Any]) -> "Plan":
         """Rebuild a plan; raises ConfigError when ``data`` is not one."""
-        from agilerl.validation import rebuilt  # imports pydantic, which a search does not need
+        from agilerl.checks.validation import rebuilt  # imports pydantic, which a search does not need
 
         return rebuilt(cls, data, "a selection plan")
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from agilerl.arguments import Count, Seed, checked
+from agilerl.checks.arguments import Count, Seed, checked
 from agilerl.hpo.mutation import LEARNING_RATES
 from agilerl.hpo.parameters import Gene, Value, check_values
 from agilerl.streams import stream

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from math import cos, pi
 from typing import TYPE_CHECKING, Any, Literal
 
-from agilerl.arguments import NotNegative, Share, check_fields, checked
+from agilerl.checks.arguments import NotNegative, Share, check_fields, checked
 from agilerl.errors import ConfigError
 
 if TYPE_CHECKING:

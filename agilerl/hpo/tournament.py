@@ -6,7 +6,7 @@ from typing import Annotated
 
 import numpy as np
 
-from agilerl.arguments import Count, Seed, Within, checked
+from agilerl.checks.arguments import Count, Seed, Within, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, evidence
 from agilerl.hpo.selection import AgentT, Birth, Contest, Plan, Strategy, selected

@@ -12,11 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from agilerl.arguments import shown
-from agilerl.bounds import check_file, check_links, full_matches, memory_bytes
+from agilerl.checks.arguments import shown
 from agilerl.errors import CheckpointError, ConfigError, WriteError
 from agilerl.models.quantised import imported_peft
 from agilerl.models.slots import LinearShape
+from agilerl.safety.bounds import check_file, check_links, full_matches, memory_bytes
 
 
 def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[LinearShape]:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from agilerl.arguments import described, reason, shown
+from agilerl.checks.arguments import described, reason, shown
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.data.tree import token_tree
 from agilerl.errors import ConfigError, EngineError
@@ -46,8 +46,8 @@ from agilerl.models.model_config import (
 from agilerl.models.quantised import loading_arguments, prepare, quantisation_in, stored_sizes
 from agilerl.models.slots import AdapterStore
 from agilerl.models.tiny import tiny_model_path
-from agilerl.padding import with_padding
-from agilerl.templates import settings_of, with_chat_template
+from agilerl.text.padding import with_padding
+from agilerl.text.templates import settings_of, with_chat_template
 
 EMBEDDED = "embedded"
 """The name of the tiny model that is shipped with the package."""

@@ -14,10 +14,10 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from agilerl.arguments import shown
-from agilerl.bounds import check_file, memory_bytes
+from agilerl.checks.arguments import shown
 from agilerl.errors import ConfigError, WriteError
 from agilerl.models.model_config import check_config, load_whole, loading
+from agilerl.safety.bounds import check_file, memory_bytes
 
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from agilerl.arguments import reason
+from agilerl.checks.arguments import reason
 from agilerl.config.base_model import AttentionKind, SharedOptions
 from agilerl.errors import ConfigError, how_to_install
 from agilerl.models.lora import RoundedLinear, StackedLoRALinear

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, get_args
 
-from agilerl.addresses import is_out_of_reach
-from agilerl.arguments import nearest, reason, shown
-from agilerl.bounds import check_file, check_links, memory_bytes
+from agilerl.checks.arguments import nearest, reason, shown
 from agilerl.config.base_model import AttentionKind
 from agilerl.errors import AgileRLError, ConfigError, lacks_memory
+from agilerl.safety.addresses import is_out_of_reach
+from agilerl.safety.bounds import check_file, check_links, memory_bytes
 
 
 def overridden_dtype(dtype: str, overrides: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from agilerl import errors
-from agilerl.arguments import described
+from agilerl.checks.arguments import described
 from agilerl.config.distributed import Sharding, sharding_by_stage, sharding_by_version, wanted_sharding
 from agilerl.errors import AgileRLError, ConfigError, EngineError, how_to_install
 from agilerl.models.base import BaseModel

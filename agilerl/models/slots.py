@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from agilerl import streams
-from agilerl.bounds import memory_bytes
 from agilerl.errors import ConfigError, EngineError
+from agilerl.safety.bounds import memory_bytes
 from agilerl.sizes import ADAPTER_COPIES
 
 ALIGN = 64  # elements; rows start at full vector registers, so elementwise kernels round every slot's row alike

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from agilerl.arguments import nearest
+from agilerl.checks.arguments import nearest
 from agilerl.errors import ConfigError
 
 _GB, _TB, _TERA = 1e9, 1e12, 1e12

@@ -8,7 +8,6 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from agilerl.bounds import check_file
 from agilerl.config.vllm import LORA_RANKS, adapter_options
 from agilerl.errors import CheckpointError
 from agilerl.hpo.fitness import interval
@@ -17,6 +16,7 @@ from agilerl.report.load import score_of
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.directory import as_written
 from agilerl.runs.strict_json import read_json
+from agilerl.safety.bounds import check_file
 
 EMBEDDED = "embedded"
 CARD = "README.md"

@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from agilerl.arguments import Count, Location, Positive, checked, shown
+from agilerl.checks.arguments import Count, Location, Positive, checked, shown
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.planning.footprint import money
 from agilerl.report import figures, life

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from agilerl.arguments import Location, Name, checked, shown
+from agilerl.checks.arguments import Location, Name, checked, shown
 from agilerl.errors import ConfigError, how_to_install
 from agilerl.hpo.lineage import family_tree
 from agilerl.runs import RunLayout, read_lines, read_run

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
-from agilerl.arguments import checked
+from agilerl.checks.arguments import checked
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.grader import Grader, ScoreOrError, attempt_grader, close, grader_name, setup
 

@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
-from agilerl.arguments import Count, Location, Name, NotNegative, Positive, checked
+from agilerl.checks.arguments import Count, Location, Name, NotNegative, Positive, checked
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.grader import Grades, ScoreOrError, grades_of, rows_of, score_or_error
 from agilerl.rewards.judge import JudgeGrader

@@ -6,12 +6,12 @@ from typing import Any, Literal
 
 from jinja2 import TemplateError
 
-from agilerl.addresses import is_out_of_reach
-from agilerl.arguments import Count, Name, Whole, checked
+from agilerl.checks.arguments import Count, Name, Whole, checked
 from agilerl.errors import ConfigError, RewardError
 from agilerl.models.model_config import check_config, check_model_folder, check_size, check_tokenizer_parts
 from agilerl.rewards.grader import BaseGrader
-from agilerl.templates import apply_chat_template
+from agilerl.safety.addresses import is_out_of_reach
+from agilerl.text.templates import apply_chat_template
 
 
 class RewardModelGrader(BaseGrader):

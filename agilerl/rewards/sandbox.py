@@ -21,7 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from agilerl.arguments import Count, Positive, checked
+from agilerl.checks.arguments import Count, Positive, checked
 from agilerl.errors import RewardError
 from agilerl.rewards.waiting import Answer, WaitingGrader
 

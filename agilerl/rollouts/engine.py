@@ -6,14 +6,14 @@ from typing import Annotated, Any, Literal, Protocol, get_args
 
 import torch
 
-from agilerl.arguments import Count, NotNegative, Positive, Whole, Within, check_fields, described, reason, shown
-from agilerl.custom_code import contained
+from agilerl.checks.arguments import Count, NotNegative, Positive, Whole, Within, check_fields, described, reason, shown
 from agilerl.data import Completion, Trajectory
 from agilerl.data.batch import FinishReason
 from agilerl.envs.core import Place, Split
 from agilerl.errors import AgileRLError, ConfigError, EngineError, EnvError, RewardError
 from agilerl.functional import zero_variance_groups
 from agilerl.rewards.grader import TrainerState
+from agilerl.safety.custom_code import contained
 
 
 @dataclass(frozen=True)

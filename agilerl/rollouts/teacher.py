@@ -9,7 +9,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from agilerl.arguments import Name, Positive, checked
+from agilerl.checks.arguments import Name, Positive, checked
 from agilerl.config.search import TEACHER_KEY
 from agilerl.config.vllm import server_url
 from agilerl.data import RolloutBatch
@@ -17,7 +17,7 @@ from agilerl.errors import ConfigError, EngineError
 from agilerl.models.sharding import Lockstep, agreed
 from agilerl.processes import Processes
 from agilerl.rollouts.vllm.server import SAMPLE, Tokenized
-from agilerl.servers import FirstMistake, Logprob, Many, Reply, RequestError, Server
+from agilerl.safety.servers import FirstMistake, Logprob, Many, Reply, RequestError, Server
 
 TeacherAPI = Literal["prompt_logprobs", "echo"]
 """How an endpoint is asked for log-probs of given tokens: vLLM's ``prompt_logprobs``, or ``echo`` with ``logprobs``."""

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from agilerl import streams
-from agilerl.arguments import reason
+from agilerl.checks.arguments import reason
 from agilerl.data import Completion
 from agilerl.data.tree import TokenTree, token_tree
 from agilerl.errors import EngineError
@@ -20,11 +20,11 @@ from agilerl.models.base import BaseModel
 from agilerl.models.flat import Kept, PromptLine, Rows, flatten, side_by_side
 from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.slots import AdapterStore, Route
-from agilerl.padding import decoded
 from agilerl.rollouts.activated import Beginnings, PromptCache, invocations
 from agilerl.rollouts.engine import Arrivals, GenerationRequest, OnCompletion, SamplingSettings, of_part
 from agilerl.rollouts.kv_cache import GroupedCache, RaggedCache
 from agilerl.sizes import CPU_ROWS, LENGTH_MULTIPLE, MAX_ROWS, UNIT_ROWS, padded_length
+from agilerl.text.padding import decoded
 
 _COMPACT_BELOW = 0.75  # an agent's finished rows leave the batch once this share of its rows, or fewer, would stay
 _ENTER_FROM = 0.25  # waiting rows enter a batch once this share of the rows in flight is free

@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from agilerl.bounds import check_file, memory_bytes
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.runs import strict_json
+from agilerl.safety.bounds import check_file, memory_bytes
 
 MANIFEST = "MANIFEST.json"
 """Name of the file in a committed folder that lists every other file with its size and sha256."""

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
 
-from agilerl.arguments import checked
+from agilerl.checks.arguments import checked
 from agilerl.errors import CheckpointError
 from agilerl.runs.atomic import commit_folder, listed, remove_folder, remove_leftovers, verify_folder
 

@@ -20,13 +20,13 @@ from typing import Any, Self
 
 import filelock
 
-from agilerl.arguments import Location, Seed, checked, shown
-from agilerl.bounds import check_links, memory_bytes
+from agilerl.checks.arguments import Location, Seed, checked, shown
+from agilerl.checks.redaction import redacted
 from agilerl.errors import AgileRLError, CheckpointError, WriteError
-from agilerl.redaction import redacted
 from agilerl.runs import strict_json
 from agilerl.runs.atomic import PLAIN_FILE, is_leftover, listed, remove_leftovers, write_json
 from agilerl.runs.journal import Closing, read_lines
+from agilerl.safety.bounds import check_links, memory_bytes
 
 SCHEMA_VERSION = 1
 """Version of the formats in a run directory; a directory of a newer version is refused."""

@@ -10,11 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
-from agilerl.arguments import Location, checked
-from agilerl.bounds import check_file, memory_bytes
+from agilerl.checks.arguments import Location, checked
 from agilerl.errors import CheckpointError
 from agilerl.runs import strict_json
 from agilerl.runs.atomic import PLAIN_FILE, reading, writing
+from agilerl.safety.bounds import check_file, memory_bytes
 
 _BLOCK = 1 << 20
 """Bytes read at once for a digest."""

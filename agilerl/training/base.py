@@ -6,7 +6,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from agilerl.addresses import is_out_of_reach
 from agilerl.algorithms.codec import warn_of_another_base
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.run import RunConfig
@@ -18,6 +17,7 @@ from agilerl.models.model_config import model_config
 from agilerl.models.quantised import imported_peft
 from agilerl.planning.footprint import bank_bytes
 from agilerl.runtime import Runtime
+from agilerl.safety.addresses import is_out_of_reach
 from agilerl.training.memory import adapter_numbers, adapter_slots, check_memory, check_weights
 from agilerl.training.resolved import Resolved, resolve
 

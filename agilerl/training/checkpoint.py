@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.codec import packed, read_state, tensors, unpacked, write_state
 from agilerl.algorithms.state import AgentState, differences, lora_of
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
 from agilerl.distributed.topology import Topology
 from agilerl.errors import CheckpointError
 from agilerl.models.memory import MemoryLimits

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
 from agilerl.config.search import SelectionConfig
-from agilerl.custom_code import contained, load_code
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
+from agilerl.safety.custom_code import contained, load_code
 
 _WHERE = "selection_strategy.name"
 

@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 
 from agilerl.algorithms.agent import LLMAlgorithm
-from agilerl.arguments import NotNegative, Whole, checked
+from agilerl.checks.arguments import NotNegative, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, paired_difference, probability_better
 from agilerl.population import Population
 from agilerl.rollouts.engine import check_error_rate
 from agilerl.runs.diagnosis import Symptom
 from agilerl.runs.hacks import hacks
-from agilerl.templates import at_date
+from agilerl.text.templates import at_date
 from agilerl.training.probe import Answer, answers_of, finite
 from agilerl.training.setup import Session
 

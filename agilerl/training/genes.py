@@ -6,7 +6,8 @@ from typing import Any
 
 from agilerl.algorithms import LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
-from agilerl.arguments import nearest, shown
+from agilerl.checks.arguments import nearest, shown
+from agilerl.checks.validation import validated
 from agilerl.config.search import GeneConfig
 from agilerl.errors import ConfigError
 from agilerl.hpo.parameters import (
@@ -18,7 +19,6 @@ from agilerl.hpo.parameters import (
     values_of,
     with_changes,
 )
-from agilerl.validation import validated
 
 
 def genes_of(

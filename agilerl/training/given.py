@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agilerl.arguments import described
-from agilerl.custom_code import given_name
+from agilerl.checks.arguments import described
 from agilerl.errors import ConfigError
+from agilerl.safety.custom_code import given_name
 
 
 def in_manifest(dataset: Any, reward: Any, environment: Any) -> tuple[dict[str, Any], Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from agilerl.arguments import Location, checked
+from agilerl.checks.arguments import Location, checked
 from agilerl.errors import ConfigError, RewardError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import quarantined
@@ -23,7 +23,7 @@ from agilerl.population import Population
 from agilerl.runs.completions import CompletionRecord
 from agilerl.runs.directory import RunDirectory, run_date
 from agilerl.runs.stopping import Interrupted, StopRequest
-from agilerl.templates import asks_for_date, at_date
+from agilerl.text.templates import asks_for_date, at_date
 from agilerl.training.events import (
     Event,
     Evolved,

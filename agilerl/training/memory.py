@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 
 from agilerl.algorithms.agent import LLMAlgorithm
-from agilerl.bounds import memory_bytes
 from agilerl.config.base_model import NetworkConfig, QuantizationConfig
 from agilerl.config.run import RunConfig
 from agilerl.config.vllm import VLLMConfig
@@ -18,6 +17,7 @@ from agilerl.planning.footprint import cached_tokens, footprint, gib, is_too_muc
 from agilerl.planning.time import Widths, rows_at_once, tokens_at_once
 from agilerl.population import Population
 from agilerl.runtime import Runtime
+from agilerl.safety.bounds import memory_bytes
 from agilerl.sizes import UNIT_ROWS, VLLM_CPU_CACHE
 
 _TOKEN_BYTES, _ROW_BYTES = 100, 2000

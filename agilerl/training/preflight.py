@@ -10,7 +10,7 @@ from agilerl.config.search import SelectionConfig, SharingConfig
 from agilerl.errors import ConfigError
 from agilerl.population import Population
 from agilerl.runtime import Runtime
-from agilerl.templates import at_date
+from agilerl.text.templates import at_date
 from agilerl.training.base import load_runtime
 from agilerl.training.events import PreflightDone
 from agilerl.training.probe import Answer, Group, Probe, probe

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from agilerl.algorithms.config import GroupConfig
-from agilerl.arguments import Count, Whole, checked
+from agilerl.checks.arguments import Count, Whole, checked
 from agilerl.data import Trajectory
 from agilerl.envs.core import Task
 from agilerl.population import Population

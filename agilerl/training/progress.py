@@ -28,6 +28,9 @@ def _pair(values: Any) -> Any:
 
 
 def _fitness(value: Any) -> Fitness:
+    # A fitness in Python may leave them out; a file without them was not written by a run.
+    if isinstance(value, Mapping) and (missing := {"mean", "stderr", "n", "scores"} - value.keys()):
+        raise ValueError(f"{min(missing)} is missing")
     return value if isinstance(value, Fitness) else Fitness.from_state(value)
 
 

@@ -14,13 +14,12 @@ from agilerl import hooks
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.sharing import check_borrows
-from agilerl.arguments import checked, nearest, shown
-from agilerl.bounds import compiled_pattern
+from agilerl.checks.arguments import checked, nearest, shown
+from agilerl.checks.validation import grouped, idle, validated
 from agilerl.config.base_model import NetworkConfig, SharedOptions, split_options
 from agilerl.config.run import RunConfig
 from agilerl.config.search import MutationConfig, SelectionConfig
 from agilerl.config.training import ReplayConfig
-from agilerl.custom_code import names_code
 from agilerl.distributed.topology import Topology
 from agilerl.errors import ConfigError
 from agilerl.hpo.knockout import KnockoutSelection
@@ -34,9 +33,10 @@ from agilerl.hpo.selection import SelectionStrategy
 from agilerl.hpo.spread import EMBEDDED_RATE, RATE_UP, around, lora_rate
 from agilerl.hpo.strategies import ANNEALED, make_strategy
 from agilerl.models.base import EMBEDDED, BaseModel
+from agilerl.safety.bounds import compiled_pattern
+from agilerl.safety.custom_code import names_code
 from agilerl.training.genes import genes_of
 from agilerl.training.tasks import own_weights
-from agilerl.validation import grouped, idle, validated
 
 COMPLETION = 128
 """Most tokens of a completion in a run that bounds neither completions nor the context."""

@@ -2,7 +2,6 @@
 
 import os
 
-from agilerl.addresses import check_key
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.run import RunConfig
 from agilerl.config.search import TEACHER_KEY
@@ -11,6 +10,7 @@ from agilerl.errors import ConfigError
 from agilerl.population import Population
 from agilerl.rollouts.vllm.colocated import check_installed
 from agilerl.rollouts.vllm.engine import VLLMEngine
+from agilerl.safety.addresses import check_key
 
 
 def check_sampling(config: RunConfig, options: SharedOptions) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.state import PlainState
-from agilerl.arguments import Location, checked, shown
+from agilerl.checks.arguments import Location, checked, shown
 from agilerl.config.named_files import check_unchanged, named_files
 from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError

@@ -10,10 +10,9 @@ import torch
 
 from agilerl.algorithms import LLMAlgorithm
 from agilerl.algorithms.codec import warn_of_another_base
-from agilerl.arguments import checked, shown
+from agilerl.checks.arguments import checked, shown
 from agilerl.config.named_files import digests, named_files
 from agilerl.config.run import RunConfig
-from agilerl.custom_code import names_code
 from agilerl.distributed.islands import IslandPopulation
 from agilerl.distributed.topology import SOLITARY, Topology
 from agilerl.envs.core import TRIED_ROWS, Task
@@ -26,7 +25,8 @@ from agilerl.models.base import check_device
 from agilerl.population import Population
 from agilerl.rollouts.activated import invocations
 from agilerl.runtime import Runtime
-from agilerl.templates import at_date
+from agilerl.safety.custom_code import names_code
+from agilerl.text.templates import at_date
 from agilerl.training.base import load_runtime
 from agilerl.training.checkpoint import SavedCheckpoint, received
 from agilerl.training.custom_selection import selection_strategy

@@ -10,11 +10,9 @@ from typing import Any
 import gymnasium
 import numpy as np
 
-from agilerl.addresses import OPENAI, check_key
-from agilerl.arguments import nearest, shown
+from agilerl.checks.arguments import nearest, shown
 from agilerl.config.environment import DatasetConfig, EnvironmentConfig, GraderConfig
 from agilerl.config.run import RunConfig
-from agilerl.custom_code import code_name, contained, load_code, names_code, not_allowed
 from agilerl.envs import ENVIRONMENTS
 from agilerl.envs.adapters import make_env
 from agilerl.envs.adapters.verifiers import make_taskset
@@ -36,6 +34,8 @@ from agilerl.rewards.grader import Grader, exact_match
 from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rewards.library import LIBRARY, library_grader
 from agilerl.rewards.waiting import ThreadedGrader
+from agilerl.safety.addresses import OPENAI, check_key
+from agilerl.safety.custom_code import code_name, contained, load_code, names_code, not_allowed
 
 
 class _TemplateTask(ReasoningGymTask):

@@ -24,9 +24,8 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import Field
 
-from agilerl.arguments import Location, checked, nearest, shown
+from agilerl.checks.arguments import Location, checked, nearest, shown
 from agilerl.config.training import TRACKERS
-from agilerl.custom_code import contained, load_code, names_code
 from agilerl.errors import CheckpointError, ConfigError, WriteError, how_to_install
 from agilerl.report.life import changed
 from agilerl.report.load import flat
@@ -34,6 +33,7 @@ from agilerl.runs.atomic import write_json
 from agilerl.runs.directory import RunLayout
 from agilerl.runs.journal import read_lines
 from agilerl.runs.strict_json import Count, SavedValues, read_json
+from agilerl.safety.custom_code import contained, load_code, names_code
 from agilerl.training.events import Event
 from agilerl.training.records import lineage_lines, metric_lines
 

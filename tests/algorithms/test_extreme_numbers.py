@@ -3,8 +3,8 @@
 import pytest
 
 from agilerl.algorithms import ALGORITHMS
+from agilerl.checks.validation import validated
 from agilerl.errors import ConfigError
-from agilerl.validation import validated
 
 FLOATS = [
     (algorithm, name)

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from urllib.error import HTTPError
 
-from agilerl.addresses import may_have_key
 from agilerl.runs.stopping import StopRequest
+from agilerl.safety.addresses import may_have_key
 
 
 class Handler(BaseHTTPRequestHandler):

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from agilerl.config.manifest import load_manifest
-from agilerl.custom_code import file_of, load_code
 from agilerl.errors import CheckpointError, ConfigError
+from agilerl.safety.custom_code import file_of, load_code
 from agilerl.training.saved import open_run
 from agilerl.training.tasks import task
 from tests.cli.conftest import agilerl  # noqa: F401

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from agilerl.custom_code import contained
 from agilerl.data import Trajectory
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.graded import GradedTask, TaskGrader
@@ -19,6 +18,7 @@ from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.grader import grade
 from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rollouts.engine import Failure, Rollout, check_error_rate, lost_places
+from agilerl.safety.custom_code import contained
 from tests.faults.graders import sleepy
 from tests.faults.small_populations import GROUP, PROMPTS, Parity, iterate, make_population, weights
 from tests.training.small_runs import ROOT, environment

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agilerl.checks.redaction import redacted
 from agilerl.errors import CheckpointError
-from agilerl.redaction import redacted
 from benchmarking.fuzz import READERS, Reader, at_random, damaged
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of settings that are odd and allowed

@@ -10,7 +10,7 @@ import pytest
 
 from agilerl.algorithms import GRPO
 from agilerl.algorithms.codec import read_state
-from agilerl.errors import AgileRLError
+from agilerl.errors import AgileRLError, CheckpointError
 from agilerl.training.checkpoint import read_checkpoint
 from tests.cli.conftest import agilerl  # noqa: F401
 from tests.cli.outcome import Outcome
@@ -66,6 +66,9 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
         ("progress.tokens", {"generated": "1"}),
         ("progress.fitness", {"../x": {"mean": 0.0, "stderr": 0.0, "n": 1, "scores": []}}),
         ("progress.fitness", {"1": {"mean": "x", "stderr": 0.0, "n": 1, "scores": []}}),
+        ("progress.fitness", {"1": {"mean": 0.0}}),
+        ("progress.kept", [{"agent": 1, "iteration": 1, "fitness": {"mean": 0.0}}]),
+        ("progress.elite", {}),
         ("progress.base", 5),
         ("progress.best", "Infinity and more"),
         ("progress.median", {"index": 1}),
@@ -170,6 +173,19 @@ def test_every_value_of_every_file_replaced_by_others(unfinished: Unfinished, tm
                 with suppress(AgileRLError):
                     read_and_build(path, unfinished)
         path.write_text(json.dumps(good))
+
+
+def test_a_progress_without_one_of_its_values_is_refused(unfinished: Unfinished, tmp_path: Path) -> None:
+    """What was left out would begin at 0 again."""
+    path = newest(unfinished.copy(tmp_path / "run")) / "state.json"
+    good = json.loads(path.read_text())
+    for name in good["progress"]:
+        if name in ("kept", "pace", "teacher"):  # newer than the first checkpoints
+            continue
+        rest = {key: value for key, value in good["progress"].items() if key != name}
+        path.write_text(json.dumps({**good, "progress": rest}))
+        with pytest.raises(CheckpointError, match=f"progress: {name} is missing"):
+            read_and_build(path, unfinished)
 
 
 def read_and_build(path: Path, unfinished: Unfinished) -> None:

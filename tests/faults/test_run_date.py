@@ -13,7 +13,7 @@ from agilerl.envs.prompts import render_prompt, render_text
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.models.base import load_tokenizer, resolve_model
 from agilerl.runs.directory import RunDirectory
-from agilerl.templates import at_date, now
+from agilerl.text.templates import at_date, now
 from agilerl.training.loop import resume, train
 from agilerl.training.resolved import resolve
 from agilerl.training.saved import open_run

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from agilerl.checks.redaction import names_a_secret, redacted
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.config.vllm import VLLMConfig
 from agilerl.errors import ConfigError
-from agilerl.redaction import names_a_secret, redacted
 from agilerl.report import build_report
 from agilerl.rewards.judge import JudgeGrader
 from agilerl.runs import RunDirectory

@@ -16,7 +16,7 @@ from agilerl.errors import CheckpointError, ConfigError
 from agilerl.models.base import load_tokenizer
 from agilerl.models.tiny import tiny_model_path
 from agilerl.runtime import Runtime
-from agilerl.templates import with_chat_template
+from agilerl.text.templates import with_chat_template
 from agilerl.training.resolved import resolve
 from agilerl.training.setup import build
 

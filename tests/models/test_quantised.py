@@ -12,6 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from agilerl.algorithms import GRPO
+from agilerl.checks.validation import validated
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.errors import ConfigError
 from agilerl.models import adapters
@@ -19,7 +20,6 @@ from agilerl.models.base import load_base
 from agilerl.models.quantised import dequantise_
 from agilerl.models.slots import Route
 from agilerl.runtime import Runtime
-from agilerl.validation import validated
 from tests.models.two_agents import make_runtime, parts, rows, train_pass
 from tests.tiny_models import PAD, llama, qwen2, random_model
 

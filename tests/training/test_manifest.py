@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agilerl.arguments import nearest, shown
+from agilerl.checks.arguments import nearest, shown
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from agilerl.algorithms import GRPO, PPO
+from agilerl.checks.validation import validated
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.manifest import load_manifest
 from agilerl.errors import ConfigError
@@ -16,7 +17,6 @@ from agilerl.models.layers import apply_liger_kernels
 from agilerl.runtime import Runtime
 from agilerl.training.resolved import resolve
 from agilerl.training.setup import build
-from agilerl.validation import validated
 from tests.models.two_agents import make_runtime, train_pass
 from tests.tiny_models import PAD, random_model
 from tests.training.small_runs import SMALL

@@ -8,10 +8,10 @@ from itertools import islice
 from threading import Lock, Thread
 from typing import Any, Self
 
-from agilerl.custom_code import contained
 from agilerl.envs.core import Row, Split, Task, TrainingOrder, fewer, warn_of_fewer
 from agilerl.envs.programs import MODEL, AgentTask, ProgramLimits, client
 from agilerl.errors import AgileRLError, ConfigError, EnvError, how_to_install
+from agilerl.safety.custom_code import contained
 
 MOST_TASKS, MOST_OF_INFINITE = 10_000, 1_000
 """Tasks that are read of a taskset."""

@@ -16,12 +16,12 @@ import httpx2
 import numpy as np
 from pydantic import Field
 
-from agilerl.arguments import Count, Name, Positive, checked, nearest, shown
+from agilerl.checks.arguments import Count, Name, Positive, checked, nearest, shown
 from agilerl.envs.sources import read_file
 from agilerl.envs.tools.tool import Tool
 from agilerl.errors import ConfigError, EnvError, how_to_install
 from agilerl.rewards.sandbox import run_python
-from agilerl.servers import Many, Reply, parsed, request
+from agilerl.safety.servers import Many, Reply, parsed, request
 
 MOST_CHARACTERS = 500
 MOST_BITS = 4096

@@ -5,7 +5,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from agilerl.arguments import Count, Name, NotNegative, Positive, Seed, Within, checked
+from agilerl.checks.arguments import Count, Name, NotNegative, Positive, Seed, Within, checked
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.core import Row, Task, is_held_out
 from agilerl.envs.datasets import DatasetTask

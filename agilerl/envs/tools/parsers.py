@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Annotated, Any, Protocol
 
-from agilerl.arguments import Having, checked, nearest, shown
+from agilerl.checks.arguments import Having, checked, nearest, shown
 from agilerl.envs.prompts import end_token_ids
 from agilerl.envs.tools.tool import json_or_text
 from agilerl.errors import ConfigError
-from agilerl.padding import decoded
+from agilerl.text.padding import decoded
 
 KEYS = ("arguments", "parameters")
 SEPARATORS = ";, \n\t\r"

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 
-from agilerl.arguments import Name, Positive, checked, nearest, shown
+from agilerl.checks.arguments import Name, Positive, checked, nearest, shown
 from agilerl.errors import ConfigError
 
 ErrorKind = Literal["malformed", "unknown_tool", "bad_arguments", "raised", "timeout", "too_many"]

@@ -15,15 +15,15 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
+from agilerl.checks.validation import validated
 from agilerl.data import Completion
 from agilerl.envs.programs import MODEL
 from agilerl.envs.prompts import ChatFormat, decode_completions, text_ids
 from agilerl.envs.tools.parsers import TextTagParser, ToolCall, ToolCallParser, parser_for
 from agilerl.errors import AgileRLError, ConfigError, how_to_install
-from agilerl.padding import decoded
 from agilerl.rollouts.endpoint.session import Call, RefusedError, Rendering, Session
 from agilerl.rollouts.engine import GenerationRequest, SamplingSettings
-from agilerl.validation import validated
+from agilerl.text.padding import decoded
 
 LARGEST_BODY = 8 * 2**20
 """Bytes of a request."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from agilerl.arguments import reason
+from agilerl.checks.arguments import reason
 from agilerl.config.vllm import SUPPORTED, VLLMConfig, how_to_install_vllm, installed_vllm, lora_capacity
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import BaseModel

@@ -18,7 +18,7 @@ from agilerl.config.vllm import API_KEY, LORA_RANKS, SUPPORTED, VLLMConfig, lora
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import BaseModel
 from agilerl.rollouts.vllm.backend import Answer, OnAnswer, Row, StagedAdapter
-from agilerl.servers import CONNECTING, Logprob, Many, Reply, RequestError, Server, Tokens
+from agilerl.safety.servers import CONNECTING, Logprob, Many, Reply, RequestError, Server, Tokens
 
 COMMAND = (
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True vllm serve MODEL --enable-lora --max-loras AGENTS --max-lora-rank RANK "

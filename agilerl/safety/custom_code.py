@@ -16,7 +16,7 @@ from threading import Lock
 from types import CodeType, ModuleType
 from typing import Any, ClassVar
 
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
 from agilerl.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler
 
 from agilerl import hooks
-from agilerl.arguments import nearest, shown
+from agilerl.checks.arguments import nearest, shown
 from agilerl.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -22,7 +22,7 @@ from pydantic import (
 )
 from tenacity import RetryCallState, Retrying, retry_if_exception, stop_after_attempt, wait_exponential
 
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
 
 _ANSWER_BYTES, _TOKEN_BYTES = 4 * 2**20, 2**10
 """Bytes of an answer: those of any, and those that each token of the request adds."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
 from agilerl.errors import ConfigError
 
 _log = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from agilerl.checks.redaction import without_keys
 from agilerl.errors import ConfigError
-from agilerl.redaction import without_keys
 
 ALLOWED = "AGILERL_ALLOWED_ADDRESSES"
 """Environment variable with the addresses that keys may be sent to, separated by whitespace or commas."""

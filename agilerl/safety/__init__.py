@@ -1,0 +1,1 @@
+"""What others may not do: run code, be sent keys, fill the memory, or answer without end."""
