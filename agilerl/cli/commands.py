@@ -168,10 +168,9 @@ def default_report(runs: Sequence[Path]) -> Path:
     """
     if len(runs) == 1:
         return runs[0] / "report.html"
-    folders = [Path(os.path.abspath(run)) for run in runs]
-    names = [folder.name for folder in folders]
-    if len(set(names)) < len(names):
-        names = ["-".join(folder.parts[-2:]) for folder in folders]
+    from agilerl.report.page import distinct_names
+
+    names = [name.replace("/", "-") for name in distinct_names(runs)]
     name = "-".join(names)
     if len(os.fsencode(name)) > _LONGEST_NAME:
         shortened = os.fsencode(names[0])[:_LONGEST_NAME].decode(errors="ignore")

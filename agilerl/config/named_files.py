@@ -13,7 +13,7 @@ from agilerl.arguments import shown
 from agilerl.bounds import check_file, memory_bytes
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.run import RunConfig
-from agilerl.custom_code import file_of, names_code, not_allowed
+from agilerl.custom_code import file_of, given_source, names_code, not_allowed
 from agilerl.errors import CheckpointError, ConfigError
 
 ENDINGS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
@@ -192,6 +192,7 @@ def leads_to(text: str, root: Path) -> Path | None:
 def digests(config: RunConfig) -> dict[str, dict[str, str]]:
     """Return the sha256 of each file that a configuration names, by its path: ``data``, and ``code`` that it runs.
 
+    Functions that Python handed over have that of their source, by their names in the settings, if it is known.
     Raises CheckpointError if a file cannot be read.
     """
     by_kind: dict[str, dict[str, str]] = {"code": {}, "data": {}}
@@ -204,6 +205,9 @@ def digests(config: RunConfig) -> dict[str, dict[str, str]]:
                 by_kind[kind][str(path)] = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             raise CheckpointError(f"the run needs {shown(str(path))}: {error.strerror or error}") from error
+    for _, name in _named_code(config):
+        if (source := given_source(name)) is not None:
+            by_kind["code"][name] = hashlib.sha256(source.encode()).hexdigest()
     return by_kind
 
 
