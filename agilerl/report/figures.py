@@ -449,7 +449,7 @@ def parallel_figure(run: RunRecord, family: Family, names: Sequence[str]) -> Fig
     if not data or len(columns) < 3:  # of one hyperparameter gene_figure shows more
         return None
     marks = [
-        (x, heights[name][index], short_value(values[index]))
+        (x, heights[name][index], f"\u2002{short_value(values[index])}")
         for x, (name, values) in enumerate(columns.items())
         for index in _spread_out(heights[name])
     ]

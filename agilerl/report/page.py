@@ -80,14 +80,14 @@ def render(runs: Sequence[RunRecord], reload: int | None = None) -> str:
         with as_written(run.path):
             views.append({"name": name, **_view(position, run, y_range)})
     overlay = figures.overlay_figure({name: (view["record"], view["family"]) for name, view in zip(names, views)})
-    library, script = _resource("plotly/plotly-basic.min.js"), inline_script(_resource("script.js.jinja"))
-    return _page().render(
+    library, script = resource("plotly/plotly-basic.min.js"), inline_script(resource("script.js.jinja"))
+    return compiled("page.html.jinja").render(
         title="agilerl: " + ", ".join(names),
         runs=views,
         reload=reload,
         comparison=comparison(runs, names) if len(runs) > 1 else None,
         overlay={"overlay": overlay} if overlay and len(runs) > 1 else {},
-        style=Markup(_resource("style.css.jinja")),
+        style=resource("style.css.jinja"),
         library=packed(library),
         script=Markup(script),
         policy=_content_policy(library, script),
@@ -105,8 +105,8 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 
 @cache
-def _page() -> Template:
-    """Compile the template, once; nothing that a run says gets into it.
+def compiled(name: str) -> Template:
+    """Compile a template, once; nothing that a run says gets into it.
 
     Text that comes from a run is untrusted: jinja escapes it in HTML, script_json in scripts.
     """
@@ -114,7 +114,7 @@ def _page() -> Template:
         loader=PackageLoader("agilerl.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters |= {"script_json": script_json}
-    return environment.get_template("page.html.jinja")
+    return environment.get_template(name)
 
 
 def script_json(value: Any) -> Markup:
@@ -212,8 +212,9 @@ def _common_range(runs: Sequence[RunRecord]) -> tuple[float, float] | None:
     return (low, high) if math.isfinite(high - low) else None  # then each figure finds its own range
 
 
-def _resource(name: str) -> str:
-    return files("agilerl.report").joinpath(name).read_text(encoding="utf-8")
+def resource(name: str) -> Markup:
+    """Return a file of this package, trusted as it is."""
+    return Markup(files("agilerl.report").joinpath(name).read_text(encoding="utf-8"))
 
 
 def _content_policy(*scripts: str) -> str:

@@ -149,7 +149,7 @@ def test_parallel_lines_end_at_the_fitness(load):
     assert lines[1] == ([0, 1, 2], [0.5, 0.5, 1.0])
     assert figure["layout"]["xaxis"]["ticktext"] == ["lr", "beta", "fitness"]
     values = figure["data"][-1]
-    assert list(zip(values["x"], values["y"], values["text"]))[:3] == [
+    assert list(zip(values["x"], values["y"], map(str.strip, values["text"])))[:3] == [
         (0, 0, "0.0001"),
         (0, 1, "0.01"),
         (0, 0.5, "0.001"),
