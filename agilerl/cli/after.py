@@ -185,6 +185,13 @@ def _show_worst(answers: Sequence[Mapping[str, Any]], worst: Sequence[int]) -> N
                 tell_line(f"   {who}: {one_line(greedy['text'])} (score {number(greedy['score']):g}{mean})")
 
 
+_CHAT_HELP = """\
+/new, or an empty line: begin a new conversation
+/quit, or the end of the input: leave
+Answers are drawn at temperature {temperature:g} and have at most {most_tokens} tokens; --temperature, --max-tokens and
+--base (the answers of the base as well) are options of the command. Added to each message, as in the run: {asked}"""
+
+
 # -- ``agilerl chat`` --------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +222,7 @@ def run_chat(
 
     agent = load_agent(adapter.config)
     loading_done()
-    console.print("An empty line or /new begins a new conversation, /quit or the end of the input leaves.")
+    console.print("Type a message, or /help.")
     environment = adapter.config.environment
     template, answers = environment.conversation_template or [], AnswerFormat.of(environment)
     system = [dict(m) for m in template if m["role"] == "system" and "{question}" not in m["content"]]
@@ -224,6 +231,13 @@ def run_chat(
     for turn, line in enumerate(_lines(quiet=quiet or as_json)):
         if line == "/quit":
             return
+        if line == "/help":
+            say(
+                _CHAT_HELP.format(
+                    temperature=temperature, most_tokens=most_tokens, asked=answers.instruction or "nothing"
+                )
+            )
+            continue
         if line in ("", "/new"):
             conversations = {who: list(system) for who in slots}
             console.print("(a new conversation)")

@@ -73,7 +73,7 @@ class Browser:
         return message
 
     def resize(self, width: int, height: int) -> None:
-        """Show pages as on a screen of this size in CSS pixels; narrow ones are phones, on which pages may be zoomed."""
+        """Show pages as on a screen of this size in CSS pixels; a narrow one is that of a phone, which zooms."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._send("Emulation.setDeviceMetricsOverride", **metrics)
 
