@@ -12,10 +12,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from agilerl import hooks
-from agilerl.checks.arguments import Count, Location, Name, Seed, checked, described, nearest, shown
+from agilerl.checks.arguments import (
+    Count,
+    Location,
+    Name,
+    Seed,
+    Whole,
+    Within,
+    checked,
+    described,
+    nearest,
+    shown,
+)
 from agilerl.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +53,7 @@ def train(
     population: Count | None = None,
     evolve: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
     max_tokens: Count | None = None,
+    max_output_tokens: Count | None = None,
     seed: Seed | None = None,
     manifest: Location | None = None,
     out: Location | None = None,
@@ -66,6 +78,7 @@ def train(
         evolve: names of the hyperparameters that evolve, or their ranges ``{"lr": {"min": 1e-5, "max": 1e-3}}``;
             an empty list: none does, and nothing is selected.
         max_tokens: budget of all agents together: tokens sampled, trained on and spent in exams.
+        max_output_tokens: longest completion, in training and in exams.
         seed: seed of the run.
         manifest: a YAML file whose settings all others here override.
         out: the run directory; by default ``runs/<task>-<time>``.
@@ -97,6 +110,7 @@ def train(
         "network.pretrained_model_name_or_path": model,
         "training.pop_size": population,
         "training.max_tokens": max_tokens,
+        "algorithm.max_output_tokens": max_output_tokens,
         "training.seed": seed,
     }
     settings |= {name: value for name, value in given.items() if value is not None}
@@ -127,6 +141,8 @@ def _meant(name: str) -> str:
 
     if name == "loss":
         return "a custom loss is for agents in a loop of your own: docs/losses.md"
+    if name in ("grader", "graders"):
+        return "a grader, or a list of them, is reward=[...]"
     addresses = [address.split(".") for address in addresses_of(name)]
     as_sections = " or ".join(f'give {section}={{"{key}": ...}}' for section, key in addresses)
     return as_sections or hooks.hint(name) or nearest(name, [*_NAMES, *SECTIONS])
@@ -153,6 +169,7 @@ class Run:
 
         self.path = Path(path)
         self._files = RunLayout(self.path)
+        self._answering: LLMAlgorithm | None = None
         self.config: dict[str, Any] = read_run(self.path)["config"]
         """All settings, section by section."""
 
@@ -200,6 +217,23 @@ class Run:
         from agilerl.training.saved import load
 
         return load(self.adapter)
+
+    @checked
+    def generate(
+        self,
+        prompts: str | Sequence[Any],
+        *,
+        max_new_tokens: Count | None = None,
+        temperature: Annotated[float, Within(0)] = 0.0,
+        seed: Whole = 0,
+    ) -> str | list[str]:
+        """Return the elite's answer to a text or conversation, or its answers to a list: ``LLMAlgorithm.generate``.
+
+        The elite is loaded at the first call. Raises CheckpointError if the run has none, or none yet.
+        """
+        if self._answering is None:
+            self._answering = self.elite
+        return self._answering.generate(prompts, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
 
     @property
     def lineage(self) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from agilerl.config.manifest import load_manifest
+from agilerl.config.named_files import given_digests
 from agilerl.data import collate
 from agilerl.envs.check import check_env
 from agilerl.envs.core import Task
@@ -18,7 +19,7 @@ from agilerl.envs.episode_task import EpisodeTask, call_all
 from agilerl.envs.text_env import TextEnv
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards import CombinedGrader, IsolatedGrader, call_grader, grade
-from agilerl.safety.custom_code import contained, load_code, torch_restored
+from agilerl.safety.custom_code import contained, given_name, given_source, load_code, torch_restored
 from agilerl.training.setup import build
 from tests.algorithms.conftest import make_agents, sample
 from tests.algorithms.off_policy import SETTINGS
@@ -264,3 +265,20 @@ def test_a_manifest_whose_file_leaves_is_refused(tmp_path: Path) -> None:
     config = load_manifest(None, [*SMALL, f"environment.graders=[{{name: '{tmp_path / 'own.py'}:G'}}]"])
     with pytest.raises(ConfigError, match="SystemExit"):
         build(config, allow_code=True)
+
+
+def test_the_source_of_a_function_that_python_handed_over_is_part_of_the_digests() -> None:
+    def reward(completion: str) -> float:
+        return float(len(completion))
+
+    first = reward
+
+    def reward(completion: str) -> float:  # type: ignore[no-redef]
+        return float(len(completion)) / 2
+
+    names = [given_name(code) for code in (first, reward)]
+    of_both = [given_digests(load_manifest(None, [f"environment.graders=[{{name: '{name}'}}]"])) for name in names]
+    assert [list(one) for one in of_both] == [[name] for name in names]
+    assert len({digest for one in of_both for digest in one.values()}) == 2
+    assert given_source("python:nobody") is None
+    assert given_source(given_name(eval("lambda completion: 0.0"))) is None

@@ -23,7 +23,8 @@ SMALL: dict[str, Any] = {
     "population": 2,
     "max_tokens": 9000,
     "environment": {"eval_prompts": 8, "test_prompts": 8, "data_batch_size_per_gpu": 8},
-    "algorithm": {"name": "GRPO", "group_size": 4, "batch_size": 32, "max_output_tokens": 4},
+    "algorithm": {"name": "GRPO", "group_size": 4, "batch_size": 32},
+    "max_output_tokens": 4,
     "training": {"evo_steps": 2},
     "display": False,
 }
@@ -50,14 +51,31 @@ def test_a_run_has_its_results(finished: agilerl.Run) -> None:
     assert {line["kind"] for line in finished.metrics} >= {"train", "eval", "test"}
     assert list(finished.schedule()["genes"]) == ["lr"]
     assert finished.config["training"]["pop_size"] == 2
+    assert finished.config["algorithm"]["max_output_tokens"] == 4
     assert finished.elite.algo == "GRPO"
-    assert isinstance(finished.elite.generate("1 + 1"), str)
+    assert finished.generate(["1 + 1", "2 + 3"]) == finished.elite.generate(["1 + 1", "2 + 3"])
+    assert finished.generate("1 + 1", max_new_tokens=1) == finished.elite.generate("1 + 1", max_new_tokens=1)
     assert finished.report().name == "report.html"
     again = agilerl.Run(finished.path)
     assert repr(again) == repr(finished)
     assert f"elite {finished.test['elite'].mean:.3f}" in repr(finished)
     assert f"<td>{finished.test['base'].mean:.3f}</td>" in finished._repr_html_()
     assert again.resume() is again
+
+
+def test_the_scores_of_several_rewards_are_added(tmp_path: Path) -> None:
+    def fixed(completion: str) -> float:
+        return 0.25
+
+    small = {**SMALL, "max_tokens": 2000}
+    run = agilerl.train(dataset=ROWS, reward=[short, fixed], evolve=[], out=tmp_path / "both", **small)
+    lines = [line for line in run.metrics if line["kind"] == "train"]
+    assert lines
+    for line in lines:
+        assert line["rewards/fixed/mean"] == 0.25
+        assert line["reward"] == pytest.approx(line["rewards/short/mean"] + 0.25)
+    with pytest.raises(ConfigError, match="reward="):
+        agilerl.train(dataset=ROWS, grader=[short, fixed])
 
 
 def test_rows_in_memory_are_kept_beside_the_run(finished: agilerl.Run) -> None:
@@ -125,7 +143,7 @@ def test_local_trainer_takes_the_same_rows_and_rewards(finished: agilerl.Run, tm
 
     out, out_of_none = tmp_path / "same", tmp_path / "none"
     trainer = agilerl.LocalTrainer(
-        SMALL["algorithm"],
+        {**SMALL["algorithm"], "max_output_tokens": 4},
         SMALL["environment"],
         {**SMALL["training"], "pop_size": 2, "max_tokens": 9000, "max_steps": 9000},
         {"rl_hp_selection": {"lr": {}}},

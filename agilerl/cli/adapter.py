@@ -95,7 +95,7 @@ def subject(
         if loaded:
             check_unchanged(named_files(read), info.get("files", {}), run, begun=named_files(at_first))
         if examined:
-            _check_unseen(config, begun)
+            _check_unseen(config, begun, named="environment.dataset" in keys)
             if not allow_addresses:
                 _check_addresses(config.environment, config.algorithm, config.typed_addresses)
     else:
@@ -181,13 +181,21 @@ def _agent_json(folder: Path) -> dict[str, Any] | None:
     return values
 
 
-def _check_unseen(config: RunConfig, begun: RunConfig) -> None:
-    """Raise ConfigError if the test would have rows that the run trained on; warn if it may have such questions."""
+def _check_unseen(config: RunConfig, begun: RunConfig, *, named: bool) -> None:
+    """Raise ConfigError if the test would have rows that the run trained on; warn if it may have such questions.
+
+    ``named``: the user named the rows, all of which are then the test.
+    """
     e, before = config.environment, begun.environment
     panels = [(c.training.seed, c.environment.test_prompts, c.environment.bad_rows) for c in (config, begun)]
     if e.dataset is not None and e.dataset_test is None:
-        trained = {part.path for part in before.dataset or ()}
-        if trained & {part.path for part in e.dataset} and (panels[0] != panels[1] or e.dataset != before.dataset):
+        trained = {part.path for part in before.dataset or ()} & {part.path for part in e.dataset}
+        if trained and named:
+            raise ConfigError(
+                f"environment.dataset names {shown(min(trained))}, whose rows the run was trained on; leave it out to "
+                "ask the rows that the run kept for its test, or name rows that it has not seen"
+            )
+        if trained and (panels[0] != panels[1] or e.dataset != before.dataset):
             raise ConfigError(
                 "with another training.seed, environment.test_prompts, bad_rows or mixture the test would have rows "
                 "that the run trained on; leave them as they were, or give other rows: environment.dataset_test=FILE"

@@ -185,6 +185,13 @@ def _show_worst(answers: Sequence[Mapping[str, Any]], worst: Sequence[int]) -> N
                 tell_line(f"   {who}: {one_line(greedy['text'])} (score {number(greedy['score']):g}{mean})")
 
 
+_CHAT_HELP = """\
+/new, or an empty line: begin a new conversation
+/quit, or the end of the input: leave
+Answers are drawn at temperature {temperature:g} and have at most {most_tokens} tokens; --temperature, --max-tokens and
+--base (the answers of the base as well) are options of the command. Added to each message, as in the run: {asked}"""
+
+
 # -- ``agilerl chat`` --------------------------------------------------------------------------------------------------
 
 
@@ -215,7 +222,7 @@ def run_chat(
 
     agent = load_agent(adapter.config)
     loading_done()
-    console.print("An empty line or /new begins a new conversation, /quit or the end of the input leaves.")
+    console.print("Type a message, or /help.")
     environment = adapter.config.environment
     template, answers = environment.conversation_template or [], AnswerFormat.of(environment)
     system = [dict(m) for m in template if m["role"] == "system" and "{question}" not in m["content"]]
@@ -224,6 +231,13 @@ def run_chat(
     for turn, line in enumerate(_lines(quiet=quiet or as_json)):
         if line == "/quit":
             return
+        if line == "/help":
+            say(
+                _CHAT_HELP.format(
+                    temperature=temperature, most_tokens=most_tokens, asked=answers.instruction or "nothing"
+                )
+            )
+            continue
         if line in ("", "/new"):
             conversations = {who: list(system) for who in slots}
             console.print("(a new conversation)")
@@ -453,26 +467,13 @@ def run_compare(
     as_json: AsJson = False,
 ) -> None:
     """Show how runs differ in settings and results, and write them side by side as one HTML file."""
-    from agilerl.report.load import check_different, load_run
+    from agilerl.report.load import check_different, differences, load_run, why_not_comparable
 
     if len(runs) < 2:
         raise ConfigError(f"expected two runs or more to compare, found {shown(str(runs[0]))} alone")
     check_different(runs)
     records = [load_run(run) for run in runs]
-    settings = []
-    for record in records:
-        files = (record.info.get("files") or {}).values()
-        digests = {f"sha256 of {Path(name).name}": sha[:12] for kind in files for name, sha in kind.items()}
-        one = dict(_flat(record.info["config"])) | digests
-        settings.append(one)
-        if one.get("algorithm.seed") == one.get("training.seed"):
-            one.pop("algorithm.seed", None)  # not a second difference: it is the run's seed unless it is set
-    differ = {}
-    for name in dict.fromkeys(name for one in settings for name in one):
-        values = [one.get(name) for one in settings]
-        if len(set(map(json.dumps, values))) > 1:
-            differ[name] = values
-    results = []
+    differ, results = differences(records), []
     for record in records:
         with as_written(record.path):
             results.append(_result(record))
@@ -483,21 +484,9 @@ def run_compare(
     from agilerl.cli.commands import run_report
 
     _show_comparison([record.name for record in records], differ, results)
-    changed = [shown(name.removeprefix("sha256 of ")) for name in differ if name.startswith("sha256 of ")]
-    if changed:
-        tell_line(
-            f"The runs read different {', '.join(changed)}: what they were graded by or asked differs, so their scores "
-            "cannot be compared."
-        )
+    if warning := why_not_comparable(differ):
+        tell_line(warning)
     run_report(runs, out)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _result(run: Any) -> dict[str, Any]:

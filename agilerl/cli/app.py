@@ -11,7 +11,8 @@ from typer.core import TyperGroup
 from agilerl.cli.process_settings import apply, debug, loading_done
 
 _NAMES = (
-    "init train resume report lineage schedule eval chat merge export serve push compare check plan probe fetch env"
+    "init train resume watch report lineage schedule eval chat merge export serve push compare check plan probe fetch "
+    "env"
 )
 _LOADING = ("train", "resume", "eval", "chat", "merge", "probe")
 """Commands that load a model."""

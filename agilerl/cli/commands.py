@@ -7,6 +7,7 @@ import stat
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,8 +104,6 @@ def _keywords(settings: Sequence[str]) -> dict[str, Any]:
 
 
 _LONGEST_NAME = 100
-_RELOAD = 10
-"""Seconds after which an open page reloads itself."""
 
 
 def run_report(
@@ -139,6 +138,7 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
     It takes at most a tenth of a core from the runs.
     """
     from agilerl.report import build_report
+    from agilerl.report.live import RELOAD
     from agilerl.runs import RunLayout
 
     layouts = [RunLayout(run) for run in runs]
@@ -148,7 +148,7 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
             files = [file for layout in layouts for file in (layout.metrics, layout.lineage) if file.exists()]
             began, now = time.monotonic(), [(status.st_size, status.st_mtime_ns) for status in map(os.stat, files)]
             if now != written:
-                build_report(runs, out, reload=_RELOAD, price=price)
+                build_report(runs, out, reload=RELOAD, price=price)
             if written is None:
                 tell_line(out)
                 say("Open it in a browser: it follows the runs until they finish. Ctrl-C ends that.")
@@ -168,10 +168,9 @@ def default_report(runs: Sequence[Path]) -> Path:
     """
     if len(runs) == 1:
         return runs[0] / "report.html"
-    folders = [Path(os.path.abspath(run)) for run in runs]
-    names = [folder.name for folder in folders]
-    if len(set(names)) < len(names):
-        names = ["-".join(folder.parts[-2:]) for folder in folders]
+    from agilerl.report.page import distinct_names
+
+    names = [name.replace("/", "-") for name in distinct_names(runs)]
     name = "-".join(names)
     if len(os.fsencode(name)) > _LONGEST_NAME:
         shortened = os.fsencode(names[0])[:_LONGEST_NAME].decode(errors="ignore")
@@ -195,6 +194,29 @@ def _check_file(out: Path) -> None:
         raise ConfigError(
             f"{shown(str(out))} exists and is not a report, so it is not overwritten; choose another name, or delete it"
         )
+
+
+def run_watch(
+    run: Annotated[
+        Path, Argument(metavar="RUN_OR_FOLDER", help="A run, or a folder with runs below it.", parser=as_path)
+    ],
+    *,
+    port: Annotated[int, Option(min=0, max=65535, help="Port on this machine; 0: any that is free.")] = 0,
+    price: Price = None,
+) -> None:
+    """Show the report of a run on an address of this machine, following it while it trains; Ctrl-C ends that.
+
+    Of a folder it shows a list of all runs below it, each with its report:
+
+    agilerl watch runs
+    """
+    from agilerl.report.live import Watch
+
+    with Watch(run, port, price) as server:
+        tell_line(server.url)
+        say("Open it in a browser: it follows the runs. Ctrl-C ends that.")
+        with suppress(KeyboardInterrupt):
+            server.serve_forever()
 
 
 # -- ``agilerl lineage``: who lived, who left and why ------------------------------------------------------------------

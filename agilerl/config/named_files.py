@@ -16,7 +16,7 @@ from agilerl.config.run import RunConfig
 from agilerl.config.training import TrainingConfig
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.safety.bounds import check_file, memory_bytes
-from agilerl.safety.custom_code import file_of, names_code, not_allowed
+from agilerl.safety.custom_code import file_of, given_source, names_code, not_allowed
 
 NamedFile = tuple[str, Path]
 """``code`` or ``data``, and where it is."""
@@ -210,6 +210,13 @@ def digests(files: Iterable[NamedFile]) -> dict[str, dict[str, str]]:
         except OSError as error:
             raise CheckpointError(f"the run needs {shown(str(path))}: {error.strerror or error}") from error
     return by_kind
+
+
+def given_digests(config: RunConfig) -> dict[str, str]:
+    """Return the sha256 of the source of each object that Python handed over, by its name, as far as it is known."""
+    named = _named_code(config.environment, config.selection_strategy.strategy, config.training)
+    sources = {name: given_source(name) for _, name in named}
+    return {name: hashlib.sha256(source.encode()).hexdigest() for name, source in sources.items() if source}
 
 
 def check_unchanged(

@@ -113,7 +113,8 @@ def interval(mean: float, stderr: float, n: int) -> tuple[float, float]:
     """Return the 95 % interval of a mean over n prompts, NaN when unknown.
 
     For scores that are all 0 or 1 it is Wilson's (1927), which stays within them and has a width even where all are
-    alike: (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n). Else mean +- t_{n - 1} stderr.
+    alike: (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n). Else mean +- t_{n - 1} stderr,
+    :func:`within_range`.
     """
     if is_accuracy(mean, stderr, n):
         middle, half = mean + _Z95**2 / (2 * n), _Z95 * math.sqrt(mean * (1 - mean) / n + _Z95**2 / (4 * n * n))
@@ -122,7 +123,17 @@ def interval(mean: float, stderr: float, n: int) -> tuple[float, float]:
     from scipy.special import stdtrit
 
     half = float(stdtrit(n - 1, 0.975)) * stderr if n > 1 else math.nan
-    return mean - half, mean + half
+    return within_range(mean - half, mean + half, mean, stderr, n)
+
+
+def within_range(low: float, high: float, mean: float, stderr: float, n: int) -> tuple[float, float]:
+    """Return an interval of a mean, cut to [0, 1] if scores between 0 and 1 can have this mean and standard error.
+
+    Their variance is at most mean (1 - mean) n / (n - 1): Bhatia & Davis, Am. Math. Mon. 107 (2000) 353-357.
+    """
+    if n > 1 and 0 <= mean <= 1 and stderr * stderr * (n - 1) <= mean * (1 - mean) * (1 + 1e-6):
+        return max(0.0, low), min(1.0, high)
+    return low, high
 
 
 @checked

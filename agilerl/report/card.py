@@ -1,5 +1,6 @@
 """The model card of an elite: what its run says about it, as the README.md of its folder. It does not need torch."""
 
+import json
 import math
 import re
 from collections.abc import Mapping
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.config.vllm import LORA_RANKS, adapter_options
+from agilerl.envs.answer_format import PHRASE, AnswerFormat
 from agilerl.errors import CheckpointError
 from agilerl.hpo.fitness import interval
 from agilerl.hpo.schedule import hyperparameter_schedule
@@ -101,6 +103,9 @@ def _card(
         if training.get("eval_temperature")
         else "greedy answers",
         task=plain(task),
+        prompt=_prompt(environment),
+        is_prefilled=(environment.get("conversation_template") or [{"role": "user"}])[-1]["role"] == "assistant",
+        has_template=environment.get("apply_chat_template", True),
         parameters=plain(_values(environment.get("params") or {})),
         data=[plain(public_name(path)) for path in data],
         seed=int(training["seed"]),
@@ -131,6 +136,15 @@ def _card(
         ),
     )
     return str(card).rstrip() + "\n"
+
+
+def _prompt(environment: Mapping[str, Any]) -> str:
+    """Return the messages by which the run asked a question, as JSON; empty if an environment or program wrote them."""
+    if environment.get("env_id") or environment.get("agent"):
+        return ""
+    template = environment.get("conversation_template") or [{"role": "user", "content": "{question}"}]
+    asks = AnswerFormat(environment.get("answer_format") or "whole", environment.get("answer_phrase") or PHRASE)
+    return json.dumps(asks.ask(template), indent=1, ensure_ascii=False)
 
 
 def base_licence(base: str) -> str | None:

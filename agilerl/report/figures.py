@@ -5,17 +5,20 @@ import math
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from agilerl.hpo.strategies import UNITS
 from agilerl.report import life
 from agilerl.report.life import short_value
-from agilerl.report.load import AgentRecord, Family, RunRecord, front_exams, hyperparameter_at, number, number_or
+from agilerl.report.load import AgentRecord, Family, RunRecord, Score, front_exams, hyperparameter_at, number, number_or
 
 Figure = dict[str, Any]
 Trace = dict[str, Any]
-Point = tuple[Any, Any]
+Point = tuple[Any, ...]
+"""x, y, and whatever else is known of it."""
+Points = Callable[[AgentRecord], list[Point]]
+"""An agent's points, each with its generation after x and y; one whose y is None or not finite is a gap."""
 
 CURVES = {
     "reward": "Reward",
@@ -45,21 +48,10 @@ CURVES = {
 }
 """Train metrics that the report draws, with their titles."""
 
-# Mid-tones that are easy to distinguish on white and on near-black.
-_COLOURS = (
-    "#3f8fd2",
-    "#e0803a",
-    "#35a36b",
-    "#cf5a87",
-    "#8d78d6",
-    "#b38a2e",
-    "#2ba3a8",
-    "#8a9099",
-    "#b0603c",
-    "#6a9a2b",
-)
 _GREY = "rgba(135,140,150,0.75)"
 _MOST_POINTS = 1000
+_MANY = 40
+"""Points from which a line is drawn without a mark at each."""
 _LEAST_FREEDOM = 5
 _PHASES = ("rollout", "reward", "logprob", "update", "eval", "evolve")
 
@@ -74,11 +66,13 @@ def described(title: str, figure: Figure) -> str:
     return f"{title}{count}{spread}"
 
 
-def row_colour(row: int, opacity: float = 1.0) -> str:
-    """Return the colour of a row of the family tree, as CSS."""
-    colour = _COLOURS[row % len(_COLOURS)]
-    red, green, blue = bytes.fromhex(colour[1:])
-    return colour if opacity == 1.0 else f"rgba({red},{green},{blue},{opacity})"
+def agent_colour(index: int, opacity: float = 1.0) -> str:
+    """Return the colour of an agent, the same in every chart and table, as CSS.
+
+    Each is the golden angle further around the colour wheel, so that neighbours differ however many there are; medium
+    lightness can be told from white and from near-black.
+    """
+    return f"hsla({(210 + 137.508 * index) % 360:.0f},55%,50%,{opacity})"
 
 
 def plain(text: Any) -> str:
@@ -116,10 +110,11 @@ def _scatter(mode: str, points: Sequence[Sequence[Any]], **more: Any) -> Trace:
 def _of_agent(
     agent: AgentRecord, family: Family, points: Sequence[Sequence[Any]], hover: str, *, mode: str, **more: Any
 ) -> Trace:
-    """Return an agent's trace in the colour of its row."""
+    """Return an agent's trace in its colour."""
     values = {
         "name": f"agent {agent.index}",
-        "line": {"color": row_colour(family.rows[agent.index]), "width": 2},
+        "line": {"color": agent_colour(agent.index), "width": 2},
+        "marker": {"color": agent_colour(agent.index), "size": 7},
         "meta": {"agent": agent.index, "winning": agent.index in family.line},
         **({"hovertemplate": f"agent {agent.index}{hover}<extra></extra>"} if hover else {}),
     }
@@ -146,28 +141,25 @@ def _inheritance(pairs: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> Trace:
     return _scatter("lines", points, line=line, meta={"inheritance": True})
 
 
-def _marker_pen(path: Sequence[Point], *, width: int = 12) -> Trace:
-    """A broad line under the winning lineage."""
-    return _scatter("lines", path, line={"color": "rgba(245,190,40,0.45)", "width": width})
-
-
-def _last_before(
-    run: RunRecord, agent: AgentRecord, points: Callable[[AgentRecord], Sequence[Any]], step: int
-) -> Any | None:
-    """Return the last of an ancestor's points before ``step``, of the closest ancestor that has one."""
+def _last_before(run: RunRecord, agent: AgentRecord, points: Points, x: float) -> Point | None:
+    """Return the last of an ancestor's points before ``x``, of the closest ancestor that has one."""
     seen, parent = {agent.index}, agent.parent
     while parent is not None and parent not in seen:
         seen.add(parent)
-        before = [point for point in points(run.agents[parent]) if point[0] < step]
+        before = [point for point in _without_gaps(points(run.agents[parent])) if point[0] < x]
         if before:
             return before[-1]
         parent = run.agents[parent].parent
     return None
 
 
-def _exam_points(agent: AgentRecord) -> list[tuple[int, float, float, int]]:
-    """Return (step, mean, standard error, n) of an agent's finite exams."""
-    return [(e.step, e.score.mean, number_or(e.score.stderr, 0.0), e.score.n) for e in agent.exams if e.score.is_finite]
+def _exam_points(agent: AgentRecord) -> list[Point]:
+    """Return (step, mean, generation, standard error, n) of an agent's finite exams."""
+    return [
+        (e.step, e.score.mean, e.generation, number_or(e.score.stderr, 0.0), e.score.n)
+        for e in agent.exams
+        if e.score.is_finite
+    ]
 
 
 def _rounded(value: Any) -> Any:
@@ -187,93 +179,152 @@ def _span_decades(values: Sequence[float]) -> bool:
     return bool(values) and min(values) > 0 and max(values) / min(values) >= 10
 
 
-def _decades(low: float, high: float) -> dict[str, Any]:
-    """Return a logarithmic axis with plain labels: 1, 2 and 5 of each decade if there are few decades."""
-    first = math.floor(math.log10(low))
-    last = min(math.ceil(math.log10(high)), sys.float_info.max_10_exp)
-    digits = (1, 2, 5) if last - first <= 3 else (1,)
-    ticks = [digit * 10.0**power for power in range(first, last + 1) for digit in digits]
-    ticks = [tick for tick in ticks if 0 < tick < math.inf]
-    return {"type": "log", "tickvals": ticks, "ticktext": [short_value(tick, digits=6) for tick in ticks]}
+def _value_axis(values: Iterable[Any]) -> dict[str, Any]:
+    """Return an axis of values: logarithmic with plain labels if numbers span a decade or more, names as they are."""
+    numbers = [value for value in values if isinstance(value, int | float)]
+    if not numbers:
+        return {"type": "category"}
+    if not _span_decades(numbers):
+        return {}
+    ratio = max(numbers) / min(numbers)
+    # Plotly would label all digits of a decade; D2 are 1, 2 and 5, and 1 is the powers of ten.
+    ticks = {"dtick": "D2"} if ratio < 100 else {"dtick": 1} if ratio < 1e10 else {}
+    return {"type": "log", "tickformat": "~g", **ticks}
 
 
 def _tick(last: int) -> int:
     return max(1, -(-last // 12))
 
 
+def _without_gaps(points: Iterable[Point]) -> list[Point]:
+    return [point for point in points if _rounded(point[1]) is not None]
+
+
 # -- curves over steps and generations --------------------------------------------------------------------------------
+
+
+def _curves(run: RunRecord, family: Family, points: Points, hover: str, axes: tuple[str, str], **more: Any) -> Figure:
+    """Draw a line for each agent, a dotted one from each parent to its child, and a broad one under the winner's.
+
+    Without an agent that has points the figure has no data.
+    """
+    lines, inherited, path, winning = [], [], list[Point](), set(family.line_nodes())
+    for agent in run.agents.values():
+        every = points(agent)
+        if not (known := _without_gaps(every)):
+            continue
+        before = _last_before(run, agent, points, known[0][0])
+        inherited += [] if before is None else [(before, known[0])]
+        path += [point for point in every if (agent.index, point[2]) in winning]
+        thinned = every[:: max(1, len(every) // _MOST_POINTS)]
+        details = {"customdata": [point[2:] for point in thinned]} if "customdata" in hover else {}
+        mode = "lines" if len(known) >= _MANY else "lines+markers"
+        lines.append(_of_agent(agent, family, thinned, hover, mode=mode, **details))
+    if not lines:
+        return _figure([], *axes, **more)
+    path.sort(key=lambda point: point[0])
+    pen = _scatter("lines", path, line={"color": "rgba(245,190,40,0.45)", "width": 10})
+    return _figure([pen, _inheritance(inherited), *lines], *axes, **more)
 
 
 def fitness_figure(run: RunRecord, family: Family, *, y_range: tuple[float, float] | None = None) -> Figure | None:
     """Draw the fitness of each agent over steps with a band of one standard error; None if there is no fitness."""
-    bands, lines, inherited = [], [], []
-    for agent in run.agents.values():
-        points = _exam_points(agent)
-        if not points:
-            continue
-        before = _last_before(run, agent, _exam_points, points[0][0])
-        inherited += [] if before is None else [(before, points[0])]
-        row = family.rows[agent.index]
-        band = points if before is None else [before, *points]
-        outline = [(x, y + error) for x, y, error, _ in band] + [(x, y - error) for x, y, error, _ in reversed(band)]
-        pale = row_colour(row, 0.16)
-        fill = {"fill": "toself", "fillcolor": pale, "line": {"color": pale, "width": 1}}
-        bands.append(_of_agent(agent, family, outline, "", mode="lines", **fill))
-        hover = "<br>step %{x}<br>%{y:.4f} ± %{customdata[0]:.4f}<br>n %{customdata[1]}"
-        # The band of a single point would be invisible.
-        errors = {"array": [_rounded(p[2]) for p in points], "visible": len(band) == 1, "thickness": 1.5}
-        marks = {"marker": {"size": 7, "color": row_colour(row)}, "customdata": [p[2:] for p in points]}
-        lines.append(_of_agent(agent, family, points, hover, mode="lines+markers", error_y=errors, **marks))
-    if not lines:
-        return None
-    winning = set(family.line_nodes())
-    path = sorted(
-        (e.step, e.score.mean) for a, agent in run.agents.items() for e in agent.exams if (a, e.generation) in winning
-    )
-    if "base" in run.tests and run.tests["base"][1].is_finite:
-        lines.insert(0, _base_line(run, [step for line in lines for step in line["x"]]))
     yaxis = {} if y_range is None else {"range": list(y_range)}
-    return _figure(
-        [*bands, _marker_pen(path), _inheritance(inherited), *lines], "step", "fitness", height=380, yaxis=yaxis
+    hover = "<br>step %{x}<br>%{y:.4f} ± %{customdata[1]:.4f}<br>n %{customdata[2]}"
+    figure = _curves(run, family, _exam_points, hover, ("step", "fitness"), height=380, yaxis=yaxis)
+    bands = []
+    for agent in run.agents.values():
+        if points := _exam_points(agent):
+            before = _last_before(run, agent, _exam_points, points[0][0])
+            bands.append(_band(points if before is None else [before, *points], agent_colour(agent.index, 0.16)))
+            bands[-1]["meta"] = {"agent": agent.index, "winning": agent.index in family.line}
+    if bands and "base" in run.tests and (score := run.tests["base"][1]).is_finite:
+        steps = [step for line in figure["data"] for step in line["x"] if step is not None]
+        hover = f"the base on the test: {life.plus(score, '.4f', '.4f')}<extra></extra>"
+        names = {"name": "base", "text": ["base", ""], "textposition": "top right", "hovertemplate": hover}
+        line = {"color": _GREY, "width": 2, "dash": "dash"}
+        bands.append(_scatter("lines+text", [(0, score.mean), (max(steps), score.mean)], line=line, **names))
+    figure["data"] = [*bands, *figure["data"]]
+    return figure if bands else None
+
+
+def _band(points: Sequence[Point], colour: str) -> Trace:
+    """Return an area of one standard error on either side of exams."""
+    ends = [(x, *Score(y, error, n).band) for x, y, _, error, n in points]
+    outline = [(x, high) for x, _, high in ends] + [(x, low) for x, low, _ in reversed(ends)]
+    # Of a single exam the band is a vertical line, which must be as broad as the mark to be seen.
+    line = {"color": colour, "width": 1 if len(points) > 1 else 7}
+    return _scatter("lines", outline, fill="toself", fillcolor=colour, line=line)
+
+
+def overlay_figure(runs: Mapping[str, tuple[RunRecord, Family]]) -> Figure | None:
+    """Draw the fitness along the winning lineage of each run, by the runs' names; None if no agent has one."""
+    data = []
+    for position, (name, (run, family)) in enumerate(runs.items()):
+        winning = set(family.line_nodes())
+        points = [p for index in family.line for p in _exam_points(run.agents[index]) if (index, p[2]) in winning]
+        if points:
+            meta = {"meta": {"run": position}}
+            hover = f"{plain(name)}<br>%{{x}}<br>%{{y:.4f}} ± %{{customdata[1]:.4f}}<extra></extra>"
+            line = {"color": agent_colour(position), "width": 3}
+            more = {"name": plain(name), "customdata": [p[2:] for p in points], "hovertemplate": hover, "line": line}
+            data += [
+                _band(points, agent_colour(position, 0.16)) | {"showlegend": False} | meta,
+                _scatter("lines+markers", points, **more) | meta,
+            ]
+    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
+    return _figure(data, "step", "fitness", height=380, showlegend=True, legend=legend) if data else None
+
+
+def scatter_figure(
+    run: RunRecord, family: Family, points: Points, name: str, *, unit: str = "", rings: Sequence[Point] = ()
+) -> Figure | None:
+    """Draw each agent's fitness against another number, its last exam full and the earlier ones pale.
+
+    ``rings`` are the points of agents to be marked, each with the agent. None if no agent has a point.
+    """
+    data = []
+    hover = (
+        f", generation %{{customdata[0]}}<br>fitness %{{y:.4f}} ± %{{customdata[1]:.4f}}<br>{plain(name)} %{{x:.4g}}"
     )
-
-
-def _base_line(run: RunRecord, steps: Sequence[int]) -> Trace:
-    score = run.tests["base"][1]
-    points = [(min(0, *steps), score.mean), (max(steps), score.mean)]
-    names = {"name": "base", "text": ["base", ""], "textposition": "top right"}
-    line = {"color": _GREY, "width": 2, "dash": "dash"}
-    hover = f"the base on the test: {score.mean:.4f} ± {number_or(score.stderr, 0.0):.4f}<extra></extra>"
-    return _scatter("lines+text", points, line=line, hovertemplate=hover, **names)
+    for agent in run.agents.values():
+        if exams := _without_gaps(points(agent)):
+            earlier, pale = len(exams) - 1, agent_colour(agent.index, 0.45)
+            marker = {"size": [6] * earlier + [10], "color": [pale] * earlier + [agent_colour(agent.index)]}
+            line = {"color": agent_colour(agent.index, 0.25), "width": 1}
+            marks = {"marker": marker, "line": line, "customdata": [exam[2:] for exam in exams]}
+            data.append(_of_agent(agent, family, exams, hover, mode="lines+markers", **marks))
+    if not data:
+        return None
+    xaxis = _value_axis([x for trace in data for x in trace["x"]])
+    marker = {"symbol": "circle-open", "size": 18, "color": "#e8a91c", "line": {"width": 3}}
+    names = {"name": "front", "text": [str(ring[2]) for ring in rings], "textposition": "top center"}
+    ring = [_scatter("markers+text", rings, marker=marker, **names)] if rings else []
+    return _figure([*data, *ring], f"{plain(name)}{unit}", "fitness", height=300, xaxis=xaxis)
 
 
 def objective_figure(run: RunRecord, family: Family, cost: str) -> Figure | None:
-    """Draw each agent's exams, reward against a cost, and mark the front; None if no exam has both."""
-    data = []
-    for index, agent in run.agents.items():
-        exams = [e for e in agent.exams if cost in e.costs and e.costs[cost].is_finite and e.score.is_finite]
-        if not exams:
-            continue
-        row, earlier = family.rows[index], len(exams) - 1
-        hover = (
-            f", generation %{{customdata[0]}}<br>reward %{{y:.4f}} ± %{{customdata[1]:.4f}}<br>{plain(cost)} "
-            "%{x:.4g} ± %{customdata[2]:.2g}"
-        )
-        points = [(e.costs[cost].mean, e.score.mean) for e in exams]
-        errors = [[e.generation, *(number_or(s.stderr, 0.0) for s in (e.score, e.costs[cost]))] for e in exams]
-        # The last exam is full, the earlier ones are pale.
-        colours = [row_colour(row, 0.45)] * earlier + [row_colour(row)]
-        marker, line = {"size": [6] * earlier + [10], "color": colours}, {"color": row_colour(row, 0.25), "width": 1}
-        marks = {"marker": marker, "line": line, "customdata": errors}
-        data.append(_of_agent(agent, family, points, hover, mode="lines+markers", **marks))
-    if not data:
-        return None
-    front = {i: exam for i, exam in front_exams(run).items() if cost in exam.costs}
-    points = [(exam.costs[cost].mean, exam.score.mean) for exam in front.values()]
-    names = {"name": "front", "text": [str(index) for index in front], "textposition": "top center"}
-    marker = {"symbol": "circle-open", "size": 18, "color": "#e8a91c", "line": {"width": 3}}
-    ring = _scatter("markers+text", points, marker=marker, **names)
-    return _figure([*data, ring], f"{plain(cost)} ({UNITS.get(cost, '')})", "reward", height=340)
+    """Draw each agent's exams, fitness against a cost, and mark the front; None if no exam has both."""
+
+    def points(agent: AgentRecord) -> list[Point]:
+        exams = [exam for exam in agent.exams if cost in exam.costs and exam.costs[cost].is_finite]
+        return [(e.costs[cost].mean, e.score.mean, e.generation, number_or(e.score.stderr, 0.0)) for e in exams]
+
+    front = [(e.costs[cost].mean, e.score.mean, i) for i, e in front_exams(run).items() if cost in e.costs]
+    return scatter_figure(run, family, points, cost, unit=f" ({UNITS.get(cost, '')})", rings=front)
+
+
+def gene_figure(run: RunRecord, family: Family, name: str) -> Figure | None:
+    """Draw each exam against the value of a hyperparameter that the agent was trained with; None if it has none."""
+
+    def points(agent: AgentRecord) -> list[Point]:
+        values = [number(hyperparameter_at(agent, name, exam.generation - 1, run)) for exam in agent.exams]
+        exams = [
+            (value, e.score.mean, e.generation, number_or(e.score.stderr, 0.0)) for value, e in zip(values, agent.exams)
+        ]
+        return [point for point in exams if math.isfinite(point[0])]
+
+    return scatter_figure(run, family, points, name)
 
 
 def hyperparameter_names(run: RunRecord) -> tuple[list[str], dict[str, Any]]:
@@ -294,25 +345,18 @@ def hyperparameter_names(run: RunRecord) -> tuple[list[str], dict[str, Any]]:
 
 
 def hyperparameter_figure(run: RunRecord, family: Family, name: str) -> Figure:
-    """Draw one hyperparameter over generations; the axis is logarithmic if the values span a decade or more."""
-    data, inherited = [], []
-    values: dict[tuple[int | None, int], Any] = {}
-    for index, agent in run.agents.items():
-        span = family.spans[index]
-        points = [(generation, _drawable(hyperparameter_at(agent, name, generation, run))) for generation in span]
-        values |= {(index, generation): value for generation, value in points}
-        before = [] if agent.parent is None else [g for g in family.spans[agent.parent] if g < span[0]]
-        if before:
-            inherited.append(((before[-1], values.get((agent.parent, before[-1]))), points[0]))
-        hover = f"<br>generation %{{x}}<br>{plain(name)} %{{y}}"
-        marker = {"size": 7, "color": row_colour(family.rows[index])}
-        data.append(_of_agent(agent, family, points, hover, mode="lines+markers", marker=marker))
-    numbers = [v for v in values.values() if isinstance(v, int | float)]
-    path = [(generation, values.get((agent, generation))) for agent, generation in family.line_nodes()]
-    yaxis = _decades(min(numbers), max(numbers)) if _span_decades(numbers) else {} if numbers else {"type": "category"}
-    xaxis = {"dtick": _tick(max((g for _, g in values), default=1))}
-    traces = [_marker_pen(path), _inheritance(inherited), *data]
-    return _figure(traces, "generation", height=260, xaxis=xaxis, yaxis=yaxis)
+    """Draw the values of one hyperparameter that each agent was trained with in each generation."""
+
+    def points(agent: AgentRecord) -> list[Point]:
+        # A selection changes values after its generation was trained.
+        return [(g, _drawable(hyperparameter_at(agent, name, g - 1, run)), g) for g in family.spans[agent.index]]
+
+    last = max((generation for span in family.spans.values() for generation in span), default=1)
+    values = [value for agent in run.agents.values() for _, value, _ in points(agent) if value is not None]
+    axes = {"xaxis": {"dtick": _tick(last)}, "yaxis": _value_axis(values)}
+    return _curves(
+        run, family, points, f"<br>generation %{{x}}<br>{plain(name)} %{{y}}", ("generation", ""), height=260, **axes
+    )
 
 
 def _drawable(value: Any) -> Any:
@@ -366,13 +410,13 @@ def importance(run: RunRecord, names: Sequence[str]) -> dict[str, tuple[float, i
 
 
 def importance_figure(run: RunRecord, names: Sequence[str]) -> Figure | None:
-    """Draw the importance of each hyperparameter as a bar, pale within noise; None if there are too few exams."""
+    """Draw the importance of each hyperparameter as a bar, pale within noise; None with fewer than two."""
     correlations = importance(run, names)
-    if not correlations:
+    if len(correlations) < 2:  # of one hyperparameter gene_figure shows more
         return None
     # Of unrelated ranks the correlation has about this standard deviation.
     clear = [abs(rho) > 2 / math.sqrt(freedom) for rho, freedom in correlations.values()]
-    colours = [row_colour(0, 1.0 if is_clear else 0.3) for is_clear in clear]
+    colours = [agent_colour(0, 1.0 if is_clear else 0.3) for is_clear in clear]
     heights = {plain(name): rho for name, (rho, _) in correlations.items()}
     hover = "%{x}<br>rank correlation %{y:.2f}<br>%{customdata[0]} degrees of freedom"
     bar = _bars(heights, colours, hover, customdata=[[freedom] for _, freedom in correlations.values()])
@@ -402,14 +446,27 @@ def parallel_figure(run: RunRecord, family: Family, names: Sequence[str]) -> Fig
         if len(inside) > 1:
             hover = "<br>%{customdata[0]} %{customdata[1]}"
             data.append(_of_agent(run.agents[index], family, points, hover, mode="lines+markers", customdata=values))
-    if not data:
+    if not data or len(columns) < 3:  # of one hyperparameter gene_figure shows more
         return None
-    ends = [
-        f"{plain(name)}<br>{short_value(min(values.values()))} to {short_value(max(values.values()))}"
-        for name, values in columns.items()
+    marks = [
+        (x, heights[name][index], f"\u2002{short_value(values[index])}")
+        for x, (name, values) in enumerate(columns.items())
+        for index in _spread_out(heights[name])
     ]
-    xaxis = {"tickvals": list(range(len(columns))), "ticktext": ends, "range": [-0.3, len(columns) - 0.7]}
+    texts = {"text": [text for _, _, text in marks], "textposition": "middle right", "textfont": {"size": 11}}
+    xaxis = {"tickvals": list(range(len(columns))), "ticktext": [plain(name) for name in columns]}
+    xaxis["range"] = [-0.3, len(columns) - 0.5]
+    data.append(_scatter("text", marks, **texts))
     return _figure(data, height=300, xaxis=xaxis, yaxis={"visible": False, "range": [-0.06, 1.06]})
+
+
+def _spread_out(heights: Mapping[int, float]) -> list[int]:
+    """Return agents whose values are far enough apart in a column that their labels do not overlap."""
+    chosen: list[int] = []
+    for index in sorted(heights, key=lambda index: (heights[index] not in (0, 1), heights[index])):
+        if all(abs(heights[index] - heights[other]) >= 0.09 for other in chosen):
+            chosen.append(index)
+    return chosen
 
 
 def _heights(values: Mapping[int, float]) -> dict[int, float]:
@@ -423,33 +480,13 @@ def _heights(values: Mapping[int, float]) -> dict[int, float]:
 def curve_figure(run: RunRecord, family: Family, metric: str) -> Figure | None:
     """Draw one train metric over steps, one line per agent; None if no agent has a finite value of it."""
 
-    def finite(agent: AgentRecord) -> list[Point]:
-        points = ((line["step"], number(line.get(metric))) for line in agent.train)
-        return [point for point in points if math.isfinite(point[1])]
+    def points(agent: AgentRecord) -> list[Point]:
+        return [(line["step"], number(line[metric]), line.get("generation")) for line in agent.train if metric in line]
 
-    data, inherited = [], []
-    for agent in run.agents.values():
-        known = finite(agent)
-        if not known:
-            continue
-        points = [(line["step"], number(line[metric])) for line in agent.train if metric in line]
-        before = _last_before(run, agent, finite, points[0][0])
-        inherited += [] if before is None else [(before, known[0])]
-        # A value that is not finite leaves a gap in the line.
-        thinned = points[:: max(1, len(points) // _MOST_POINTS)]
-        mode = "lines" if len(known) > 1 else "markers"
-        data.append(_of_agent(agent, family, thinned, "<br>step %{x}<br>%{y:.4g}", mode=mode))
-    if not data:
-        return None
-    values = [v for trace in data for v in trace["y"] if v is not None and v > 0]
-    is_log = metric == "learning_rate" and _span_decades(values)
-    winning = set(family.line_nodes())
-    lines = [
-        line for index in family.line for line in run.agents[index].train if (index, line.get("generation")) in winning
-    ]
-    path = [(line["step"], number(line.get(metric))) for line in lines]
-    traces = [_marker_pen(path, width=8), _inheritance(inherited), *data]
-    return _figure(traces, "step", height=240, yaxis=_decades(min(values), max(values)) if is_log else {})
+    rates = [line[metric] for agent in run.agents.values() for line in agent.train if metric in line]
+    yaxis = _value_axis(rates) if metric == "learning_rate" else {}
+    figure = _curves(run, family, points, "<br>step %{x}<br>%{y:.4g}", ("step", ""), height=240, yaxis=yaxis)
+    return figure if figure["data"] else None
 
 
 def throughput_figure(run: RunRecord) -> Figure | None:
@@ -458,9 +495,28 @@ def throughput_figure(run: RunRecord) -> Figure | None:
     if not points:
         return None
     hover = "step %{x}<br>%{y:,.0f} tokens/s<extra></extra>"
-    mode = "lines+markers" if len(points) < 40 else "lines"
-    line = _scatter(mode, points, hovertemplate=hover, line={"color": row_colour(0)})
+    mode = "lines+markers" if len(points) < _MANY else "lines"
+    line = _scatter(mode, points, hovertemplate=hover, line={"color": agent_colour(0)})
     return _figure([line], "step", "tokens per second", height=260, yaxis={"rangemode": "tozero"})
+
+
+def clock(run: RunRecord) -> dict[str, dict[int, float]]:
+    """Return what the step axis can be exchanged for: ``tokens`` trained on by all agents, and ``seconds``, by step."""
+    tokens: dict[int, float] = defaultdict(float)
+
+    def counts(agent: AgentRecord) -> list[Point]:
+        return [(line["step"], number(line.get("num_tokens"))) for line in agent.train]
+
+    for agent in run.agents.values():
+        known = _without_gaps(counts(agent))
+        # A clone continues its parent's count.
+        before = _last_before(run, agent, counts, known[0][0]) if known else None
+        for (_, earlier), (step, count) in pairwise([before or (0, 0.0), *known]):
+            tokens[step] += max(0.0, count - earlier)
+    steps = sorted(tokens)
+    totals = dict(zip(steps, accumulate(tokens[step] for step in steps)))
+    seconds = {step: value for (_, step), value in sorted(_by_step(run, "time/elapsed").items())}
+    return {name: {0: 0.0, **course} for name, course in (("tokens", totals), ("seconds", seconds)) if course}
 
 
 def phase_seconds(run: RunRecord) -> dict[str, dict[int, float]]:
@@ -480,7 +536,7 @@ def time_figure(run: RunRecord) -> Figure | None:
     phases = phase_seconds(run)
     hover = "<br>generation %{x}<br>%{y:.2f} s"
     data = [
-        _bars(seconds, row_colour(_PHASES.index(phase)), f"{phase}{hover}", name=phase)
+        _bars(seconds, agent_colour(_PHASES.index(phase)), f"{phase}{hover}", name=phase)
         for phase, seconds in phases.items()
     ]
     if not data:
@@ -512,7 +568,6 @@ def _by_step(run: RunRecord, key: str) -> dict[tuple[int, int], float]:
 _ROW_HEIGHT = 104
 _COLUMN_WIDTH = 104
 _LABEL_CHARACTERS = 17
-_SCALE = ((68, 1, 84), (59, 82, 139), (33, 145, 140), (94, 201, 98), (253, 231, 37))
 
 
 def tree_width(family: Family) -> int:
@@ -528,7 +583,7 @@ def tree_figure(run: RunRecord, family: Family) -> Figure | None:
     rows, spans = family.rows, family.spans
     winning = [(generation, rows[agent]) for agent, generation in family.line_nodes()]
     lives = [
-        _edges(pairwise([(generation, rows[index]) for generation in span]), row_colour(rows[index]), 4)
+        _edges(pairwise([(generation, rows[index]) for generation in span]), agent_colour(index), 4)
         for index, span in spans.items()
         if len(span) > 1
     ]
@@ -546,7 +601,7 @@ def tree_figure(run: RunRecord, family: Family) -> Figure | None:
             *lives,
             _edges(births, "rgba(135,140,150,0.9)", 1.8),
             *_circles(run, family),
-            _deaths(run, family),
+            _departures(run, family),
             _stars(run, family),
         ],
         "generation",
@@ -578,20 +633,21 @@ def _circles(run: RunRecord, family: Family) -> list[Trace]:
         (_, birth), *later = life.events(agent)
         for before, generation in zip([-1, *span], span):
             exam = exams.get(generation)
-            fill, ink, fitness = "rgb(205,205,210)", "#111", "not evaluated" if exam is None else "<b>not finite</b>"
+            fill: Any = "rgb(205,205,210)"
+            ink, fitness = "#111", "not evaluated" if exam is None else "<b>not finite</b>"
             if exam is not None and exam.score.is_finite:
-                red, green, blue = _shade(_share(exam.score.mean, low, high))
-                fill, fitness = f"rgb({red},{green},{blue})", f"{exam.score.mean:.3f}"
-                ink = "#fff" if 0.3 * red + 0.59 * green + 0.11 * blue < 140 else "#111"
+                fill, fitness = _share(exam.score.mean, low, high), f"{exam.score.mean:.3f}"
+                ink = "#fff" if fill < 0.6 else "#111"  # the scale is dark at its lower end
             exact = [] if exam is None else [f"fitness {life.plus(exam.score, '.4f', '.4f')}, n {exam.score.n}"]
             story = [f"<b>agent {index}</b>, generation {generation}", *exact, plain(birth)]
             # What happened to it since the circle before.
             story += [plain(sentence) for moment, sentence in later if before < moment <= generation]
-            nodes.append((generation, row, "<br>".join(story), index, fill, ink, row_colour(row)))
+            nodes.append((generation, row, "<br>".join(story), index, fill, ink, agent_colour(index)))
             changes = _changes(agent) if generation == span[0] else []
             labels.append((generation, row + 0.22, "<br>".join([fitness, *changes])))
     _, _, _, agents, fills, inks, edges = map(list, zip(*nodes))
-    marker = {"size": 32, "color": fills, "opacity": 1, "line": {"color": edges, "width": 3}}
+    scale = {"colorscale": "Viridis", "cmin": 0, "cmax": 1}
+    marker = {"size": 32, "color": fills, "opacity": 1, "line": {"color": edges, "width": 3}, **scale}
     inside = {"text": [str(index) for index in agents], "textfont": {"color": inks, "size": 13}}
     circles = _marks(nodes, **marker) | {"mode": "markers+text", "customdata": agents, **inside}
     texts = [text for _, _, text in labels]
@@ -619,9 +675,13 @@ def _fitting(text: str, most: int) -> str:
     return plain(text if len(text) <= most else text[: most - 1] + "…")
 
 
-def _deaths(run: RunRecord, family: Family) -> Trace:
+def _departures(run: RunRecord, family: Family) -> Trace:
     marks = [
-        (family.spans[index][-1] + 0.2, family.rows[index] - 0.25, f"agent {index} died<br>{plain(agent.reason)}")
+        (
+            family.spans[index][-1] + 0.2,
+            family.rows[index] - 0.25,
+            f"agent {index} {plain(life.departure(agent.reason))}",
+        )
         for index, agent in run.agents.items()
         if agent.died is not None
     ]
@@ -644,11 +704,3 @@ def _marks(marks: Sequence[tuple[Any, ...]], **marker: Any) -> Trace:
     """Return points, each (x, y, what is shown when the mouse is over it)."""
     texts = [mark[2] for mark in marks]
     return _scatter("markers", marks, marker=marker, hovertext=texts, hovertemplate="%{hovertext}<extra></extra>")
-
-
-def _shade(position: float) -> tuple[int, int, int]:
-    """Return the colour at ``position`` in [0, 1] of a perceptually even scale, dark to bright."""
-    left, part = divmod(position * (len(_SCALE) - 1), 1)
-    pair = _SCALE[int(left) :][:2]
-    red, green, blue = (round(a + part * (b - a)) for a, b in zip(pair[0], pair[-1]))
-    return red, green, blue

@@ -60,13 +60,8 @@ def _with_exams(
 
 def events(agent: AgentRecord) -> list[tuple[int, str]]:
     """Return (generation, sentence) of what happened to an agent, and why, in order; its birth comes first."""
-    born = "founder of the population" if agent.parent is None else f"child of agent {parents(agent)}"
-    later: list[tuple[int, str]] = []
-    for mutation in agent.mutations:
-        details = mutation.get("details")
-        why = details.get("reason") if isinstance(details, Mapping) else None
-        effect = mutation.get("effect") or changed(mutation)
-        later.append((mutation["generation"], f"mutation: {effect}" + (f" (by {why})" if why else "")))
+    born = sentence({"event": "birth", "parent": agent.parent, "mate": agent.mate})
+    later = [(mutation["generation"], sentence(mutation)) for mutation in agent.mutations]
     for outcome, steps in agent.trouble.items():
         first = next(line for line in agent.train if line["step"] == steps[0])
         generation = value if isinstance(value := first.get("generation"), int) else 0
@@ -78,9 +73,28 @@ def events(agent: AgentRecord) -> list[tuple[int, str]]:
     last = agent.generations[-1] if agent.generations else agent.born or 0
     later += [(last, f"its last iterations: {symptom}") for symptom in agent.symptoms]
     if agent.died is not None:
-        why = agent.reason if agent.reason.startswith("left") else f"died: {agent.reason}" if agent.reason else "died"
-        later.append((agent.died, why))
+        later.append((agent.died, departure(agent.reason)))
     return [(agent.born or 0, born), *sorted(later, key=lambda event: event[0])]
+
+
+def sentence(line: Mapping[str, Any]) -> str:
+    """Return a birth, mutation, verdict or death of lineage.jsonl in the words of the report, the CLI and trackers."""
+    match line["event"]:
+        case "birth":
+            mate = "" if line.get("mate") is None else f" and {line['mate']}"
+            return "founder of the population" if line["parent"] is None else f"born of {line['parent']}{mate}"
+        case "mutation":
+            details = line.get("details")
+            why = details.get("reason") if isinstance(details, Mapping) else None
+            return f"mutated: {line.get('effect') or changed(line)}" + (f" (by {why})" if why else "")
+        case "death":
+            return departure(str(line.get("reason", "")))
+    return str(line.get("reason", ""))
+
+
+def departure(reason: str) -> str:
+    """Return that an agent left, and why if that is known: selections begin their reasons with the word."""
+    return reason if reason.startswith("left") else f"left: {reason}" if reason else "left"
 
 
 def parents(agent: AgentRecord) -> str:

@@ -1,5 +1,6 @@
 """A run directory as plain records and a family tree, however far the run has come."""
 
+import json
 import math
 import os
 from collections import defaultdict
@@ -11,7 +12,7 @@ from typing import Any
 from agilerl.checks.arguments import Location, shown
 from agilerl.checks.redaction import without_keys
 from agilerl.errors import CheckpointError, ConfigError
-from agilerl.hpo.fitness import Fitness, is_accuracy, pareto_front
+from agilerl.hpo.fitness import Fitness, is_accuracy, pareto_front, within_range
 from agilerl.hpo.strategies import UNITS
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.diagnosis import Symptom, symptoms, told
@@ -36,6 +37,12 @@ class Score:
     def is_finite(self) -> bool:
         """True if the mean is a number that can be compared."""
         return math.isfinite(self.mean)
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """One standard error on either side of the mean, none if it is unknown; shares stay in [0, 1]."""
+        error = number_or(self.stderr, 0.0)
+        return within_range(self.mean - error, self.mean + error, self.mean, error, self.n)
 
     @property
     def is_accuracy(self) -> bool:
@@ -145,6 +152,29 @@ def check_different(runs: Sequence[Location]) -> None:
         if (path := os.path.realpath(run)) in seen:
             raise ConfigError(f"expected different run directories, found {shown(str(run))} twice; leave one out")
         seen.add(path)
+
+
+def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
+    """Return the settings that differ between runs, by name, None where one is not set; and digests of their files."""
+    columns = []
+    for run in runs:
+        settings = dict(flat(run.info["config"]))
+        if settings.get("algorithm.seed") == settings.get("training.seed"):
+            settings.pop("algorithm.seed", None)  # not a second difference: it is the run's seed unless it is set
+        files = (run.info.get("files") or {}).values()
+        columns.append(settings | {f"{_DIGEST}{Path(n).name}": sha[:12] for kind in files for n, sha in kind.items()})
+    rows = {name: [column.get(name) for column in columns] for name in dict.fromkeys(n for c in columns for n in c)}
+    return {name: values for name, values in rows.items() if len(set(map(json.dumps, values))) > 1}
+
+
+def why_not_comparable(differ: Iterable[str]) -> str:
+    """Return a sentence if scores of runs with these differences do not mean the same; an empty text if they may."""
+    names = [shown(name.removeprefix(_DIGEST)) for name in differ if name.startswith(_DIGEST)]
+    reason = "what they were graded by or asked differs, so their scores cannot be compared."
+    return f"The runs read different {', '.join(names)}: {reason}" if names else ""
+
+
+_DIGEST = "sha256 of "
 
 
 def load_run(path: Path, price: float | None = None) -> RunRecord:
@@ -429,6 +459,11 @@ def hyperparameter_at(agent: AgentRecord, name: str, generation: int, run: RunRe
         if evolution["generation"] <= generation:
             value = evolution.get(f"evo/hp/{name}/{agent.index}", value)
     return value
+
+
+def first_value(agent: AgentRecord, name: str, run: RunRecord) -> Any:
+    """Return the value that an agent was first trained with: a child's after the mutation at its birth."""
+    return hyperparameter_at(agent, name, -1 if agent.parent is None or agent.born is None else agent.born, run)
 
 
 def _spans(agents: dict[int, AgentRecord]) -> dict[int, list[int]]:

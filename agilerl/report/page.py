@@ -4,6 +4,7 @@ import base64
 import gzip
 import hashlib
 import math
+import os
 import re
 import sys
 from collections import defaultdict
@@ -23,14 +24,15 @@ from agilerl.checks.arguments import Count, Location, Positive, checked, shown
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.planning.footprint import money
 from agilerl.report import figures, life
-from agilerl.report.figures import row_colour
+from agilerl.report.figures import agent_colour
 from agilerl.report.life import short_value
 from agilerl.report.load import (
     Family,
     RunRecord,
     check_different,
     cost_names,
-    flat,
+    differences,
+    first_value,
     front_exams,
     hyperparameter_at,
     load_run,
@@ -38,6 +40,7 @@ from agilerl.report.load import (
     number_or,
     summary_front,
     trace_family,
+    why_not_comparable,
 )
 from agilerl.runs import RunLayout
 from agilerl.runs.atomic import write_text
@@ -71,28 +74,39 @@ def build_report(
 
 def render(runs: Sequence[RunRecord], reload: int | None = None) -> str:
     """Return the page as a string."""
-    y_range, names = _common_range(runs), [run.name for run in runs]
-    names = [name if names.count(name) == 1 else str(run.path) for name, run in zip(names, runs)]
+    y_range, names = _common_range(runs), distinct_names([run.path for run in runs])
     views = []
     for position, (run, name) in enumerate(zip(runs, names)):
         with as_written(run.path):
             views.append({"name": name, **_view(position, run, y_range)})
-    library, script = _resource("plotly/plotly-basic.min.js"), inline_script(_resource("script.js.jinja"))
-    return _page().render(
+    overlay = figures.overlay_figure({name: (view["record"], view["family"]) for name, view in zip(names, views)})
+    library, script = resource("plotly/plotly-basic.min.js"), inline_script(resource("script.js.jinja"))
+    return compiled("page.html.jinja").render(
         title="agilerl: " + ", ".join(names),
         runs=views,
         reload=reload,
         comparison=comparison(runs, names) if len(runs) > 1 else None,
-        style=Markup(_resource("style.css.jinja")),
+        overlay={"overlay": overlay} if overlay and len(runs) > 1 else {},
+        style=resource("style.css.jinja"),
         library=packed(library),
         script=Markup(script),
         policy=_content_policy(library, script),
     )
 
 
+def distinct_names(paths: Sequence[Path]) -> list[str]:
+    """Return the names of folders, with as many of the folders they are in as it takes to tell them apart."""
+    folders = [Path(os.path.abspath(path)) for path in paths]
+    for depth in range(1, max(len(folder.parts) for folder in folders) + 1):
+        names = ["/".join(folder.parts[-depth:]) for folder in folders]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
 @cache
-def _page() -> Template:
-    """Compile the template, once; nothing that a run says gets into it.
+def compiled(name: str) -> Template:
+    """Compile a template, once; nothing that a run says gets into it.
 
     Text that comes from a run is untrusted: jinja escapes it in HTML, script_json in scripts.
     """
@@ -100,7 +114,7 @@ def _page() -> Template:
         loader=PackageLoader("agilerl.report", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters |= {"script_json": script_json}
-    return environment.get_template("page.html.jinja")
+    return environment.get_template(name)
 
 
 def script_json(value: Any) -> Markup:
@@ -149,16 +163,15 @@ def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) ->
                 ids[title] = f"{key}{count}-{position}"
         return ids
 
-    gain = "Rank correlation of each hyperparameter with the gain that followed"
-    last = "Each agent's last hyperparameters and its last fitness"
     draw("fitness", "Fitness by step", figures.fitness_figure(run, family, y_range=y_range))
     draw("tree", "Family tree; the table Lineage says the same", figures.tree_figure(run, family))
-    draw("importance", gain, figures.importance_figure(run, moving))
-    draw("parallel", last, figures.parallel_figure(run, family, moving))
+    draw("importance", "Rank correlation with the gain that followed", figures.importance_figure(run, moving))
+    draw("parallel", "Each agent's last values and its last fitness", figures.parallel_figure(run, family, moving))
     draw("throughput", "Tokens per second by step", figures.throughput_figure(run))
     draw("time", "Seconds of each phase by generation", figures.time_figure(run))
     curves = ((title, figures.curve_figure(run, family, metric)) for metric, title in figures.CURVES.items())
     genes = ((name, figures.hyperparameter_figure(run, family, name)) for name in moving)
+    scatters = ((name, figures.gene_figure(run, family, name)) for name in moving)
     costs = ((name, figures.objective_figure(run, family, name)) for name in cost_names(run))
     lineage = lineage_table(run, family)
     return {
@@ -173,12 +186,13 @@ def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) ->
         "phases": phase_table(run),
         "curves": draw_all("curve", curves),
         "hyperparameters": draw_all("hyper", genes),
+        "scatters": draw_all("scatter", scatters),
         "objectives": draw_all("objective", costs),
         "charts": charts,
         "labels": labels,
         "front": front_table(run, family),
         "constant": constant,
-        "rows": [row_colour(row) for row in range(min(family.height, 10))],
+        "clock": figures.clock(run),
         "tree_width": figures.tree_width(family),
         "lineage": lineage,
         "configuration": configuration(run),
@@ -198,8 +212,9 @@ def _common_range(runs: Sequence[RunRecord]) -> tuple[float, float] | None:
     return (low, high) if math.isfinite(high - low) else None  # then each figure finds its own range
 
 
-def _resource(name: str) -> str:
-    return files("agilerl.report").joinpath(name).read_text(encoding="utf-8")
+def resource(name: str) -> Markup:
+    """Return a file of this package, trusted as it is."""
+    return Markup(files("agilerl.report").joinpath(name).read_text(encoding="utf-8"))
 
 
 def _content_policy(*scripts: str) -> str:
@@ -316,9 +331,8 @@ def verdict(run: RunRecord, family: Family) -> dict[str, Any]:
 
     bars = []
     for who, (agent, score) in known.items():
-        mean, error = number_or(score.mean, 0.0), number_or(score.stderr, 0.0)
-        left, right = sorted((percent(0.0), percent(mean)))
-        low, high = percent(mean - error), percent(mean + error)
+        left, right = sorted((percent(0.0), percent(number_or(score.mean, 0.0))))
+        low, high = (percent(number_or(end, 0.0)) for end in score.band)
         bars.append(
             {
                 "who": who,
@@ -429,16 +443,18 @@ def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
     return [
         {
             "agent": index,
-            "colour": row_colour(family.rows[index]),
+            "colour": agent_colour(index),
             "winning": index in family.line,
             "parent": life.parents(agent),
             "lived": f"{family.spans[index][0]} to {family.spans[index][-1]}",
-            "died": "" if agent.died is None else f"{agent.died}: {agent.reason}" if agent.reason else str(agent.died),
+            "left": "" if agent.died is None else f"{agent.died}: {agent.reason.removeprefix('left: ')}".rstrip(": "),
             "changes": "; ".join(map(life.changed, agent.mutations)),
             "fitness": life.plus(agent.best.score) if agent.best else "none" if not agent.exams else "not finite",
             "steps": ", ".join([str(len(agent.train)), *(f"{len(at)} {what}" for what, at in agent.trouble.items())]),
             "trained": f"{int(tokens):,}" if math.isfinite(tokens := agent.tokens.get("trained", math.nan)) else "",
-            "hyperparameters": ", ".join(f"{k} {short_value(v)}" for k, v in sorted(agent.hyperparameters.items())),
+            "hyperparameters": ", ".join(
+                f"{name} {short_value(first_value(agent, name, run))}" for name in sorted(agent.hyperparameters)
+            ),
         }
         for index, agent in run.agents.items()
     ]
@@ -457,8 +473,13 @@ def agent_pages(run: RunRecord, family: Family, lineage: Sequence[Mapping[str, A
             "parents": [parent for parent in (agent.parent, agent.mate) if parent in run.agents],
             "children": [i for i, other in run.agents.items() if index in (other.parent, other.mate)],
             "genes": [
-                [name, short_value(value), short_value(hyperparameter_at(agent, name, sys.maxsize, run))]
-                for name, value in sorted(agent.hyperparameters.items())
+                [
+                    name,
+                    *map(
+                        short_value, (first_value(agent, name, run), hyperparameter_at(agent, name, sys.maxsize, run))
+                    ),
+                ]
+                for name in sorted(agent.hyperparameters)
             ],
             "events": [list(event) for event in life.events(agent)],
             "exams": [
@@ -483,7 +504,7 @@ def front_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
     return [
         {
             "agent": index,
-            "colour": row_colour(family.rows[index]),
+            "colour": agent_colour(index),
             "winning": index == family.winner,
             "reward": life.plus(exam.score),
             "costs": [life.plus(exam.costs[name], ".4g", ".2g") for name in cost_names(run)],
@@ -498,7 +519,7 @@ def front_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
 
 
 def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
-    """Return {names, rows} of a table that compares several runs, with the settings that differ."""
+    """Return {names, rows, settings, warning}: tables of results and of settings that differ."""
     tests = [{f"Test: {_WHO[who]}": life.plus(run.tests[who][1]) for who in _WHO if who in run.tests} for run in runs]
     known = [facts(run) | scores for run, scores in zip(runs, tests)]
     rows = []
@@ -506,12 +527,9 @@ def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any
         cells = [of_run.get(label, "") for of_run in known]
         if any(cells) or (label in _COMPARED and label != "Cost"):  # only of runs with a price
             rows.append((label, cells))
-    settings = [dict(flat(run.info["config"])) for run in runs]
-    for key in sorted({key for of_run in settings for key in of_run}):
-        cells = [str(of_run.get(key, "not set")) for of_run in settings]
-        if len(set(cells)) > 1:
-            rows.append((key, cells))
-    return {"names": list(names), "rows": rows}
+    differ = differences(runs)
+    settings = [(n, ["not set" if value is None else str(value) for value in differ[n]]) for n in sorted(differ)]
+    return {"names": list(names), "rows": rows, "settings": settings, "warning": why_not_comparable(differ)}
 
 
 _COMPARED = ("Status", "Population", "Generations", "Seed", "Duration", "Cost", "Tokens generated", "Tokens trained")

@@ -3,6 +3,7 @@
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import itertools
 import os
 import sys
@@ -205,6 +206,16 @@ def _attribute(module: Any, qualname: str) -> Any:
     for part in qualname.split("."):
         module = getattr(module, part, None)
     return module
+
+
+def given_source(name: str) -> str | None:
+    """Return the source of an object that Python handed over under this name; None if it is none, or not known."""
+    if not name.startswith(f"{_GIVEN}:") or name not in _given:
+        return None
+    try:
+        return inspect.getsource(_given[name])
+    except (OSError, TypeError):  # typed into a console, or an object without a definition of its own
+        return None
 
 
 def give(names: Sequence[str], codes: Sequence[Any]) -> None:

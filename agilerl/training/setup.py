@@ -11,7 +11,7 @@ import torch
 from agilerl.algorithms import LLMAlgorithm
 from agilerl.algorithms.codec import warn_of_another_base
 from agilerl.checks.arguments import checked, shown
-from agilerl.config.named_files import digests, named_files
+from agilerl.config.named_files import digests, given_digests, named_files
 from agilerl.config.run import RunConfig
 from agilerl.distributed.islands import IslandPopulation
 from agilerl.distributed.topology import SOLITARY, Topology
@@ -191,7 +191,9 @@ def build(
             raise
     if config.training.evo_steps is None:
         resolved = resolved.derived(evo_steps=steps)
-    return Session(resolved, source, population, saved, digests(named_files(here.config)), topology, date, trackers)
+    files = digests(named_files(here.config))
+    files["code"] |= given_digests(here.config)
+    return Session(resolved, source, population, saved, files, topology, date, trackers)
 
 
 def _population(

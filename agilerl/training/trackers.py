@@ -27,7 +27,7 @@ from pydantic import Field
 from agilerl.checks.arguments import Location, checked, nearest, shown
 from agilerl.config.training import TRACKERS
 from agilerl.errors import CheckpointError, ConfigError, WriteError, how_to_install
-from agilerl.report.life import changed
+from agilerl.report.life import sentence
 from agilerl.report.load import flat
 from agilerl.runs.atomic import write_json
 from agilerl.runs.directory import RunLayout
@@ -196,20 +196,13 @@ def _lineage(lines: Sequence[Record]) -> dict[str, Any]:
     words = []
     for line in lines:
         agent = line["agent"]
-        match line["event"]:
-            case "birth":
-                values[f"agent/{agent}/parent"] = line["parent"]
-                mate = "" if line.get("mate") is None else f" and {line['mate']}"
-                words.append(f"agent {agent} born of {line['parent']}{mate}")
-            case "elite":
-                values["population/elite"] = agent
-                words.append(f"elite {agent}")
-            case "mutation":
-                words.append(f"agent {agent} mutated: {changed(line)}")
-            case "death":
-                words.append(f"agent {agent} removed: {line['reason']}")
-            case "verdict":
-                words.append(f"agent {agent} stays: {line['reason']}")
+        if line["event"] == "birth":
+            values[f"agent/{agent}/parent"] = line["parent"]
+        if line["event"] == "elite":
+            values["population/elite"] = agent
+            words.append(f"elite {agent}")
+        elif line["event"] != "fitness":
+            words.append(f"agent {agent} {sentence(line)}")
     return values | ({"lineage": "; ".join(words)} if words else {})
 
 

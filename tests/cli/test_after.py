@@ -150,6 +150,19 @@ def test_eval_of_rows_of_a_file(run: Path, agilerl: Agilerl) -> None:
     assert [one["question"] for one in json.loads(done.output)["answers"]] == [row["question"] for row in rows]
 
 
+def test_eval_on_the_file_that_the_run_was_trained_on(agilerl: Agilerl, tmp_path: Path) -> None:
+    rows = [{"question": QUESTION.replace("12", str(n)), "answer": "6"} for n in range(2, 42)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dataset = ["environment.dataset=rows.jsonl", "environment.reward=exact", "environment.params={}"]
+    run = run_here(tmp_path / "rows", *dataset, "environment.task=null", "environment.test_prompts=5")
+    for same in ("rows.jsonl", str(Path("rows.jsonl").absolute())):
+        done = agilerl("eval", str(run), f"environment.dataset={same}")
+        assert (done.code, done.errors.count("\n")) == (2, 1)
+        assert "whose rows the run was trained on; leave it out" in done.errors
+    done = agilerl("eval", str(run), "--json", "--samples", "0")
+    assert json.loads(done.output)["questions"] == 5
+
+
 def test_eval_of_an_adapter_without_a_run(adapter: Path, agilerl: Agilerl) -> None:
     refused = agilerl("eval", str(adapter))
     assert refused.code == 2
@@ -383,6 +396,15 @@ def _reply(question: str) -> str:
     return str(tokenizer.decode(end, skip_special_tokens=True))
 
 
+def test_help_in_chat_is_not_asked(run: Path, agilerl: Agilerl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", StringIO(f"/help\n{QUESTION}\n"))
+    done = agilerl("chat", str(run), "--temperature", "0", "--max-tokens", "7", "--json")
+    assert done.code == 0, done.errors
+    assert [json.loads(line)["user"] for line in done.output.splitlines()] == [QUESTION]
+    assert "/new" in done.errors
+    assert "at most 7 tokens" in done.errors
+
+
 def test_chat_forgets_the_beginning_of_a_long_conversation(
     run: Path, agilerl: Agilerl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -438,6 +460,44 @@ def test_the_elite_has_a_model_card(run: Path, summary: dict[str, Any]) -> None:
     assert f"| elite | {summary['test']['elite']['mean']:.3f} |" in card.text
     for word in ("vllm serve", "convert_lora_to_gguf.py", "### Lineage", "### Schedule", "reasoning\\_gym:gcd"):
         assert word in card.text
+
+
+@pytest.mark.parametrize(
+    ("environment", "messages", "words"),
+    [
+        ({}, [{"role": "user", "content": "{question}"}], "rendered by the chat template"),
+        (
+            {
+                "answer_format": "boxed",
+                "conversation_template": [{"role": "user", "content": "Q: {question}\n```\n# no"}],
+            },
+            [{"role": "user", "content": f"Q: {{question}}\n```\n# no\n\n{AnswerFormat('boxed').instruction}"}],
+            "rendered by the chat template",
+        ),
+        (
+            {
+                "conversation_template": [
+                    {"role": "user", "content": "{question}"},
+                    {"role": "assistant", "content": "So"},
+                ]
+            },
+            [{"role": "user", "content": "{question}"}, {"role": "assistant", "content": "So"}],
+            "the model continues the last one",
+        ),
+    ],
+)
+def test_the_card_says_how_to_ask(
+    environment: dict[str, Any],
+    messages: list[dict[str, str]],
+    words: str,
+    changed: Callable[..., Path],
+    summary: dict[str, Any],
+) -> None:
+    card = model_card(changed(environment=environment), summary)
+    (prompt,) = re.findall(r"^```json\n(.*?)\n```$", card, re.DOTALL | re.MULTILINE)
+    assert json.loads(prompt) == messages
+    assert words in card
+    assert "\n# no" not in card
 
 
 def test_an_export_loads_everywhere(run: Path, agilerl: Agilerl) -> None:

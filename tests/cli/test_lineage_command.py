@@ -57,7 +57,7 @@ def test_a_life_is_told_in_order(run: Path, lines: list[dict[str, Any]], agilerl
     told = [event["sentence"] for event in life["events"]]
     assert told[0] == "founder of the population"
     assert "not finite, place 4 of 4" in told[1]
-    assert told[-1] == f"died: {death['reason']}"
+    assert told[-1] == f"left: {death['reason']}"
     text = agilerl("lineage", str(run), "--agent", str(index)).output
     assert text.startswith(f"Agent {index} trained for")
     assert len([row for row in text.splitlines() if row.startswith("generation ")]) == len(told)

@@ -72,11 +72,25 @@ class Browser:
                 self._loaded = True
         return message
 
+    def resize(self, width: int, height: int) -> None:
+        """Show pages as on a screen of this size in CSS pixels; a narrow one is that of a phone, which zooms."""
+        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self._send("Emulation.setDeviceMetricsOverride", **metrics)
+
     def open(self, page: Path, *, charts: bool = True) -> None:
         """Load a file and wait until its scripts have run, and the charts of the report in it are drawn."""
+        self.visit(page.absolute().as_uri(), charts=charts)
+
+    def visit(self, address: str, *, charts: bool = True) -> None:
+        """Load an address as ``open`` does a file."""
         with self.loading():
-            self._send("Page.navigate", url=page.absolute().as_uri())
-        while charts and not self.run("'drawn' in document.body.dataset"):
+            self._send("Page.navigate", url=address)
+        if charts:
+            self.drawn()
+
+    def drawn(self) -> None:
+        """Wait until the charts of the report are drawn."""
+        while not self.run("'drawn' in document.body.dataset"):
             time.sleep(0.02)
 
     @contextmanager

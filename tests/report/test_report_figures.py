@@ -5,21 +5,26 @@ import pytest
 from small_run import birth, fitness, train, write_run
 
 from agilerl.report.figures import (
+    _spread_out,
+    agent_colour,
+    clock,
     curve_figure,
     exam_gains,
     fitness_figure,
+    gene_figure,
     hyperparameter_figure,
     hyperparameter_names,
     importance,
     importance_figure,
     objective_figure,
+    overlay_figure,
     parallel_figure,
     throughput_figure,
     time_figure,
     tree_figure,
 )
 from agilerl.report.life import short_value
-from agilerl.report.load import cost_names, front_exams, load_run, trace_family
+from agilerl.report.load import Score, cost_names, front_exams, load_run, trace_family
 from agilerl.report.page import (
     _evenly,
     comparison,
@@ -52,9 +57,9 @@ def test_the_fitness_band_is_one_standard_error_and_starts_at_the_parent(load):
     assert (band["x"], band["y"]) == ([10, 20, 20, 10], [0.6, 0.9, 0.5, 0.4])
     (line,) = of_agent(figure, 1, mode="lines+markers")
     assert (line["x"], line["y"]) == ([20], [0.7])
-    assert not line["error_y"]["visible"]
-    (alone,) = of_agent(figure, 0, mode="lines+markers")
-    assert alone["error_y"] == {"array": [0.1], "visible": True, "thickness": 1.5}
+    (alone,) = of_agent(figure, 0, fill="toself")
+    assert (alone["x"], alone["y"]) == ([10, 10], [0.6, 0.4])
+    assert alone["line"]["width"] > band["line"]["width"]
     dotted = next(t for t in figure["data"] if (t.get("meta") or {}).get("inheritance"))
     assert (dotted["x"], dotted["y"]) == ([10, 20, None], [0.5, 0.7, None])
 
@@ -95,7 +100,7 @@ def with_gains(load, rates, gains, exams=5):
     """A run whose agents gain the same in each generation."""
     lineage = []
     for agent, (rate, gain) in enumerate(zip(rates, gains)):
-        lineage.append(birth(agent, None, 0, lr=rate, name="a"))
+        lineage.append(birth(agent, None, 0, lr=rate, beta=rate**2, name="a"))
         lineage += [fitness(agent, g, 0.1 + gain * (g + 1)) for g in range(exams)]
     return load(lineage=lineage)
 
@@ -105,10 +110,11 @@ def test_a_gene_matters_if_gains_follow_its_value(load, gains, rho):
     run = with_gains(load, (1e-4, 1e-3, 1e-2), gains)
     found = importance(run, ["lr", "name"])
     assert found == {"lr": (pytest.approx(rho), 10)}
-    (bar,) = importance_figure(run, ["lr", "name"])["data"]
-    assert (bar["x"], bar["marker"]["color"]) == (["lr"], ["#3f8fd2"])
-    assert importance_figure(with_gains(load, (1e-4, 1e-3), gains[:2]), ["lr"]) is not None
-    assert importance_figure(with_gains(load, (1e-4, 1e-3), gains[:2], exams=4), ["lr"]) is None
+    (bar,) = importance_figure(run, ["lr", "beta", "name"])["data"]
+    assert (bar["x"], bar["marker"]["color"]) == (["lr", "beta"], [agent_colour(0)] * 2)
+    assert importance_figure(run, ["lr", "name"]) is None  # the scatter of one hyperparameter says more
+    assert importance_figure(with_gains(load, (1e-4, 1e-3), gains[:2]), ["lr", "beta"]) is not None
+    assert importance_figure(with_gains(load, (1e-4, 1e-3), gains[:2], exams=4), ["lr", "beta"]) is None
 
 
 def test_values_that_rise_while_gains_shrink_are_not_taken_for_harmful(load):
@@ -136,19 +142,74 @@ def test_the_first_exam_of_a_child_is_measured_from_its_parents_last(load):
 
 def test_parallel_lines_end_at_the_fitness(load):
     run = with_gains(load, (1e-4, 1e-3, 1e-2), (0.01, 0.03, 0.02))
-    figure = parallel_figure(run, trace_family(run), ["lr", "name"])
-    lines = {t["meta"]["agent"]: (t["x"], t["y"]) for t in figure["data"]}
+    figure = parallel_figure(run, trace_family(run), ["lr", "beta", "name"])
+    lines = {t["meta"]["agent"]: (t["x"], t["y"]) for t in figure["data"] if "meta" in t}
     assert list(lines) == [0, 2, 1]
-    assert lines[0] == ([0, 1], [0.0, 0.0])
-    assert lines[1] == ([0, 1], [0.5, 1.0])
-    assert figure["layout"]["xaxis"]["ticktext"][0] == "lr<br>0.0001 to 0.01"
+    assert lines[0] == ([0, 1, 2], [0.0, 0.0, 0.0])
+    assert lines[1] == ([0, 1, 2], [0.5, 0.5, 1.0])
+    assert figure["layout"]["xaxis"]["ticktext"] == ["lr", "beta", "fitness"]
+    values = figure["data"][-1]
+    assert list(zip(values["x"], values["y"], map(str.strip, values["text"])))[:3] == [
+        (0, 0, "0.0001"),
+        (0, 1, "0.01"),
+        (0, 0.5, "0.001"),
+    ]
+    assert parallel_figure(run, trace_family(run), ["lr", "name"]) is None  # the scatter says more
     assert parallel_figure(load(), trace_family(load()), ["lr"]) is None
+
+
+def test_values_whose_labels_would_overlap_have_one(load):
+    heights = {0: 0.0, 1: 0.02, 2: 0.5, 3: 0.97, 4: 1.0}
+    assert _spread_out(heights) == [0, 4, 2]
+
+
+def test_fitness_is_drawn_against_the_value_that_was_trained_with(load):
+    change = {"event": "mutation", "agent": 0, "generation": 0, "changes": [{"gene": "lr", "old": 1e-3, "new": 1e-2}]}
+    run = load(lineage=[birth(0, None, 0, lr=1e-3), fitness(0, 0, 0.5), change, fitness(0, 1, 0.75)])
+    figure = gene_figure(run, trace_family(run), "lr")
+    (dots,) = of_agent(figure, 0)
+    assert (dots["x"], dots["y"]) == ([1e-3, 1e-2], [0.5, 0.75])
+    assert figure["layout"]["xaxis"]["type"] == "log"
+    assert hyperparameter_figure(run, trace_family(run), "lr")["data"][-1]["y"] == [1e-3, 1e-2]
+    assert gene_figure(run, trace_family(run), "unknown") is None
+
+
+def test_the_clock_counts_the_tokens_of_all_agents_once(load):
+    lines = [train(0, 1, num_tokens=10, **{"time/elapsed": 2.0}), train(1, 1, num_tokens=20, **{"time/elapsed": 2.0})]
+    # Agent 2 is a clone of agent 1, and continues its count.
+    lines += [train(1, 2, num_tokens=30, **{"time/elapsed": 5.0}), train(2, 2, num_tokens=25, **{"time/elapsed": 5.0})]
+    run = load(lineage=[birth(0, None, 0), birth(1, None, 0), birth(2, 1, 0)], metrics=lines)
+    assert clock(run) == {"tokens": {0: 0, 1: 30, 2: 45}, "seconds": {0: 0, 1: 2.0, 2: 5.0}}
+    assert clock(load()) == {}
+
+
+def test_runs_are_laid_over_one_another(load):
+    runs = [load(lineage=[birth(0, None, 0), fitness(0, 0, mean), fitness(0, 1, 1.0)]) for mean in (0.5, 0.75)]
+    figure = overlay_figure({name: (run, trace_family(run)) for name, run in zip("ab", runs)})
+    lines = [trace for trace in figure["data"] if trace["mode"] == "lines+markers"]
+    assert [(t["name"], t["y"], t["meta"]) for t in lines] == [
+        ("a", [0.5, 1.0], {"run": 0}),
+        ("b", [0.75, 1.0], {"run": 1}),
+    ]
+    assert len({trace["line"]["color"] for trace in lines}) == 2
+    assert overlay_figure({"a": (load(), trace_family(load()))}) is None
+
+
+def test_a_band_of_shares_stays_between_0_and_1(load):
+    assert Score(0.99, 0.02, 20).band == (pytest.approx(0.97), 1.0)
+    assert Score(0.01, 0.02, 20).band == (0.0, pytest.approx(0.03))
+    assert Score(0.99, 0.05, 20).band == (pytest.approx(0.94), pytest.approx(1.04))  # no such shares exist
+    assert Score(3.0, 0.5, 20).band == (2.5, 3.5)
+
+
+def test_no_two_agents_have_one_colour():
+    assert len({agent_colour(index) for index in range(60)}) == 60
 
 
 def test_few_decades_have_labels_between_them(load):
     run = load(lineage=[birth(i, None, 0, x=value) for i, value in enumerate((2e-5, 3e-4))])
     axis = hyperparameter_figure(run, trace_family(run), "x")["layout"]["yaxis"]
-    assert axis["ticktext"][:5] == ["1e-5", "2e-5", "5e-5", "0.0001", "0.0002"]
+    assert (axis["type"], axis["dtick"], axis["tickformat"]) == ("log", "D2", "~g")
 
 
 @pytest.mark.parametrize(("speeds", "total"), [((500.0, 500.0), 500.0), ((500.0, 300.0), 800.0)])
@@ -193,7 +254,7 @@ def test_the_tree_shows_births_deaths_mutations_and_elites(load):
     labels = next(t for t in figure["data"] if t.get("mode") == "text")["text"]
     assert labels == ["0.800", "0.800", "<b>not finite</b>", "0.900<br>learning… 0.00031"]
     assert "learning_rate_of_actor 0.0001 → 0.000314" in text
-    assert "agent 1 died<br>&lt;b&gt;sick" in text
+    assert "agent 1 left: &lt;b&gt;sick" in text
     assert "agent 0 is the elite of generation 0" in text
 
 
@@ -264,12 +325,12 @@ def test_tables_name_what_is_known(load):
     run = load(lineage=lineage, config={"environment": {"task": "t"}, "a": {"b": 1}})
     rows = lineage_table(run, trace_family(run))
     assert [row["fitness"] for row in rows] == ["0.500 ± 0.100", "not finite", "none"]
-    assert rows[1]["died"] == "0: sick"
+    assert rows[1]["left"] == "0: sick"
     assert facts(run)["Task"] == "t"
     halved = load(config={"training": {"pop_size": 4}}, summary={"agents": 1})
     assert facts(halved)["Population"] == "4, at the end 1"
     other = load(config={"environment": {"task": "t"}, "a": {"b": 2}})
-    assert ("a.b", ["1", "2"]) in comparison([run, other], ["x", "y"])["rows"]
+    assert ("a.b", ["1", "2"]) in comparison([run, other], ["x", "y"])["settings"]
 
 
 def test_a_price_becomes_a_cost(load):

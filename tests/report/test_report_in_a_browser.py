@@ -1,6 +1,7 @@
 """Reports in a real browser: charts are drawn, clicks and searches act, nothing is asked of a network."""
 
 import time
+from itertools import pairwise
 
 import pytest
 
@@ -74,7 +75,7 @@ def test_from_an_agent_to_its_parent_and_to_its_completions(opened):
     )
     page.run(f"document.querySelector('button[data-agent=\"{child}\"]').click()")
     assert page.run(f"{DIALOG}.querySelector('h3').textContent").startswith(f"Agent {child}")
-    assert f"child of agent {parent}" in page.run(f"{DIALOG}.innerText")
+    assert f"born of {parent}" in page.run(f"{DIALOG}.innerText")
     page.run(f"{DIALOG}.querySelector('p button').click()")
     assert page.run(f"{DIALOG}.querySelector('h3').textContent").startswith(f"Agent {parent}")
     page.run(f"[...{DIALOG}.querySelectorAll('button')].at(-1).click()")
@@ -121,3 +122,55 @@ def test_a_live_page_loads_itself_anew_unless_somebody_reads(browser, runs, tmp_
     with browser.loading():
         browser.run(f"{DIALOG}.close()")
     assert browser.run("window.before") is None
+
+
+def test_charts_over_tokens_and_hours_and_smoothed(opened):
+    page = opened("whole")
+    chart = "document.getElementById('curve0-0')"
+    last = f"{chart}.data.at(-1)"
+    steps, values = page.run(f"{last}.x"), page.run(f"{last}.y")
+    page.run("document.querySelector('button[data-axis=tokens]').click()")
+    clock = page.run("JSON.parse(document.getElementById('clock-0').textContent)")
+    assert page.run(f"{last}.x") == [clock["tokens"][str(step)] for step in steps]
+    assert page.run(f"{chart}.layout.xaxis.title.text") == "tokens that all agents trained on"
+    assert max(page.run("document.getElementById('fitness-0').data.at(-1).x")) > max(steps)
+    assert page.run("document.getElementById('hyper0-0').layout.xaxis.title.text") == "generation"
+    page.run("document.querySelector('button[data-axis=step]').click()")
+    assert page.run(f"{last}.x") == steps
+    page.run(
+        "(() => { const box = document.getElementById('smoothing'); box.value = 0.5;"
+        " box.dispatchEvent(new Event('input')) })()"
+    )
+    smoothed = page.run(f"{last}.y")
+    assert smoothed[0] == pytest.approx(values[0])  # without bias from the start
+    assert smoothed[1] == pytest.approx((0.25 * values[0] + 0.5 * values[1]) / 0.75)
+
+
+def test_labels_of_logarithmic_axes_do_not_overlap(opened):
+    page = opened("whole")
+    boxes = page.run(
+        "[...document.querySelectorAll('.chart')].map(c => [...c.querySelectorAll('.xtick text')]"
+        ".filter(t => !/rotate\\((?!0)/.test(t.getAttribute('transform')))"
+        ".map(t => t.getBoundingClientRect()).map(r => [r.left, r.right]))"
+    )
+    assert boxes
+    for labels in boxes:
+        assert all(right <= left for (_, right), (left, _) in pairwise(sorted(labels)))
+
+
+@pytest.mark.parametrize("width", [400, 1200])
+def test_no_chart_is_wider_than_the_screen(width, runs, tmp_path):
+    browser = Browser(tmp_path / "profile")
+    try:
+        browser.resize(width, 900)
+        browser.open(build_report([runs["whole"], runs["other"]], tmp_path / "report.html"))
+        assert browser.run("innerWidth") == width  # a phone zooms out if something is wider
+        assert browser.run("document.documentElement.scrollWidth") <= width
+        # What is wider stands in a box that scrolls.
+        wide = (
+            "[...document.querySelectorAll('.chart')].filter(c => !c.closest('.scroll') &&"
+            " c.querySelector('.main-svg').getBoundingClientRect().right > innerWidth).map(c => c.id)"
+        )
+        assert browser.run(wide) == []
+    finally:
+        browser.close()

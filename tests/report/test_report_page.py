@@ -161,11 +161,12 @@ def test_what_is_told_about_an_agent(tmp_path):
     page = Page(build_report([write_run(tmp_path / "run", lineage=lineage)], tmp_path / "report.html"))
     first, second, third = page.data(id="agents-0")[0]
     assert (first["children"], second["parents"], third["children"]) == ([1], [0, 2], [1])
-    assert second["genes"] == [["lr", "0.001", "0.005"]]
+    assert second["genes"] == [["lr", "0.005", "0.005"]]  # first trained with: after the mutation at its birth
+    assert "lr 0.005" in page.text
     assert second["exams"] == [[1, 20, "0.750 ± 0.100", 20, 1]]  # the first of one
     assert second["events"] == [
-        [0, "child of agent 0 and 2"],
-        [0, "mutation: lr 0.001 → 0.005 (by selection)"],
+        [0, "born of 0 and 2"],
+        [0, "mutated: lr 0.001 → 0.005 (by selection)"],
         [1, "kept: P = 0.6"],
         [2, "left: place 4"],
     ]
@@ -358,3 +359,16 @@ def test_what_may_keep_agents_from_learning_is_on_the_page(tmp_path):
     page = Page(build_report([run], tmp_path / "report.html"))
     assert "agent 0: 90% of the completions were cut at the limit of 16 tokens" in page.text
     assert "agent 1:" not in page.text
+
+
+def test_runs_that_were_graded_by_other_code_are_told_apart(tmp_path):
+    roots = []
+    for digest in ("a" * 64, "b" * 64):
+        roots.append(write_run(tmp_path / digest[0]))
+        document = json.loads((roots[-1] / "run.json").read_text())
+        document["files"] = {"code": {"/somewhere/my_reward.py": digest}, "data": {"/somewhere/rows.jsonl": "c" * 64}}
+        (roots[-1] / "run.json").write_text(json.dumps(document))
+    found = Page(build_report(roots, tmp_path / "report.html"))
+    assert "The runs read different 'my_reward.py': what they were graded by" in found.text
+    assert "sha256 of my_reward.py aaaaaaaaaaaa bbbbbbbbbbbb" in found.text
+    assert "rows.jsonl" not in found.text.partition("Configuration")[0]

@@ -149,7 +149,7 @@ def test_births_and_mutations_are_sent_as_numbers_and_in_words(whole: tuple[Path
     assert step == 2
     assert all(f"agent {child} born of {parent}" in text for child, parent in births.items())
     assert all(f"agent {m['agent']} mutated: lr " in text for m in mutations)
-    assert all(f"agent {r['agent']} removed" in text for r in records if r["event"] == "death")
+    assert all(f"agent {r['agent']} left" in text for r in records if r["event"] == "death")
 
 
 @pytest.mark.model

@@ -1,0 +1,160 @@
+"""A server on this machine whose pages follow runs: the report of each, and a list of those below a folder."""
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from urllib.parse import quote, unquote
+
+from agilerl.checks.arguments import shown
+from agilerl.errors import AgileRLError, CheckpointError, ConfigError
+from agilerl.report.load import load_run, score_of
+from agilerl.report.page import compiled, render, resource
+from agilerl.runs import RunLayout, read_run
+from agilerl.runs.directory import as_written
+from agilerl.runs.strict_json import read_json
+
+RELOAD = 10
+"""Seconds after which an open page reloads itself."""
+_DEEPEST = 4
+"""Folders below the one that is watched in which runs are looked for."""
+
+
+def runs_below(folder: Path) -> dict[str, Path]:
+    """Return the run directories in a folder by their paths from there, the newest first; a run itself is ``.``.
+
+    Links are not followed, and nothing is looked for inside a run.
+    """
+    runs: dict[str, Path] = {}
+    for root, folders, files in os.walk(folder):
+        path = Path(root)
+        if "run.json" in files:
+            runs[path.relative_to(folder).as_posix()] = path
+        if "run.json" in files or len(path.relative_to(folder).parts) >= _DEEPEST:
+            folders.clear()
+    return dict(sorted(runs.items(), key=lambda item: -_changed(item[1])))
+
+
+def _changed(run: Path) -> float:
+    """Return when a run last wrote something, in seconds since 1970; 0 if it was deleted meanwhile."""
+    layout = RunLayout(run)
+    files = (layout.run_json, layout.metrics, layout.lineage, layout.summary)
+    return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
+
+
+class _Reports:
+    """Reports of runs, each rendered again only if its run has something new."""
+
+    def __init__(self, price: float | None) -> None:
+        self._price, self._lock = price, Lock()
+        self._pages: dict[Path, tuple[float, float, str]] = {}
+        """By run: what the page shows was written by then, when it may be rendered again, the page."""
+
+    def page(self, run: Path) -> str:
+        """Return the report of a run; rendering takes at most a tenth of a core from the run."""
+        with self._lock:  # browsers ask for pages at the same time
+            changed, now = _changed(run), time.monotonic()
+            shown_until, again, page = self._pages.get(run, (-1.0, 0.0, ""))
+            if changed != shown_until and now >= again:
+                record = load_run(run, self._price)
+                page = render([record], None if record.is_finished else RELOAD)
+                self._pages[run] = changed, now + 9 * (time.monotonic() - now), page
+            return page
+
+
+def _rows(runs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
+    """Yield what the list of runs says about each."""
+    for name, path in runs.items():
+        row: dict[str, Any] = dict.fromkeys(("status", "base", "elite", "task", "model", "algorithm"), "")
+        row |= {"name": name, "link": quote(name), "seconds": max(0, round(time.time() - _changed(path)))}
+        try:
+            with as_written(path):
+                config, layout = read_run(path)["config"], RunLayout(path)
+                summary = read_json(layout.summary) if layout.summary.exists() else {}
+                environment, test = config["environment"], summary.get("test") or {}
+                row |= {
+                    "task": environment.get("env_id") or environment.get("task") or "dataset",
+                    "model": config["network"]["pretrained_model_name_or_path"],
+                    "algorithm": config["algorithm"]["name"],
+                    "status": summary.get("status", "not finished"),
+                    **{who: f"{score_of(score).mean:.3f}" for who, score in test.items()},
+                }
+        except AgileRLError as error:
+            row["status"] = f"cannot be read: {error}"
+        yield row
+
+
+class Watch(ThreadingHTTPServer):
+    """Serves pages about a run or about the runs below a folder, on 127.0.0.1, until ``shutdown``.
+
+    ``port`` 0 takes any that is free. Raises CheckpointError if there is no run, ConfigError if the port is taken.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, folder: Path, port: int = 0, price: float | None = None) -> None:
+        self.folder, self.reports = folder, _Reports(price)
+        if not runs_below(folder):
+            raise CheckpointError(
+                f"expected a run directory or a folder with some below it, found {shown(str(folder))}"
+            )
+        try:
+            super().__init__(("127.0.0.1", port), _Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"--port {port} cannot be used: {error.strerror}; leave it out to take a free one"
+            ) from error
+
+    @property
+    def url(self) -> str:
+        """The address of the first page."""
+        return f"http://127.0.0.1:{self.server_port}/"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the traceback of an error, but not that a browser has left."""
+        if not isinstance(sys.exc_info()[1], ConnectionError):
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Watch
+    timeout = 30
+    """Seconds that a connection may take to send its request."""
+
+    def do_GET(self) -> None:
+        """Answer with a page."""
+        # A page of another site can have its own name lead to this machine; its requests then name that host.
+        if self.headers.get("Host", "").partition(":")[0] not in ("127.0.0.1", "localhost"):
+            self._answer(403, "Only http://127.0.0.1 and http://localhost are answered.")
+            return
+        runs = runs_below(self.server.folder)
+        name = unquote(self.path.partition("?")[0]).strip("/") or "."
+        try:
+            if name in runs:
+                self._answer(200, self.server.reports.page(runs[name]), "text/html")
+            elif name == ".":
+                page = compiled("runs.html.jinja").render(
+                    folder=self.server.folder, rows=list(_rows(runs)), style=resource("style.css.jinja"), reload=RELOAD
+                )
+                self._answer(200, page, "text/html")
+            else:
+                self._answer(404, f"There is no run {name}; the list of runs is at {self.server.url}")
+        except AgileRLError as error:
+            self._answer(500, str(error))
+
+    def _answer(self, status: int, text: str, kind: str = "text/plain") -> None:
+        content = text.encode(errors="replace")
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Print nothing: a line for each reload would bury the address."""
