@@ -277,7 +277,10 @@ def test_the_source_of_a_function_that_python_handed_over_is_part_of_the_digests
         return float(len(completion)) / 2
 
     names = [given_name(code) for code in (first, reward)]
-    of_both = [given_digests(load_manifest(None, [f"environment.graders=[{{name: '{name}'}}]"])) for name in names]
+    of_both = []
+    for name in names:
+        config = load_manifest(None, [f"environment.graders=[{{name: '{name}'}}]"])
+        of_both.append(given_digests(config.environment, "knockout", config.training))
     assert [list(one) for one in of_both] == [[name] for name in names]
     assert len({digest for one in of_both for digest in one.values()}) == 2
     assert given_source("python:nobody") is None

@@ -302,16 +302,15 @@ class Learner:
         self.outcome, self.metrics = outcome, dict(metrics)
         self.outcomes[outcome] += 1
         for metric, name in MEASURES.items():
-            # An agent of an older checkpoint lacks what was measured later.
-            self.vitals.setdefault(name, []).append(metrics.get(metric, math.nan))
-        self.vitals["equal_first"] = self.vitals.get("equal_first") or self.vitals["equal"][:1]
+            self.vitals[name].append(metrics.get(metric, math.nan))
+        self.vitals["equal_first"] = self.vitals["equal_first"] or self.vitals["equal"][:1]
 
     def after_selection(self) -> None:
         """Begin a generation: selection has acted on the findings so far, as far as it could."""
         self.sick = ""
         self.vitals = {name: [] for name in MEASURES.values()} | {
             "reward_before": self.vitals["reward"] or self.vitals["reward_before"],
-            "equal_first": self.vitals.get("equal_first", []),
+            "equal_first": self.vitals["equal_first"],
         }
 
     def present_vitals(self, *, with_rewards: bool = True) -> Vitals:

@@ -212,10 +212,9 @@ def digests(files: Iterable[NamedFile]) -> dict[str, dict[str, str]]:
     return by_kind
 
 
-def given_digests(config: RunConfig) -> dict[str, str]:
+def given_digests(environment: EnvironmentConfig, strategy: str, training: TrainingConfig) -> dict[str, str]:
     """Return the sha256 of the source of each object that Python handed over, by its name, as far as it is known."""
-    named = _named_code(config.environment, config.selection_strategy.strategy, config.training)
-    sources = {name: given_source(name) for _, name in named}
+    sources = {name: given_source(name) for _, name in _named_code(environment, strategy, training)}
     return {name: hashlib.sha256(source.encode()).hexdigest() for name, source in sources.items() if source}
 
 

@@ -192,7 +192,7 @@ def build(
     if config.training.evo_steps is None:
         resolved = resolved.derived(evo_steps=steps)
     files = digests(named_files(here.config))
-    files["code"] |= given_digests(here.config)
+    files["code"] |= given_digests(config.environment, config.selection_strategy.strategy, config.training)
     return Session(resolved, source, population, saved, files, topology, date, trackers)
 
 
