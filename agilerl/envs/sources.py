@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-import subprocess
 import sys
 import warnings
 from bisect import bisect_right
@@ -314,13 +313,12 @@ def _parquet(path: Path) -> Part:
     import datasets
     import pyarrow.parquet
 
-    _check_unfolded(path)
     try:
         # Not Dataset.from_parquet, which copies the rows to its cache first.
         table = datasets.table.InMemoryTable(pyarrow.parquet.ParquetFile(path).read())
         table.validate(full=True)  # texts that are not UTF-8 would raise when they are read
         return _of_datasets(without_decoding(datasets.Dataset(table)), path.name)
-    except EnvError:
+    except (EnvError, MemoryError):
         raise
     except Exception as error:  # a damaged file may raise anything; report its reason
         raise EnvError(f"{path.name} cannot be read as Parquet: {reason(error)}") from error
@@ -337,53 +335,6 @@ def without_decoding(dataset: Any) -> Any:
         elif "decode=True" in repr(feature):
             raise EnvError(f"the column {shown(column)} holds lists of images or audio; remove it from the file")
     return dataset
-
-
-_UNFOLD = """
-import sys
-limit = int(sys.argv[2])
-import pyarrow as pa, pyarrow.parquet as pq
-pa.set_cpu_count(1)
-if sys.platform == "linux":  # elsewhere only what has been read is counted
-    import resource
-    with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
-    for what, most in ((resource.RLIMIT_AS, now + limit), (resource.RLIMIT_CPU, 300), (resource.RLIMIT_CORE, 0)):
-        hard = resource.getrlimit(what)[1]
-        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-try:
-    size, file = 0, pq.ParquetFile(sys.argv[1])
-    for field in file.schema_arrow:
-        if "dictionary<" in str(field.type) and not pa.types.is_dictionary(field.type):
-            sys.exit(3)
-    for batch in file.iter_batches(batch_size=256, use_threads=False):
-        for column in batch.columns:
-            size += (column.dictionary_decode() if pa.types.is_dictionary(column.type) else column).nbytes
-        if size > limit:
-            sys.exit(3)
-except MemoryError:
-    sys.exit(3)
-"""
-"""Reads a Parquet file under a memory limit, because a few kilobytes can expand to terabytes."""
-_UNKNOWN = 2**34  # bytes of memory to assume if the system does not tell
-
-
-def _check_unfolded(path: Path) -> None:
-    """Raise EnvError for a file whose rows do not fit into memory, or that crashes its reader.
-
-    A process with limits reads it once; other damage is reported by the actual read.
-    """
-    limit = (memory_bytes() or _UNKNOWN) // 3
-    try:
-        command = [sys.executable, "-I", "-c", _UNFOLD, str(path.absolute()), str(limit)]
-        ended = subprocess.run(command, capture_output=True, timeout=600, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired as error:
-        raise EnvError(f"{path.name} took more than ten minutes to read; use fewer rows") from error
-    if ended.returncode == 3 or ended.returncode < 0:
-        raise EnvError(
-            f"{path.name} expands to more than {limit >> 20:,} MiB of rows, which are held in memory, or is built to "
-            "crash its reader; use fewer rows"
-        )
 
 
 # -- rows in memory, streams and the hub ------------------------------------------------------------------------------

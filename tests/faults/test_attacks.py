@@ -187,16 +187,6 @@ def sparse(size: int, start: bytes = b"") -> Callable[[Path], None]:
     return make
 
 
-def parquet_bomb(path: Path, *, store_schema: bool, names: tuple[str, str] = ("question", "answer")) -> None:
-    """A megabyte, a hundred thousand times: a dictionary of one entry."""
-    text = pa.array(["x" * 2**20])
-    indices = pa.array([0] * 100_000, pa.int32())
-    column = pa.DictionaryArray.from_arrays(indices, text)
-    parquet.write_table(
-        pa.table(dict(zip(names, (column, indices.cast(pa.string()))))), path, store_schema=store_schema
-    )
-
-
 def in_run(change: Callable[[Path], None], command: str = "resume") -> Attack:
     def make(scene: Scene) -> list[str]:
         change(scene.copied_run())
@@ -249,7 +239,11 @@ def huge_checkpoint(root: Path) -> None:
 
 
 def bomb_of_completions(root: Path) -> None:
-    parquet_bomb(min((root / "completions").glob("*.parquet")), store_schema=False, names=("completion", "prompt"))
+    """A megabyte, a hundred thousand times: a dictionary of one entry."""
+    indices = pa.array([0] * 100_000, pa.int32())
+    texts = pa.DictionaryArray.from_arrays(indices, pa.array(["x" * 2**20]))
+    table = pa.table({"completion": texts, "prompt": indices.cast(pa.string())})
+    parquet.write_table(table, min((root / "completions").glob("*.parquet")), store_schema=False)
 
 
 def image(path: Path) -> None:
@@ -527,8 +521,6 @@ REFUSED: dict[str, Attack] = {
     "rows: deep": rows("rows.jsonl", lambda path: path.write_text("[" * 1_000_000) and None),
     "rows: many digits": rows("rows.jsonl", lambda path: path.write_text('{"a": ' + "9" * 1_000_000 + "}") and None),
     "rows: packed": rows("rows.jsonl", lambda path: path.write_bytes(gzip.compress(bytes(10**7))) and None),
-    "rows: a bomb of Parquet": rows("rows.parquet", lambda path: parquet_bomb(path, store_schema=False)),
-    "rows: a bomb of dictionaries": rows("rows.parquet", lambda path: parquet_bomb(path, store_schema=True)),
     "rows: half of a character": rows("rows.parquet", half_a_character),
     "rows: a pipe as an image": rows("rows.parquet", image),
     "rows: torn Parquet": rows("rows.parquet", lambda path: path.write_bytes(b"PAR1" + bytes(1000) + b"PAR1") and None),
