@@ -78,7 +78,7 @@ CEILINGS = {
     "config": 2_270,
     "data": 650,
     "distributed": 760,
-    "envs": 8_060,
+    "envs": 7_950,
     "functional": 1_650,
     "hpo": 2_930,
     "models": 3_860,

@@ -6,14 +6,13 @@ from typing import Any, Literal
 
 from agilerl.arguments import Count, Name, Seed, Whole, check_fields, checked, nearest
 from agilerl.envs.core import Row, Split, Task, fewer, is_held_out, warn_of_fewer
-from agilerl.envs.scorers import Scorers, check_demands
+from agilerl.envs.scorers import Scorers
 from agilerl.envs.upstream import (
     build_dataset,
     check_params,
     curricula,
     curriculum_attributes,
     curriculum_params,
-    default_params,
     draw,
     quiet,
 )
@@ -158,7 +157,6 @@ class ReasoningGymTask(Task):
         """
         self.name = name.removeprefix("reasoning_gym:")
         self.params = check_params(self.name, params or {})
-        check_demands(self.name, self.params, default_params(self.name))
         self.seed, self.reward_kind, self.holdout = seed, reward, holdout
         self.grader = reward
         self.exam_prompts, self.test_prompts = exam_prompts, test_prompts

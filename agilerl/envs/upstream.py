@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from copy import copy
-from dataclasses import MISSING, Field, fields, replace
+from dataclasses import Field, fields, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -86,11 +86,6 @@ def check_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
     if name == "composite":
         checked["datasets"] = _check_specs(checked.get("datasets"))
     return checked
-
-
-def default_params(name: str) -> dict[str, Any]:
-    """Return the defaults of a known dataset's parameters."""
-    return {f.name: f.default for f in fields(_registry()[name][1]) if f.default is not MISSING}
 
 
 def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int) -> Any:

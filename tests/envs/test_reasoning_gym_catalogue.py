@@ -8,8 +8,7 @@ from reasoning_gym import create_dataset
 
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.scorers import IN_THIS_PROCESS
-from agilerl.envs.shortcuts import SHORTCUTS, shortcuts
+from agilerl.envs.scorers import IN_THIS_PROCESS, SHORTCUTS, shortcuts
 from agilerl.envs.upstream import WORD_READERS, build_dataset, known_tasks, quiet
 from benchmarking.degenerate import measured, paying
 
