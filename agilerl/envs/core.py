@@ -5,6 +5,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, count
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -12,10 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import numpy as np
 
 from agilerl.arguments import Hint, checked
-from agilerl.custom_code import left, torch_restored
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import ConfigError, EnvError, RewardError
-from agilerl.rewards.grader import Grades, ScoreOrError, grades_of, score_or_error
+from agilerl.rewards.grader import Grades, grades_of, run_calls, score_or_error
 from agilerl.rewards.waiting import WaitingGrader, speaks_for
 from agilerl.streams import stream
 
@@ -118,20 +118,8 @@ class Task(ABC):
         Raises:
             RewardError: the scorer failed for every completion.
         """
-        outcomes: list[ScoreOrError] = []
-        with torch_restored():
-            for completion, row in zip(completions, rows):
-                try:
-                    score: object = self.reward(completion, row)
-                except RewardError as error:
-                    outcomes.append(error)
-                    continue
-                except Exception as error:  # any failure concerns this completion alone
-                    score = error
-                except BaseException as error:  # a scorer must not end the process
-                    score = left(error)
-                outcomes.append(score_or_error(score, f"the reward of {self.name}"))
-        return grades_of(self.grader, outcomes)
+        scores = run_calls([partial(self.reward, *one) for one in zip(completions, rows)])
+        return grades_of(self.grader, [score_or_error(score, f"the reward of {self.name}") for score in scores])
 
     def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
         """Return the grades of completions of an exam or test; by default as in training."""

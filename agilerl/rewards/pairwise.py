@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Literal
 
-from agilerl.arguments import Count, Location, Name, NotNegative, Positive, checked
+from agilerl.arguments import Count, Name, checked
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.grader import Grades, ScoreOrError, grades_of, rows_of, score_or_error
 from agilerl.rewards.judge import JudgeGrader
@@ -54,47 +54,25 @@ class PairwiseJudgeGrader(JudgeGrader):
         *,
         against: Literal["group", "reference"] = "group",
         rounds: Count | None = None,
-        base_url: Name = "https://api.openai.com/v1",
-        api_key_env: str | None = "OPENAI_API_KEY",
         template: str = PAIR_TEMPLATE,
-        system: str | None = None,
-        pattern: str | None = None,
-        request: Mapping[str, Any] | None = None,
-        concurrency: Count = 8,
-        timeout: Positive = 60.0,
-        attempts: Count = 5,
-        first_wait: NotNegative = 1.0,
-        cache: Location | None = None,
         name: str = "pairwise_judge",
+        **settings: Any,
     ) -> None:
         """Describe the judge; nothing is sent before the first grading.
 
         ``against="group"``: each completion meets the others of its group; ``"reference"``: the ``answer`` of its row.
         With ``rounds`` it meets the next so many of its group, in a circle, and is met by as many: G x rounds pairs in
         a group of G; None: all pairs, G (G - 1) / 2. Each pair is two requests. The ``template`` has ``prompt``,
-        ``completion_a``, ``completion_b`` and every other column of the row. The first group of ``pattern`` is ``A``,
-        ``B`` or ``tie``, in any case; without one, the key ``winner`` of the last JSON object counts. All other
-        arguments are those of ``JudgeGrader``.
+        ``completion_a``, ``completion_b`` and every other column of the row. ``settings`` are the other arguments of
+        ``JudgeGrader``, but for ``low`` and ``high``: the first group of ``pattern`` is ``A``, ``B`` or ``tie``, in any
+        case; without one, the key ``winner`` of the last JSON object counts.
         """
         if against == "reference" and rounds is not None:
-            raise ConfigError(
-                f"{type(self).__name__}: rounds={rounds} is for against='group', found 'reference'; leave it out"
-            )
-        super().__init__(
-            model,
-            base_url=base_url,
-            api_key_env=api_key_env,
-            template=template,
-            system=system,
-            pattern=pattern,
-            request=request,
-            concurrency=concurrency,
-            timeout=timeout,
-            attempts=attempts,
-            first_wait=first_wait,
-            cache=cache,
-            name=name,
-        )
+            raise ConfigError(f"PairwiseJudgeGrader: rounds={rounds} is for against='group'; leave it out")
+        for key in ("low", "high"):
+            if key in settings:
+                raise ConfigError(f"PairwiseJudgeGrader has no argument {key!r}: its scores are shares of wins")
+        super().__init__(model, template=template, name=name, **settings)
         self.against, self.rounds = against, rounds
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Answer]:
