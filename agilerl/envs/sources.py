@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.addresses import is_out_of_reach
-from agilerl.arguments import Count, checked, described, nearest, reason, shown
+from agilerl.arguments import Count, Positive, checked, described, nearest, reason, shown
 from agilerl.bounds import check_file, memory_bytes
 from agilerl.config.named_files import ENDINGS, names_a_file
 from agilerl.envs.core import Row
@@ -48,6 +48,10 @@ class Part:
         """Names of all columns, after renaming."""
         return list(self.names.values())
 
+    def where(self, number: int) -> str:
+        """Describe where a row is from: the line in a text file, else its number counted from 0."""
+        return f"{f'line {self.lines[number]}' if self.lines else f'row {number}'} of {self.name}"
+
     def row(self, index: int) -> Row:
         """Return a row with all its columns."""
         row = self.rows[self.indices[index]]
@@ -56,6 +60,18 @@ class Part:
 
 def _part(name: str, rows: Any, columns: Iterable[Any], lines: Sequence[int] = ()) -> Part:
     return Part(name, rows, {str(column): str(column) for column in columns}, range(len(rows)), lines)
+
+
+def _of_dicts(name: str, rows: Sequence[Any], lines: Sequence[int] = ()) -> Part:
+    """Return rows in memory; raises EnvError for one that is no mapping."""
+    part = _part(name, rows, (), lines)
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise EnvError(
+                f'{part.where(number)}: expected an object such as {{"question": ...}} (or a tuple of chosen and '
+                f"rejected), found {described(row)}"
+            )
+    return _part(name, rows, (column for row in rows for column in row), lines)
 
 
 class Rows(Sequence[Row]):
@@ -87,10 +103,9 @@ class Rows(Sequence[Row]):
         return f"Rows({len(self)} of {self.name}, columns {self.columns})"
 
     def where(self, index: int) -> str:
-        """Describe where a row is from: the line in a text file, else its number counted from 0."""
+        """Describe where a row is from."""
         part, number = self._find(index)
-        number = part.indices[number]
-        return f"{f'line {part.lines[number]}' if part.lines else f'row {number}'} of {part.name}"
+        return part.where(part.indices[number])
 
     def part_of(self, index: int) -> int:
         """Return the number of the part that a row belongs to."""
@@ -149,23 +164,19 @@ def read_dataset(
 
 
 @checked
-def mix(sources: Sequence[Any]) -> Rows:
+def mix(sources: Sequence[tuple[Any, Positive]]) -> Rows:
     """Mix sources (anything that ``read_dataset`` takes) by weight.
 
     Every 1000 training rows hold exactly as many of each source as its weight says.
 
     Raises:
-        EnvError: no source, a weight that is not positive, a source that is a mixture, or as ``read_dataset``.
+        ConfigError: what is no pair of a dataset and a positive weight.
+        EnvError: no source, a source that is a mixture, or as ``read_dataset``.
     """
     if not sources:
         raise EnvError("expected at least one (dataset, weight) to mix, found none")
     parts: list[Part] = []
-    for pair in sources:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise EnvError(f"expected pairs (dataset, weight) to mix, found {described(pair)}")
-        source, weight = pair
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-            raise EnvError(f"expected a positive number as the weight of a dataset, found {weight!r}")
+    for source, weight in sources:
         rows = read_dataset(source, name=f"dataset {len(parts)} of the mixture")
         if len(rows.parts) > 1:
             raise EnvError(f"a mixture cannot hold a mixture ({rows.name}); list its datasets directly")
@@ -242,22 +253,12 @@ def _text(path: Path) -> str:
 def _json(path: Path, kind: str) -> Part:
     """Read one object a line, or a list of objects."""
     text = _text(path)
-    lines: list[int] = []
     if kind == ".json" and text.lstrip().startswith("["):
-        rows = _parsed(text, path, f"an object of {path.name}")
-        where = [f"row {number}" for number in range(len(rows))]
-    else:
-        rows, where = [], []
-        # Not splitlines(), which also breaks at characters that JSON allows inside a text.
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                lines.append(number)
-                where.append(f"line {number}")
-                rows.append(_parsed(line, path, f"line {number} of {path.name}", number))
-    for at, row in zip(where, rows):
-        if not isinstance(row, dict):
-            raise EnvError(f'{at} of {path.name}: expected an object such as {{"question": ...}}, found {shown(row)}')
-    return _part(path.name, rows, (column for row in rows for column in row), lines)
+        return _of_dicts(path.name, _parsed(text, path, f"an object of {path.name}"))
+    # Not splitlines(), which also breaks at characters that JSON allows inside a text.
+    lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
+    rows = [_parsed(line, path, f"line {number} of {path.name}", number) for number, line in lines.items()]
+    return _of_dicts(path.name, rows, list(lines))
 
 
 def _parsed(text: str, path: Path, where: str, line: int = 1) -> Any:
@@ -395,13 +396,7 @@ def _listed(rows: Sequence[Any], name: str) -> Part:
     """Return rows in memory; tuples are pairs of answers, with or without their prompt."""
     if any(isinstance(row, tuple) for row in rows):
         rows = [dict(zip(_PAIRS[len(row)], row)) if type(row) is tuple and len(row) in _PAIRS else row for row in rows]
-    for number, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise EnvError(
-                f"expected dicts (or tuples of chosen and rejected) as rows of {name}, found {described(row)} in row "
-                f"{number}"
-            )
-    return _part(name, rows, (column for row in rows for column in row))
+    return _of_dicts(name, rows)
 
 
 def _plain(value: Any) -> Any:

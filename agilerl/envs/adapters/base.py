@@ -4,11 +4,12 @@ import inspect
 import warnings
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import gymnasium
 from gymnasium.spaces import Space, Text
 
+from agilerl.arguments import Count, Hint, described, taken
 from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 from agilerl.streams import sealed, stream
@@ -59,6 +60,9 @@ class AnyText(Space[str]):
         return f"{type(self).__name__}()"
 
 
+_Turns = Annotated[Count, Hint("set it in the environment or pass as_text_env(..., max_turns=...)")]
+
+
 class Adapter(Counted, TextEnv):
     """Another library's environment ``inner`` as a TextEnv; truncates episodes after ``max_turns``.
 
@@ -78,12 +82,7 @@ class Adapter(Counted, TextEnv):
     def __init__(self, inner: Any, max_turns: int | None = None) -> None:
         """Wrap ``inner``; raises ConfigError if neither it nor the argument limits the number of turns."""
         declared = getattr(inner, "max_turns", None) if max_turns is None else max_turns
-        if isinstance(declared, bool) or not isinstance(declared, int) or declared < 1:
-            raise ConfigError(
-                f"expected max_turns (the most actions in one episode) of {type(inner).__name__} to be a whole number "
-                f"of 1 or more, found {declared!r}; set it in the environment or pass as_text_env(..., max_turns=...)"
-            )
-        self.inner, self.max_turns = inner, declared
+        self.inner, self.max_turns = inner, taken(_Turns, declared, type(inner).__name__, "max_turns")
         self.system_prompt = getattr(inner, "system_prompt", None)
         self.tools = getattr(inner, "tools", ())
         self.observation_space, self.action_space = AnyText(), AnyText(self.action_form)
@@ -142,22 +141,15 @@ class PlainEnv(Adapter):
         self.draws_globally = takes_no_seed(inner)
         if self.draws_globally:
             _warn_of_no_seed(name)
-        calls: dict[str, tuple[str, tuple[str, ...], dict[str, int]]] = {
-            "reset": ("reset(seed=...)", (), {} if self.draws_globally else {"seed": 0}),
-            "step": ("step(action)", ("",), {}),
-        }
-        for method, (shown, args, kwargs) in calls.items():
-            function = getattr(inner, method, None)
-            if isinstance(inner, type) or not callable(function):
-                what = f"the class {inner.__name__} itself" if isinstance(inner, type) else f"an object of {name}"
-                raise ConfigError(
-                    f"expected an environment with reset(seed=...) and step(action), but {name} has no {method}; pass "
-                    f"an environment, not {what}"
-                )
+        named: dict[str, Any] = {} if self.draws_globally else {"seed": 0}
+        for method, arguments, keywords in (("reset", (), named), ("step", ("",), {})):
             try:
-                inspect.signature(function).bind(*args, **kwargs)
-            except TypeError as error:
-                raise ConfigError(f"expected {name}.{shown}, but {error}") from error
+                inspect.signature(getattr(inner, method)).bind(*arguments, **keywords)
+            except (AttributeError, TypeError) as error:
+                raise ConfigError(
+                    f"expected an environment with reset(seed=...) and step(action), found {described(inner)}, whose "
+                    f"{method} does not fit: {error}"
+                ) from error
         super().__init__(inner, max_turns)
         size = getattr(inner, "dataset_size", 0)
         # Environments of AgileRL 2.58 that serve the rows of a dataset are told which; equal seeds get equal rows.
