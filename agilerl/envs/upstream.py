@@ -16,9 +16,10 @@ from dataclasses import Field, fields, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from agilerl.arguments import Positive, nearest, shown, taken
+from agilerl.arguments import Hint, Name, Positive, nearest, shown, taken
+from agilerl.bounds import check_file
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.named_files import FILE_PARAMS, is_packaged
 from agilerl.deferred import deferred
@@ -222,31 +223,24 @@ def _file(what: str, name: str) -> str:
     if is_packaged(name):
         return name
     path = Path(name).absolute()
-    if not path.is_file():
-        raise ConfigError(
-            f"expected a file, or the name of one packaged with reasoning_gym, for the {what}, found {shown(name)}"
-        )
-    if path.stat().st_size > MOST_BYTES:
-        raise ConfigError(f"expected at most {MOST_BYTES:,} bytes for the {what}, found {path.stat().st_size:,}")
+    check_file(path, MOST_BYTES)
+    if not path.exists():
+        raise ConfigError(f"expected a file, or the name of one packaged with reasoning_gym, for the {what}")
     return str(path)
 
 
 def _check_specs(specs: Any) -> list[dict[str, Any]]:
-    if not isinstance(specs, Sequence) or isinstance(specs, str) or not specs:
-        raise ConfigError(
-            "composite expects params.datasets to be a list such as [{name: gcd, weight: 1.0, config: {}}], "
-            f"found {specs!r}"
-        )
     checked = []
-    for spec in specs:
-        if not isinstance(spec, Mapping) or "name" not in spec:
-            raise ConfigError(f"expected {{name, weight, config}} for each dataset of a composite, found {spec!r}")
+    for spec in taken(_Specs, specs or None, "composite", "params.datasets"):
         for key in spec:
             if key not in SPEC_KEYS:
                 raise ConfigError(f"a dataset of a composite has no {key!r}; {nearest(str(key), SPEC_KEYS)}")
-        if spec["name"] == "composite":
+        name = taken(Name, spec.get("name"), "composite", "the name of a dataset")
+        if name == "composite":
             raise ConfigError("a composite cannot hold a composite; list its datasets directly")
-        weight = taken(Positive, spec.get("weight", 1.0), "composite", f"the weight of {spec['name']}")
-        config = check_params(str(spec["name"]), spec.get("config") or {})
-        checked.append({"name": str(spec["name"]), "weight": float(weight), "config": config})
+        weight = taken(Positive, spec.get("weight", 1.0), "composite", f"the weight of {name}")
+        checked.append({"name": name, "weight": float(weight), "config": check_params(name, spec.get("config") or {})})
     return checked
+
+
+_Specs = Annotated[Sequence[Mapping[str, Any]], Hint("give a list such as [{name: gcd, weight: 1.0, config: {}}]")]
