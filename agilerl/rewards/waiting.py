@@ -36,14 +36,9 @@ class WaitingGrader(BaseGrader):
     _threads: "Threads | None" = None
 
     @property
-    def at_once(self) -> int:
-        """The most questions at a time."""
-        return self.workers
-
-    @property
     def in_order(self) -> bool:
         """Whether questions are asked in the order of the rows: what it remembers depends on nothing but the rows."""
-        return self.remembers and self.at_once == 1
+        return self.remembers and self.workers == 1
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Answer]:
         """Return a score for each completion, or the error if it has none."""
@@ -69,7 +64,7 @@ class WaitingGrader(BaseGrader):
     def answers(self, questions: Sequence[Any]) -> list[Answer]:
         """Return the answers to all questions in their order; those that were begun early are only waited for."""
         with ExitStack() as stack:
-            threads = self._threads or stack.enter_context(Threads(self.at_once))
+            threads = self._threads or stack.enter_context(Threads(self.workers))
             futures: list[Future[Answer]] = []
             shared: dict[Hashable, Future[Answer]] = {}
             for question in questions:
@@ -142,7 +137,7 @@ class EarlyGrading:
                 grader.setup()
             except Exception:  # it fails again when it is called, and then that is reported
                 continue
-            grader._threads = Threads(grader.at_once)
+            grader._threads = Threads(grader.workers)
             ready.append(grader)
         self.graders = ready
         if ready:  # what a function in a thread does to torch's settings ends with the batch
