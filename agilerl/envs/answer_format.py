@@ -149,7 +149,6 @@ class AnswerFormatTask(TaskWrapper):
             ConfigError: an unknown format, or a blank phrase.
         """
         super().__init__(task)
-        self.grader = task.grader
         self.format = AnswerFormat(answer_format, phrase)
 
     def __repr__(self) -> str:

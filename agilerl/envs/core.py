@@ -231,11 +231,11 @@ class TaskWrapper(Task):
     prepare, close = map(_of_inner, ("prepare", "close"))
 
     def __init__(self, task: Task) -> None:
-        self.task = task
+        self.task, self.grader = task, task.grader
         self._describe()
 
     def _describe(self) -> None:
-        """Copy the task's description; the grader's name is up to the subclass."""
+        """Copy the task's description."""
         self.name, self.counts, self.train_size = self.task.name, self.task.counts, self.task.train_size
         self.exam_prompts, self.test_prompts = self.task.exam_prompts, self.task.test_prompts
         self.labelled = self.task.labelled

@@ -201,7 +201,6 @@ class DataTask(TaskWrapper):
     @checked
     def __init__(self, task: AnyTask) -> None:
         super().__init__(task)
-        self.grader = task.grader
 
     @abstractmethod
     def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:

@@ -11,9 +11,8 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from copy import copy
-from dataclasses import Field, fields, replace
-from functools import cache, lru_cache
+from dataclasses import Field, fields
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,8 +30,6 @@ MANAGED = ("seed", "size")
 SPEC_KEYS = ("name", "weight", "config")
 GLOBAL_GENERATOR_USERS = frozenset({"codeio", "list_functions", "pool_matrix"})
 """Datasets that draw from Python's or numpy's global generator (found by running all of them; a test repeats it)."""
-WORD_READERS = frozenset({"spell_backward"})
-"""Datasets that read and filter a hundred thousand words whatever seed and size are: done once for their parameters."""
 MOST_BYTES = 64 * 2**20
 """Largest file that a parameter may name."""
 EVALUATED = frozenset(
@@ -96,23 +93,12 @@ def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int)
         arguments["datasets"] = [_library().composite.DatasetSpec(**spec) for spec in params["datasets"]]
     try:
         with quiet():
-            if name in WORD_READERS and "data_file" not in arguments:
-                dataset = copy(_words_read(name, tuple(arguments.items())))
-                dataset.config = replace(dataset.config, seed=seed, size=size)
-                dataset.seed, dataset.size = seed, size
-                return dataset
             create = _library().create_dataset if _installed() else arithmetic.create_dataset
             return create(name, seed=seed, size=size, **arguments)
     except Exception as error:  # whatever a foreign constructor raises, the user gets its reason in a sentence
         given = ", ".join(f"{k}={v!r}" for k, v in params.items()) or "its defaults"
         reason = str(error) or f"an internal check failed ({type(error).__name__})"
         raise ConfigError(f"reasoning_gym's {name} does not accept {given}: {reason}") from error
-
-
-@lru_cache(maxsize=8)
-def _words_read(name: str, arguments: tuple[tuple[str, Any], ...]) -> Any:
-    """Return a dataset on the words that reasoning_gym brings along."""
-    return _library().create_dataset(name, seed=0, **dict(arguments))
 
 
 def curricula() -> list[str]:

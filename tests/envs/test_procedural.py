@@ -205,7 +205,7 @@ def test_the_question_is_what_the_user_says():
         ("gcd", {"reward": "dense"}, "'exact', 'score' for reward"),
         ("gcd", {"holdout": "none"}, "'reserved', 'any' for holdout"),
         ("composite", {}, "composite: expected a list for params.datasets, found None; give a list"),
-        ("composite", {"params": {"datasets": [{"weight": 1}]}}, "composite: expected text for the name of a dataset, found None"),
+        ("composite", {"params": {"datasets": [{"weight": 1}]}}, "expected text for the name of a dataset, found None"),
         ("composite", {"params": {"datasets": [{"name": "gdc"}]}}, "did you mean 'gcd'"),
         ("composite", {"params": {"datasets": [{"name": "gcd", "wieght": 1}]}}, r"no 'wieght'; .* 'weight'"),
         ("composite", {"params": {"datasets": [{"name": "gcd", "weight": 0}]}}, "above 0 for the weight of gcd"),

@@ -1,4 +1,4 @@
-"""Environments that are not TextEnvs: turn counting, consecutive seeds, spaces that hold any text."""
+"""Environments that are not TextEnvs, and spaces that hold any text."""
 
 import inspect
 import warnings
@@ -13,25 +13,6 @@ from agilerl.arguments import Count, Hint, described, taken
 from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 from agilerl.streams import sealed, stream
-
-
-class Counted:
-    """The seed of an episode, its turns, and whether it is running."""
-
-    _seed, _turn, _running = -1, 0, False
-
-    def _begin_episode(self, seed: int | None) -> int:
-        """Return the seed of a new episode: the given one, or the last one plus one (0 at first)."""
-        self._seed = self._seed + 1 if seed is None else seed
-        self._turn, self._running = 0, True
-        return self._seed
-
-    def _count_turn(self) -> None:
-        """Count a turn; raises EnvError if the episode has not begun, or is over."""
-        if not self._running:
-            name = type(getattr(self, "inner", self)).__name__
-            raise EnvError(f"expected reset() before step(): the episode of {name} has not begun, or is over")
-        self._turn += 1
 
 
 class AnyText(Space[str]):
@@ -63,7 +44,7 @@ class AnyText(Space[str]):
 _Turns = Annotated[Count, Hint("set it in the environment or pass as_text_env(..., max_turns=...)")]
 
 
-class Adapter(Counted, TextEnv):
+class Adapter(TextEnv):
     """Another library's environment ``inner`` as a TextEnv; truncates episodes after ``max_turns``.
 
     Without a seed, ``reset`` uses the last seed plus one, starting at 0.

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import gymnasium
 import httpx2
 import numpy as np
 from pydantic import Field
@@ -22,7 +23,7 @@ from agilerl.envs.core import Row, Task, is_held_out
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.envs.sources import read_file
-from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
+from agilerl.envs.text_env import StepResult, TextEnv
 from agilerl.envs.tools.env import ToolEnv
 from agilerl.envs.tools.tool import Tool
 from agilerl.errors import ConfigError, EnvError, how_to_install
@@ -474,50 +475,40 @@ def search_env(towns: Count = 200, *, seed: Seed = 42, topk: Count = 3, **settin
     return _tool_env(facts_task(known, seed), search, instruction, settings)
 
 
-class FormatRewardWrapper(TextEnv):
+class FormatRewardWrapper(gymnasium.Wrapper[Any, Any, Any, Any], TextEnv):  # type: ignore[misc]
     """Adds ``format_bonus`` to the last reward of an episode whose answer is in ``<answer>`` tags but wrong.
 
     A right answer (``info["success"]`` or ``info["correct"]``) gets no bonus, so the best return is unchanged.
     Truncated episodes get none.
     """
 
+    env: TextEnv
+
     @checked
     def __init__(self, env: Any, format_bonus: NotNegative = 0.1) -> None:
         """Wrap a TextEnv, or any environment that ``as_text_env`` turns into one."""
-        self.env: TextEnv = as_text_env(env)
+        super().__init__(as_text_env(env))
         self.format_bonus = format_bonus
         self._read()
-
-    @property
-    def unwrapped(self) -> TextEnv:
-        """The wrapped environment."""
-        return self.env.unwrapped  # type: ignore[return-value]
-
-    def reset(self, *, seed: int | None = None, options: Options = None) -> Begun:
-        """Begin an episode."""
-        return self.env.reset(seed=seed, options=options)
 
     def bind(self, tokenizer: Any) -> None:
         """Bind the wrapped environment."""
         self.env.bind(tokenizer)
         self._read()
 
-    def step(self, action: str) -> StepResult:
-        """Take a step and add the bonus if it is due."""
-        return self.step_ids(action, None)
-
-    def close(self) -> None:
-        """Close the wrapped environment."""
-        self.env.close()
-
     def _read(self) -> None:
         """Copy the attributes of the wrapped environment; binding may change them."""
         self.max_turns, self.system_prompt, self.tools = self.env.max_turns, self.env.system_prompt, self.env.tools
-        self.observation_space, self.action_space = self.env.observation_space, self.env.action_space
 
-    def step_ids(self, action: str, token_ids: Sequence[int] | None) -> StepResult:
+    def step(self, action: str) -> StepResult:
         """Take a step and add the bonus if it is due."""
-        result = self.env.step(action) if token_ids is None else self.env.step_ids(action, token_ids)
+        return self._paid(action, self.env.step(action))
+
+    def step_ids(self, action: str, token_ids: Sequence[int]) -> StepResult:
+        """Take a step and add the bonus if it is due."""
+        return self._paid(action, self.env.step_ids(action, token_ids))
+
+    def _paid(self, action: str, result: StepResult) -> StepResult:
         observation, reward, terminated, truncated, info = result
         solved = info.get("success", info.get("correct", False))
         if terminated and not solved and 0 <= action.find(OPEN) < action.rfind(CLOSE):
