@@ -238,14 +238,6 @@ def huge_checkpoint(root: Path) -> None:
     (folder / "MANIFEST.json").write_text(text + "\n")
 
 
-def bomb_of_completions(root: Path) -> None:
-    """A megabyte, a hundred thousand times: a dictionary of one entry."""
-    indices = pa.array([0] * 100_000, pa.int32())
-    texts = pa.DictionaryArray.from_arrays(indices, pa.array(["x" * 2**20]))
-    table = pa.table({"completion": texts, "prompt": indices.cast(pa.string())})
-    parquet.write_table(table, min((root / "completions").glob("*.parquet")), store_schema=False)
-
-
 def image(path: Path) -> None:
     """Rows whose question is an image at a path, which would be opened."""
     os.mkfifo(path.parent / "pipe.png")
@@ -647,7 +639,6 @@ HARMLESS: dict[str, Attack] = {
             "pad_token": "<pad>",
         }
     ),
-    "run: a bomb of completions": in_run(bomb_of_completions, "report"),
     "run: a name that commands the terminal": lambda scene: (
         scene.copied_run().rename(scene.folder / "run\x1b[2J"),
         ["report", "run\x1b[2J"],
