@@ -86,7 +86,7 @@ CEILINGS = {
     "report": 2_310,
     "rewards": 2_970,
     "rollouts": 4_200,
-    "runs": 2_140,
+    "runs": 2_100,
     "training": 4_460,
     "utils": 40,
 }

@@ -538,9 +538,6 @@ REFUSED: dict[str, Attack] = {
         }
     ),
     # Run directories.
-    "run: a million lists": lambda scene: finished(
-        scene, lambda root: in_summary(x=[[]] * 1_100_000)(root), "compare", "run", "run"
-    ),
     "run: five thousand agents at once": lambda scene: finished(scene, born(5000), "report", "run"),
     "run: a template of the user, in chat": lambda scene: finished(scene, template_outside(scene), "chat", "run"),
     "run: a template of the user, in a merged model": lambda scene: finished(
