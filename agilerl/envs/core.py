@@ -343,6 +343,7 @@ def apportion(weights: Sequence[float], total: int) -> list[int]:
     whole = sum(weights)
     exact = [weight / whole * total for weight in weights]
     shares = [int(share) for share in exact]
+    # Equal remainders are served in order, so that equal weights divide the same way everywhere.
     by_remainder = sorted(range(len(weights)), key=lambda i: (shares[i] - exact[i], i))
     for index in by_remainder[: total - sum(shares)]:
         shares[index] += 1

@@ -438,6 +438,7 @@ def _divided(
     taken: set[bytes] = set()
     sides: dict[Split, Rows] = {}
     of_training: set[int] = set()
+    # The test first, so that an exam of another size leaves it as it is.
     panels: tuple[tuple[Split, int], ...] = (("test", sizes.test), ("exam", sizes.exam))
     for split, size in panels:
         source: Split = split if split in sources else "train"
@@ -451,7 +452,7 @@ def _divided(
             left = [fit.key for fit in fits[split] if fit.index not in indices]
             unused = [key for key in left if key not in taken]
             counts.update(leaking=len(left) - len(unused), unused=len(unused))
-            taken |= set(unused)  # rows passed as a test set are never trained on
+            taken |= set(unused)  # rows passed as a test set are never trained on, nor are those of an exam
     rest = [fit for fit in fits["train"] if fit.key not in taken]
     sides["train"] = sources["train"].select(fit.index for fit in rest)
     counts.update(leaking=len(fits["train"]) - len(rest) - len(of_training))

@@ -181,6 +181,7 @@ class Episode:
         if self.error is not None or not rewards:
             rewards = [float("nan")] * max(len(rewards), 1)
         question = "\n".join(str(m["content"]) for m in self._opening)
+        # A limit of turns is no end that the policy chose, as little as a full completion.
         finish: Any = "length" if self._truncated in ("turns", "environment") else self._truncated or self._finish
         return [
             row.trajectory(
@@ -204,6 +205,7 @@ class Episode:
         self._turns[-1] += between
         budget = self.limits.prompt_length
         current = self._rows[-1]
+        # With forks the whole conversation is rendered again, which may change turns that were sampled before.
         prompt = self.chat.prompt(self._messages) if self.limits.forks else current.ids + between
         if budget is not None and len(prompt) > budget and self.limits.sliding_window and not self.limits.forks:
             prompt = self._window(budget)

@@ -321,6 +321,7 @@ class PreferenceTask(DataTask):
         draws = stream(self.seed, "preference/mistake", index)
         for _ in range(TRIES if self.mistake is not None else 0):
             yield self.mistake(row, draws)  # type: ignore[misc]
+        # From one block, so that a row's wrong answer does not depend on how many rows there are.
         first = index // BLOCK * BLOCK
         for offset in stream(self.seed, "preference/other", index).integers(BLOCK, size=MOST_TRIES):
             answer = self.task.row("train", first + int(offset)).get("answer")

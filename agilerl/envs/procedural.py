@@ -250,6 +250,7 @@ class ReasoningGymTask(Task):
     def _candidates(self, position: int) -> Iterator[tuple[str, int]]:
         """Yield the draws for one training position: its own first, then random ones from its chunk's second pool."""
         yield "train", position
+        # Not the problem of another position, which would then be trained on twice.
         first = position // CHUNK * CHUNK
         for offset in stream(self.seed, "task/retry", position).integers(CHUNK, size=MOST_ATTEMPTS):
             yield "retry", first + int(offset)
@@ -260,6 +261,7 @@ class ReasoningGymTask(Task):
             return
         asked, rows, draws, latest, failures = (self.exam_prompts, self.test_prompts), dict[str, Row](), 0, 0, 0
         with quiet():
+            # With n of N questions known, a new one takes N / (N - n) draws: 20 n without any means that few are left.
             while len(rows) < sum(asked) and draws - latest < max(PATIENCE, 20 * len(rows)):
                 draws += 1
                 try:

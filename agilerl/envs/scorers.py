@@ -81,6 +81,7 @@ class Scorers:
             verdict = readable(source, answer)
             if verdict is None:
                 return 0.0
+            # An empty answer, not 0.0: some scorers pay a little for any text, and no answer may get more than that.
             answer = "" if pays_for_nothing(source, answer, row) else answer if verdict else UNREADABLE
         try:
             return self._ask(answer, row, level)

@@ -83,7 +83,7 @@ class CombinedGrader(BaseGrader):
         for name, grader in self.graders.items():
             part = grade(grader, completions, rows, prompts)
             scores[name] = part.rewards
-            reasons = {**part.reasons, **reasons}
+            reasons = {**part.reasons, **reasons}  # the first grader's error stays
             failures[name] = sorted(set().union(*part.failures.values()))
             if len(part.scores) > 1:
                 scores |= {f"{name}/{inside}": column for inside, column in part.scores.items()}

@@ -99,6 +99,7 @@ def attempt_grader(
     if not completions:
         return []
     prompts = [str(row.get("question", "")) for row in rows] if prompts is None else prompts
+    # ``answer`` alone tells nothing: it is a column in both signatures.
     if _is_of_trl(grader) or not OF_A_BATCH.isdisjoint(_parameters(grader)):
         return _attempt_batch(grader, completions, rows, prompts)
     name = grader_name(grader)

@@ -137,6 +137,7 @@ class ToolEnv(TextEnv):
         if self._recognises:
             self._parser = parser_for(tokenizer, self._family)
         self._tokenizer = tokenizer
+        # What a template does is tried, not read: templates differ too much for a rule about their text.
         schemas = [tool.schema for tool in self._tools.values()]
         question = [{"role": "user", "content": "x"}]
         with_tools = _rendered(tokenizer, question, schemas)
