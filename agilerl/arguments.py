@@ -18,8 +18,8 @@ from functools import cache, wraps
 from pathlib import Path
 from typing import Annotated, Any, ParamSpec, TypeVar
 
+from agilerl.checks.redaction import without_keys
 from agilerl.errors import AgileRLError, ConfigError
-from agilerl.redaction import without_keys
 
 P = ParamSpec("P")
 R = TypeVar("R")

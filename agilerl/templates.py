@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.exceptions import SecurityError
 
-from agilerl.bounds import check_file
 from agilerl.errors import ConfigError
+from agilerl.safety.bounds import check_file
 
 SOURCE = 2**18
 """Characters of a template in a file."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from agilerl.arguments import Name, checked
+from agilerl.checks.arguments import Name, checked
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.envs.core import AnyTask, Message, TaskWrapper, waiting_graders
 from agilerl.envs.prompts import text_ids

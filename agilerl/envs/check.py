@@ -13,15 +13,15 @@ from typing import Any, Literal
 
 import numpy as np
 
-from agilerl.arguments import shown
-from agilerl.custom_code import contained, left
+from agilerl.checks.arguments import shown
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.prompts import ChatFormat, as_messages
 from agilerl.envs.text_env import RETURNED, TextEnv
 from agilerl.errors import AgileRLError, EnvError
-from agilerl.padding import padded
 from agilerl.rewards.contract import ODD_TEXTS
+from agilerl.safety.custom_code import contained, left
 from agilerl.streams import stream
+from agilerl.text.padding import padded
 
 ODD_ACTIONS = (*ODD_TEXTS, "-1", "٣ ３ ³")  # digits that str.isdigit() and int() disagree about
 """Texts that a model may generate, and that an environment must answer."""

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
-from agilerl.arguments import Hint, checked
+from agilerl.checks.arguments import Hint, checked
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards.grader import Grades, grades_of, run_calls, score_or_error

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
-from agilerl.arguments import nearest, shown
+from agilerl.checks.arguments import nearest, shown
 from agilerl.envs.core import LEAST, Message, Split, apportion, fewer
 from agilerl.envs.prompts import HALF, render_prompt
 from agilerl.envs.sources import Rows

@@ -11,8 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 import gymnasium
 
-from agilerl.arguments import Count, Hint, Positive, Seed, Whole, checked, described, reason
-from agilerl.custom_code import contained, left, torch_restored
+from agilerl.checks.arguments import Count, Hint, Positive, Seed, Whole, checked, described, reason
 from agilerl.data import Completion, EpisodeOutcome, Trajectory
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.core import Lengths, Place, Split
@@ -21,6 +20,7 @@ from agilerl.envs.text_env import RETURNED, Observation, TextEnv
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards.grader import check_score
 from agilerl.rewards.waiting import Threads
+from agilerl.safety.custom_code import contained, left, torch_restored
 from agilerl.streams import stream
 
 Truncation = Literal["turns", "context", "environment"]

@@ -7,15 +7,15 @@ from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from agilerl.arguments import Seed, checked
+from agilerl.checks.arguments import Seed, checked
 from agilerl.data import Trajectory
 from agilerl.envs.core import AnyTask, Place, Row, Split, Task, TaskWrapper
 from agilerl.envs.curation import Sample, label_of
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.prompts import PromptTooLongError, check_tokenizer, render_prompt, render_text, text_ids
 from agilerl.errors import ConfigError, EnvError
-from agilerl.padding import has_template
 from agilerl.streams import stream
+from agilerl.text.padding import has_template
 
 LossOn = Literal["completion", "assistant"]
 """What a conversation teaches: its last answer, or every assistant message."""

@@ -12,7 +12,7 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Text
 
-from agilerl.arguments import Whole, Within, checked
+from agilerl.checks.arguments import Whole, Within, checked
 from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
 from agilerl.errors import ConfigError
 from agilerl.streams import stream

@@ -11,7 +11,7 @@ import gymnasium
 import numpy as np
 from gymnasium.spaces import Text
 
-from agilerl.arguments import Count, Hint, Name, Seed, Whole, Within, checked
+from agilerl.checks.arguments import Count, Hint, Name, Seed, Whole, Within, checked
 from agilerl.envs.adapters.base import AnyText
 from agilerl.envs.core import Row, Split, Task
 from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv

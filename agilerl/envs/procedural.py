@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from agilerl.arguments import Count, Name, Seed, Whole, check_fields, checked, nearest
+from agilerl.checks.arguments import Count, Name, Seed, Whole, check_fields, checked, nearest
 from agilerl.envs.core import Row, Split, Task, fewer, is_held_out, warn_of_fewer
 from agilerl.envs.scorers import Scorers
 from agilerl.envs.upstream import (

@@ -16,12 +16,12 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, ClassVar
 
-from agilerl.arguments import Count, Positive, check_fields, checked
-from agilerl.custom_code import contained, printing_bounded
+from agilerl.checks.arguments import Count, Positive, check_fields, checked
 from agilerl.envs.core import AnyTask, Lengths, Place, Split, TaskWrapper
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import AgileRLError, ConfigError, EnvError, RewardError, how_to_install
 from agilerl.rewards.sandbox import Contained
+from agilerl.safety.custom_code import contained, printing_bounded
 
 Program = Callable[..., Any] | Sequence[str]
 """``agent(client, row)``, plain or ``async``, or a command line."""

@@ -13,12 +13,12 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from agilerl.addresses import is_out_of_reach
-from agilerl.arguments import Count, Positive, checked, described, nearest, reason, shown
-from agilerl.bounds import check_file, memory_bytes
+from agilerl.checks.arguments import Count, Positive, checked, described, nearest, reason, shown
 from agilerl.config.named_files import ENDINGS, names_a_file
 from agilerl.envs.core import Row
 from agilerl.errors import EnvError
+from agilerl.safety.addresses import is_out_of_reach
+from agilerl.safety.bounds import check_file, memory_bytes
 
 # -- any source, alone or in a mixture --------------------------------------------------------------------------------
 

@@ -17,13 +17,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from agilerl.arguments import Hint, Name, Positive, nearest, shown, taken
-from agilerl.bounds import check_file
+from agilerl.checks.arguments import Hint, Name, Positive, nearest, shown, taken
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.named_files import FILE_PARAMS, is_packaged
 from agilerl.deferred import deferred
 from agilerl.envs import arithmetic
 from agilerl.errors import ConfigError, how_to_install
+from agilerl.safety.bounds import check_file
 from agilerl.streams import sealed
 
 MANAGED = ("seed", "size")

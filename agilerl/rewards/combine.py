@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from agilerl.arguments import Name, Within, checked, taken
+from agilerl.checks.arguments import Name, Within, checked, taken
+from agilerl.checks.validation import LARGEST_FLOAT32
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.grader import BaseGrader, Grade, Grader, Grades, close, grade, grader_name, rows_of, setup
 from agilerl.rewards.waiting import WaitingGrader, waiting_parts
-from agilerl.validation import LARGEST_FLOAT32
 
 Graders = Grader | Sequence[Any] | Mapping[str, Any]
 """A grader, or what ``CombinedGrader`` combines: ``[f, (g, 0.5)]``."""

@@ -11,10 +11,10 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, SupportsFloat
 
-from agilerl.arguments import checked, described, shown
-from agilerl.custom_code import left, printing_bounded, torch_restored
+from agilerl.checks.arguments import checked, described, shown
+from agilerl.checks.validation import LARGEST_FLOAT32
 from agilerl.errors import RewardError, RewardTimeoutError
-from agilerl.validation import LARGEST_FLOAT32
+from agilerl.safety.custom_code import left, printing_bounded, torch_restored
 
 # -- calling: any function that turns completions into numbers, with either of the two usual signatures ---------------
 

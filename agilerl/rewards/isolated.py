@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from agilerl.arguments import Count, Positive, checked, shown
+from agilerl.checks.arguments import Count, Positive, checked, shown
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.grader import Grader
 from agilerl.rewards.sandbox import Contained

@@ -15,13 +15,13 @@ from jinja2 import StrictUndefined, Template, TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import Field
 
-from agilerl.arguments import Count, Location, Name, NotNegative, Positive, checked, shown
-from agilerl.bounds import PATTERN_SECONDS, check_file, compiled_pattern
+from agilerl.checks.arguments import Count, Location, Name, NotNegative, Positive, checked, shown
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.grader import Grades, ScoreOrError, grades_of, rows_of, score_or_error
 from agilerl.rewards.waiting import Answer, WaitingGrader
-from agilerl.servers import Many, Reply, RequestError, Retries, Server
-from agilerl.templates import rendered
+from agilerl.safety.bounds import PATTERN_SECONDS, check_file, compiled_pattern
+from agilerl.safety.servers import Many, Reply, RequestError, Retries, Server
+from agilerl.text.templates import rendered
 
 TEMPLATE = """\
 Grade the answer of an assistant to a question, from {{ low }} (useless) to {{ high }} (perfect).

@@ -14,8 +14,7 @@ from typing import Annotated, Any, ClassVar
 
 import regex
 
-from agilerl.arguments import Count, Positive, Within, check_fields, checked
-from agilerl.bounds import compiled_pattern
+from agilerl.checks.arguments import Count, Positive, Within, check_fields, checked
 from agilerl.errors import ConfigError, RewardTimeoutError, how_to_install
 from agilerl.rewards.grader import Grader, exact_match, extract_answer
 from agilerl.rewards.isolated import IsolatedGrader
@@ -23,6 +22,7 @@ from agilerl.rewards.judge import JudgeGrader, PairwiseJudgeGrader
 from agilerl.rewards.reward_model import RewardModelGrader
 from agilerl.rewards.sandbox import SandboxGrader
 from agilerl.rewards.trl_rewards import trl_rewards
+from agilerl.safety.bounds import compiled_pattern
 
 
 class Accuracy(IsolatedGrader):

@@ -9,7 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-from agilerl.arguments import Count, Positive, checked
+from agilerl.checks.arguments import Count, Positive, checked
 from agilerl.errors import ConfigError, how_to_install
 from agilerl.rewards.grader import BaseGrader, Grader, attempt_grader
 from agilerl.rewards.isolated import IsolatedGrader

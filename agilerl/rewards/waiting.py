@@ -11,9 +11,9 @@ from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
-from agilerl.arguments import Count, Name, checked
-from agilerl.custom_code import torch_restored
+from agilerl.checks.arguments import Count, Name, checked
 from agilerl.rewards.grader import BaseGrader, Grader, attempt_grader, close, grader_name, rows_of, setup
+from agilerl.safety.custom_code import torch_restored
 
 Answer = float | Exception | None
 """A score, None (not applicable), or why there is none."""

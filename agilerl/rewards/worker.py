@@ -36,7 +36,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     module, _, name = settings["grader"].rpartition(":")
     if module.endswith(".py"):
-        from agilerl.custom_code import run_file
+        from agilerl.safety.custom_code import run_file
 
         grader = run_file(Path(module).absolute())
     else:

@@ -9,9 +9,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from agilerl.bounds import check_file
 from agilerl.errors import CheckpointError
 from agilerl.runs.atomic import write_bytes
+from agilerl.safety.bounds import check_file
 
 _SAMPLED = "reward"
 """A metric of the steps that sample completions; steps that learn from data have lengths too."""

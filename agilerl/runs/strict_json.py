@@ -14,9 +14,9 @@ from typing import Annotated, Any, NoReturn
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from agilerl.bounds import check_file
+from agilerl.checks.validation import sentence
 from agilerl.errors import CheckpointError
-from agilerl.validation import sentence
+from agilerl.safety.bounds import check_file
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _FILE_BYTES = 100_000_000

@@ -29,13 +29,13 @@ import pytest
 import safetensors.torch
 import torch
 import yaml
+from agilerl.safety.addresses import check_cluster
+from agilerl.safety.servers import request
 
-from agilerl.addresses import check_cluster
 from agilerl.config.manifest import load_manifest
 from agilerl.errors import ConfigError
 from agilerl.models.tiny import tiny_model_path
 from agilerl.runs.directory import _sha256
-from agilerl.servers import request
 from tests.cli.outcome import ANNOUNCED
 from tests.faults.evidence import SHORT
 from tests.faults.unfinished import Unfinished, change_config, change_json, newest

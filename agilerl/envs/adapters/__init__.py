@@ -7,12 +7,12 @@ from typing import Any
 import gymnasium
 from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker
 
-from agilerl.arguments import Count, Name, checked
-from agilerl.custom_code import contained, load_code, names_code
+from agilerl.checks.arguments import Count, Name, checked
 from agilerl.envs.adapters.base import Adapter, AnyText, GymnasiumText, PlainEnv
 from agilerl.envs.adapters.openenv import OpenEnv, make_openenv
 from agilerl.envs.text_env import Begun, StepResult, TextEnv
 from agilerl.errors import AgileRLError, ConfigError
+from agilerl.safety.custom_code import contained, load_code, names_code
 from agilerl.streams import sealed
 
 __all__ = ["Adapter", "AnyText", "as_text_env", "make_env"]
@@ -176,7 +176,7 @@ def make_env(name: Name, /, **settings: Any) -> TextEnv:
 
     ``agilerl/GuessTheNumber-v0`` (any id of gymnasium), ``gem:game:Mastermind-v0-easy``,
     ``textarena:GuessTheNumber-v0``, ``openenv:http://127.0.0.1:8000``, or ``module:Class`` or ``path.py:Class`` for a
-    custom one, whose code is run (see :func:`agilerl.custom_code.load_code`). ``settings`` are keyword arguments of
+    custom one, whose code is run (see :func:`agilerl.safety.custom_code.load_code`). ``settings`` are keyword arguments of
     its constructor.
 
     Raises:

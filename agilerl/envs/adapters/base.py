@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import gymnasium
 from gymnasium.spaces import Space, Text
 
-from agilerl.arguments import Count, Hint, described, taken
+from agilerl.checks.arguments import Count, Hint, described, taken
 from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 from agilerl.streams import sealed, stream

@@ -17,7 +17,7 @@ import httpx2
 import numpy as np
 from pydantic import Field
 
-from agilerl.arguments import Count, Name, NotNegative, Positive, Seed, Within, checked, nearest, shown
+from agilerl.checks.arguments import Count, Name, NotNegative, Positive, Seed, Within, checked, nearest, shown
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.core import Row, Task, is_held_out
 from agilerl.envs.datasets import DatasetTask
@@ -29,7 +29,7 @@ from agilerl.envs.tools.tool import Tool
 from agilerl.errors import ConfigError, EnvError, how_to_install
 from agilerl.rewards.grader import CLOSE, OPEN, extract_answer
 from agilerl.rewards.sandbox import run_python
-from agilerl.servers import Many, Reply, parsed, request
+from agilerl.safety.servers import Many, Reply, parsed, request
 from agilerl.streams import stream
 
 MOST_CHARACTERS = 500

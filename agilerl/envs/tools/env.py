@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import gymnasium
 
-from agilerl.arguments import Positive, Whole, Within, checked, described, nearest, shown
+from agilerl.checks.arguments import Positive, Whole, Within, checked, described, nearest, shown
 from agilerl.envs.adapters.base import AnyText
 from agilerl.envs.core import Row, Split, Task, score_completions
 from agilerl.envs.datasets import DatasetTask
@@ -19,9 +19,9 @@ from agilerl.envs.text_env import Begun, Observation, Options, StepResult, TextE
 from agilerl.envs.tools.parsers import MalformedCall, TextTagParser, ToolCall, ToolCallParser, parser_for, parser_of
 from agilerl.envs.tools.tool import Tool, ToolResult
 from agilerl.errors import ConfigError, EnvError, RewardError
-from agilerl.padding import has_template
 from agilerl.rewards.combine import Graders, as_grader
 from agilerl.rewards.grader import select
+from agilerl.text.padding import has_template
 
 Announcement = Literal["auto", "system", "none"]
 """How tools are announced: ``auto``: from the chat template if it shows tools, else from the system message;
