@@ -5,7 +5,7 @@
 ``chance`` is what the right answer of the next question earns. An answer pays if its mean reward exceeds chance by more
 than 1 / sqrt(questions), two standard errors of a question with two answers: 0.1 for 100. Each task has the same
 questions every time. Answers that take the scorer's process more than a second are given up. Prints a line of JSON for
-each task; ``--write`` puts it into the results, and makes the table that plans name, ``agilerl/envs/shortcuts.py``.
+each task; ``--write`` puts it into the results, and makes the table that plans name, ``agilerl/envs/scorers.py``.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, MODULE = ROOT / "benchmarking/results/degenerate_answers.json", ROOT / "agilerl/envs/shortcuts.py"
+RESULTS, MODULE = ROOT / "benchmarking/results/degenerate_answers.json", ROOT / "agilerl/envs/scorers.py"
 sys.path.insert(0, str(ROOT))
 
 from agilerl.envs.procedural import ReasoningGymTask  # noqa: E402

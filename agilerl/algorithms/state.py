@@ -220,7 +220,7 @@ def restore(agent: Learner, state: AgentState, *, with_optimizer: bool) -> None:
         if name in state.counters:
             saved, example = state.counters[name], getattr(agent, name, None)
             if name == "vitals" and isinstance(saved, dict):  # an older agent lacks what was measured later
-                saved = {**example, **saved}
+                saved = {**(example or {}), **saved}
             if not _is_like(saved, example):
                 raise CheckpointError(f"expected a counter {name} of an agent like {example!r}, found {shown(saved)}")
             setattr(agent, name, copy.deepcopy(saved))

@@ -342,13 +342,13 @@ def _sequence(wanted: Any, parts: tuple[Any, ...], value: Any) -> Any:
         raise _Misfit(f"a list{_of(parts)}", value)
     if not parts or wanted is collections.abc.Iterable:
         return value
-    if parts[0] is Any and isinstance(value, collections.abc.Sequence):
+    fixed = wanted is tuple and parts[-1] is not Ellipsis
+    if parts[0] is Any and not fixed and isinstance(value, collections.abc.Sequence):
         return value
     try:
         given = list(value)
     except TypeError:  # a tensor or array without dimensions
         raise _Misfit(f"a list{_of(parts)}", value) from None
-    fixed = wanted is tuple and parts[-1] is not Ellipsis
     if fixed and len(given) != len(parts):
         raise _Misfit(f"{len(parts)} values", value)
     # Scores and tokens come in long lists of one plain type, which are tested as a whole.

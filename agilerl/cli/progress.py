@@ -20,7 +20,7 @@ from agilerl.cli.output import columns, genes_text, json_line, one_line, shown_s
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
 from agilerl.envs.graded import exam_grader
-from agilerl.envs.shortcuts import shortcuts
+from agilerl.envs.scorers import shortcuts
 from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.strategies import UNITS
 from agilerl.planning.footprint import money, peak

@@ -41,9 +41,9 @@ ENVIRONMENTS = {
     "agilerl/Mastermind-v0": "agilerl.envs.games:Mastermind",
     "agilerl/TicTacToe-v0": "agilerl.envs.games:TicTacToe",
     "agilerl/GridNavigation-v0": "agilerl.envs.probes:GridNavigation",
-    "agilerl/Calculator-v0": "agilerl.envs.tools.environments:calculator_env",
-    "agilerl/Python-v0": "agilerl.envs.tools.environments:python_env",
-    "agilerl/Search-v0": "agilerl.envs.tools.environments:search_env",
+    "agilerl/Calculator-v0": "agilerl.envs.tools.builtin:calculator_env",
+    "agilerl/Python-v0": "agilerl.envs.tools.builtin:python_env",
+    "agilerl/Search-v0": "agilerl.envs.tools.builtin:search_env",
 }
 
 

@@ -149,7 +149,6 @@ class AnswerFormatTask(TaskWrapper):
             ConfigError: an unknown format, or a blank phrase.
         """
         super().__init__(task)
-        self.grader = task.grader
         self.format = AnswerFormat(answer_format, phrase)
 
     def __repr__(self) -> str:
@@ -179,6 +178,7 @@ class AnswerFormatTask(TaskWrapper):
 
     def waiting(self, *, exam: bool) -> list[WaitingGrader]:
         """Return the task's graders that may begin early; they get ``graded_text`` too."""
+        # Said again, because ``waiting`` only speaks for a ``grade`` of its own class or of one above (speaks_for).
         return waiting_graders(self.task, exam=exam)
 
     def fit(self, tokenizer: Any, max_tokens: int | None) -> None:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 from statistics import median
 from time import perf_counter
@@ -17,22 +18,12 @@ from agilerl.envs.adapters import as_text_env
 from agilerl.envs.prompts import ChatFormat, as_messages
 from agilerl.envs.text_env import RETURNED, TextEnv
 from agilerl.errors import AgileRLError, EnvError
+from agilerl.rewards.contract import ODD_TEXTS
 from agilerl.safety.custom_code import contained, left
 from agilerl.streams import stream
 from agilerl.text.padding import padded
 
-ODD_ACTIONS = (
-    "",
-    " \n\t",
-    "a" * 20_000,
-    "9" * 5_000,
-    "-1",
-    "é漢字\U0001f642\u202e\x00",
-    "٣ ３ ³",  # digits that str.isdigit() and int() disagree about
-    "{'a': [",
-    "\\boxed{} [] <answer></answer>",
-    "<|im_end|><|endoftext|></s><eos>",
-)
+ODD_ACTIONS = (*ODD_TEXTS, "-1", "٣ ３ ³")  # digits that str.isdigit() and int() disagree about
 """Texts that a model may generate, and that an environment must answer."""
 SEEDS = 8
 _NOT_STATE = ("numpy", "random", "_random", "torch", "gymnasium", "builtins", "re")
@@ -55,6 +46,9 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.level}: {self.sentence} [{self.code}]"
+
+
+_error, _warning = partial(Finding, "error"), partial(Finding, "warning")
 
 
 def check_env(env_or_factory: Any, tokenizer: Any = None) -> list[Finding]:
@@ -184,15 +178,16 @@ def _check_purity(env: TextEnv, instance: Callable[[], TextEnv] | None) -> Itera
             with suppress(Exception):  # check_env reports it
                 other.close()
         for when, second in others.items():
-            for turn, (before, after) in enumerate(zip_longest(first, second, fillvalue="nothing")):
-                if before != after:
-                    yield _error(
-                        "not-pure",
-                        "expected an episode to be a function of seed and actions alone, but the one of seed "
-                        f"{seed} differs when it is {when}: turn {turn} gave {shown(before)}, then {shown(after)}; "
-                        "draw from a generator seeded in reset, and initialise all state there",
-                    )
-                    return
+            pairs = enumerate(zip_longest(first, second, fillvalue="nothing"))
+            if differing := next(((turn, *pair) for turn, pair in pairs if pair[0] != pair[1]), None):
+                turn, before, after = differing
+                yield _error(
+                    "not-pure",
+                    "expected an episode to be a function of seed and actions alone, but the one of seed "
+                    f"{seed} differs when it is {when}: turn {turn} gave {shown(before)}, then {shown(after)}; "
+                    "draw from a generator seeded in reset, and initialise all state there",
+                )
+                return
 
 
 def _check_seeds(env: TextEnv) -> Iterator[Finding]:
@@ -292,14 +287,6 @@ def _actions(env: TextEnv, number: int) -> Sequence[str]:
     """Return random actions: samples of the action space, which is reseeded first."""
     env.action_space.seed(int(stream(number, "check_env").integers(2**31)))
     return [str(env.action_space.sample()) for _ in range(min(env.max_turns, LONGEST))]
-
-
-def _error(code: str, sentence: str) -> Finding:
-    return Finding("error", code, sentence)
-
-
-def _warning(code: str, sentence: str) -> Finding:
-    return Finding("warning", code, sentence)
 
 
 def _raised(code: str, what: str, error: Exception, advice: str = "") -> Finding:

@@ -5,6 +5,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, count
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
@@ -14,9 +15,8 @@ import numpy as np
 from agilerl.checks.arguments import Hint, checked
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import ConfigError, EnvError, RewardError
-from agilerl.rewards.grader import Grades, ScoreOrError, grades_of, score_or_error
+from agilerl.rewards.grader import Grades, grades_of, run_calls, score_or_error
 from agilerl.rewards.waiting import WaitingGrader, speaks_for
-from agilerl.safety.custom_code import left, torch_restored
 from agilerl.streams import stream
 
 Split = Literal["train", "exam", "test"]
@@ -118,20 +118,8 @@ class Task(ABC):
         Raises:
             RewardError: the scorer failed for every completion.
         """
-        outcomes: list[ScoreOrError] = []
-        with torch_restored():
-            for completion, row in zip(completions, rows):
-                try:
-                    score: object = self.reward(completion, row)
-                except RewardError as error:
-                    outcomes.append(error)
-                    continue
-                except Exception as error:  # any failure concerns this completion alone
-                    score = error
-                except BaseException as error:  # a scorer must not end the process
-                    score = left(error)
-                outcomes.append(score_or_error(score, f"the reward of {self.name}"))
-        return grades_of(self.grader, outcomes)
+        scores = run_calls([partial(self.reward, *one) for one in zip(completions, rows)])
+        return grades_of(self.grader, [score_or_error(score, f"the reward of {self.name}") for score in scores])
 
     def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
         """Return the grades of completions of an exam or test; by default as in training."""
@@ -243,11 +231,11 @@ class TaskWrapper(Task):
     prepare, close = map(_of_inner, ("prepare", "close"))
 
     def __init__(self, task: Task) -> None:
-        self.task = task
+        self.task, self.grader = task, task.grader
         self._describe()
 
     def _describe(self) -> None:
-        """Copy the task's description; the grader's name is up to the subclass."""
+        """Copy the task's description."""
         self.name, self.counts, self.train_size = self.task.name, self.task.counts, self.task.train_size
         self.exam_prompts, self.test_prompts = self.task.exam_prompts, self.task.test_prompts
         self.labelled = self.task.labelled
@@ -355,6 +343,7 @@ def apportion(weights: Sequence[float], total: int) -> list[int]:
     whole = sum(weights)
     exact = [weight / whole * total for weight in weights]
     shares = [int(share) for share in exact]
+    # Equal remainders are served in order, so that equal weights divide the same way everywhere.
     by_remainder = sorted(range(len(weights)), key=lambda i: (shares[i] - exact[i], i))
     for index in by_remainder[: total - sum(shares)]:
         shares[index] += 1

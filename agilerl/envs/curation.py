@@ -5,8 +5,8 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -253,17 +253,14 @@ def _answer(row: Mapping[str, Any], column: str, prompt: str | list[Message]) ->
     return messages[0]["content"]
 
 
-_LABELS = {"true": True, "1": True, "false": False, "0": False}
-
-
 def label_of(row: Mapping[str, Any]) -> bool:
     """Return whether the response of a labelled row is a good one; raises RowFaultError for what is no label."""
     value = row.get("label")
     text = str(value).lower() if isinstance(value, str | int) else ""
-    if text not in _LABELS:
+    if text not in ("true", "1", "false", "0"):
         kind: Fault = "missing" if value is None else "not_text"
         raise RowFaultError(kind, f"expected True or False (or 1 or 0) in the column label, found {shown(value)}")
-    return _LABELS[text]
+    return text in ("true", "1")
 
 
 def _conversation(row: Mapping[str, Any], answered: bool) -> Sample:
@@ -424,18 +421,13 @@ def curate(
     for split, rows in sources.items():
         fits[split], counted = _usable(rows, form, converse, tokenizer, max_tokens, bad_rows)
         counts += counted
-    failure = None
-    for smaller in chain([sizes], _smaller(sources, fits, sizes) if shrink else ()):
-        try:
-            return _divided(sources, fits, smaller, counts)
-        except _TooFewError as error:  # also of smaller ones, if splits share prompts, or shares were rounded up
-            failure = failure or error
-    assert failure is not None
-    raise failure
-
-
-class _TooFewError(EnvError):
-    """There are fewer distinct prompts than the panels need."""
+    try:
+        return _divided(sources, fits, sizes, counts)
+    except EnvError:
+        for smaller in _smaller(sources, fits, sizes) if shrink else ():
+            with suppress(EnvError):  # of splits that share prompts, or shares that were rounded up
+                return _divided(sources, fits, smaller, counts)
+        raise
 
 
 def _divided(
@@ -446,6 +438,7 @@ def _divided(
     taken: set[bytes] = set()
     sides: dict[Split, Rows] = {}
     of_training: set[int] = set()
+    # The test first, so that an exam of another size leaves it as it is.
     panels: tuple[tuple[Split, int], ...] = (("test", sizes.test), ("exam", sizes.exam))
     for split, size in panels:
         source: Split = split if split in sources else "train"
@@ -459,7 +452,7 @@ def _divided(
             left = [fit.key for fit in fits[split] if fit.index not in indices]
             unused = [key for key in left if key not in taken]
             counts.update(leaking=len(left) - len(unused), unused=len(unused))
-            taken |= set(unused)  # rows passed as a test set are never trained on
+            taken |= set(unused)  # rows passed as a test set are never trained on, nor are those of an exam
     rest = [fit for fit in fits["train"] if fit.key not in taken]
     sides["train"] = sources["train"].select(fit.index for fit in rest)
     counts.update(leaking=len(fits["train"]) - len(rest) - len(of_training))
@@ -468,7 +461,7 @@ def _divided(
     counted = {name: counts[name] for name in _COUNTED}
     empty = [part.name for part in sides["train"].parts if not len(part)]
     if empty:
-        raise _TooFewError(
+        raise EnvError(
             f"expected rows to train on in {empty[0]}, found none besides the exam ({sizes.exam}) and the test "
             f"({sizes.test}); {_listed(counted)}; ask for fewer (eval_prompts, test_prompts), or give more rows"
         )
@@ -549,7 +542,7 @@ def _panel(rows: Rows, fits: Sequence[_Fit], size: int, taken: Iterable[bytes], 
         able = [fit for fit in fits if fit.part == number and fit.examines and fit.key not in known]
         distinct = {fit.key: fit for fit in sorted(able, key=order, reverse=True)}  # the first of equal prompts stays
         if len(distinct) < share:
-            raise _TooFewError(
+            raise EnvError(
                 f"expected {share} different prompts for the {split} in {rows.parts[number].name}, found "
                 f"{len(distinct)}; ask for fewer (eval_prompts, test_prompts), or give more rows"
             )

@@ -1,11 +1,10 @@
 """Multi-turn episodes: one at the level of tokens, and the task that plays those of a run."""
 
-import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from queue import Empty, SimpleQueue
 from time import monotonic
 from types import MappingProxyType, TracebackType
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -20,6 +19,7 @@ from agilerl.envs.prompts import ChatFormat, as_messages
 from agilerl.envs.text_env import RETURNED, Observation, TextEnv
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards.grader import check_score
+from agilerl.rewards.waiting import Threads
 from agilerl.safety.custom_code import contained, left, torch_restored
 from agilerl.streams import stream
 
@@ -181,6 +181,7 @@ class Episode:
         if self.error is not None or not rewards:
             rewards = [float("nan")] * max(len(rewards), 1)
         question = "\n".join(str(m["content"]) for m in self._opening)
+        # A limit of turns is no end that the policy chose, as little as a full completion.
         finish: Any = "length" if self._truncated in ("turns", "environment") else self._truncated or self._finish
         return [
             row.trajectory(
@@ -204,6 +205,7 @@ class Episode:
         self._turns[-1] += between
         budget = self.limits.prompt_length
         current = self._rows[-1]
+        # With forks the whole conversation is rendered again, which may change turns that were sampled before.
         prompt = self.chat.prompt(self._messages) if self.limits.forks else current.ids + between
         if budget is not None and len(prompt) > budget and self.limits.sliding_window and not self.limits.forks:
             prompt = self._window(budget)
@@ -446,16 +448,13 @@ class Stepping:
     """
 
     def __init__(self, timeout: float | None, workers: int = _WORKERS) -> None:
-        self.timeout, self.most = timeout, workers
+        self.timeout = timeout
         self.seconds: list[float] = []
-        """Those of each call that has ended in time."""
+        """Those of each call that has ended."""
+        self._threads = Threads(workers)
         self._calls: list[Callable[[], object]] = []
-        self._next = 0
+        self._outcomes: list[Future[tuple[Exception | None, float]]] = []
         self._started: dict[int, float] = {}
-        self._done: SimpleQueue[tuple[int, Exception | None, float]] = SimpleQueue()
-        self._workers: set[threading.Thread] = set()
-        self._abandoned: set[int] = set()
-        self._lock = threading.Lock()
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -463,65 +462,49 @@ class Stepping:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with self._lock:
-            self._next = len(self._calls)  # nothing new begins
-        if kind is not None and issubclass(kind, Exception):  # Ctrl-C does not wait
-            deadline = monotonic() + (self.timeout or 0)
-            for worker in list(self._workers):
-                worker.join(max(0.0, deadline - monotonic()))
+        failed = kind is not None and issubclass(kind, Exception)  # Ctrl-C does not wait
+        self._threads.end((self.timeout or 0.0) if failed else 0.0)
         self._stack.close()
 
     def add(self, call: Callable[[], object]) -> None:
         """Make a call as soon as one of the threads is free."""
-        with self._lock:
-            self._calls.append(call)
-            if self.timeout is not None and len(self._workers) < self.most:
-                self._start_worker()
+        self._calls.append(call)
+        if self.timeout is not None:
+            self._outcomes.append(self._threads.submit(self._timed, len(self._calls) - 1))
 
     def results(self) -> list[Exception | None]:
         """Return what each call raised, or None, in the order of ``add``, when all have ended or run out of time."""
         if self.timeout is None:
-            return [self._timed(call)[0] for call in self._calls]
-        outcomes: dict[int, Exception | None] = {}
-        late = TimeoutError(f"no answer within {self.timeout:g} seconds")
-        while len(outcomes) < len(self._calls):
-            try:
-                number, error, seconds = self._done.get(timeout=min(_POLL, self.timeout))
-                # It may have ended too late before anybody looked.
-                outcomes.setdefault(number, error if seconds <= self.timeout else late)
-            except Empty:
-                with self._lock:  # threads that begin a call add to it
-                    now, started = monotonic(), dict(self._started)
-                for number, start in started.items():
-                    if number not in outcomes and now - start > self.timeout:
-                        outcomes[number] = late
-                        with self._lock:  # give up on the thread of the call
-                            self._abandoned.add(number)
-                            if self._next < len(self._calls):
-                                self._start_worker()
-        return [outcomes[number] for number in range(len(self._calls))]
+            return [self._timed(number)[0] for number in range(len(self._calls))]
+        results: list[Exception | None] = []
+        hanging: set[int] = set()
+        for number, outcome in enumerate(self._outcomes):
+            error, seconds = None, float("inf")
+            while number not in hanging:
+                try:
+                    error, seconds = outcome.result(min(_POLL, self.timeout))
+                    break
+                except TimeoutError:
+                    hanging |= self._give_up(self.timeout, hanging)
+            # It may have ended too late before anybody looked.
+            late = TimeoutError(f"no answer within {self.timeout:g} seconds")
+            results.append(error if seconds <= self.timeout else late)
+        return results
 
-    def _start_worker(self) -> None:
-        # A daemon, because a call that never returns must not keep the process from ending.
-        worker = threading.Thread(target=self._work, daemon=True)
-        self._workers.add(worker)
-        worker.start()
+    def _give_up(self, timeout: float, known: set[int]) -> set[int]:
+        """Return the calls that have run out of time since, each with a new thread in place of its own."""
+        now = monotonic()
+        hanging = {number for number, start in dict(self._started).items() if now - start > timeout} - known
+        hanging = {number for number in hanging if not self._outcomes[number].done()}
+        for _ in hanging:
+            self._threads.add()
+        return hanging
 
-    def _work(self) -> None:
-        number = None
-        while True:
-            with self._lock:
-                if number in self._abandoned or self._next == len(self._calls):
-                    self._workers.discard(threading.current_thread())
-                    return
-                number, self._next = self._next, self._next + 1
-                self._started[number] = monotonic()
-            self._done.put((number, *self._timed(self._calls[number])))
-
-    def _timed(self, call: Callable[[], object]) -> tuple[Exception | None, float]:
+    def _timed(self, number: int) -> tuple[Exception | None, float]:
         start, caught = monotonic(), None
+        self._started[number] = start
         try:
-            call()
+            self._calls[number]()
         except Exception as error:
             caught = error
         except BaseException as error:  # an environment must not end the process

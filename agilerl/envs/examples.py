@@ -201,7 +201,6 @@ class DataTask(TaskWrapper):
     @checked
     def __init__(self, task: AnyTask) -> None:
         super().__init__(task)
-        self.grader = task.grader
 
     @abstractmethod
     def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
@@ -322,6 +321,7 @@ class PreferenceTask(DataTask):
         draws = stream(self.seed, "preference/mistake", index)
         for _ in range(TRIES if self.mistake is not None else 0):
             yield self.mistake(row, draws)  # type: ignore[misc]
+        # From one block, so that a row's wrong answer does not depend on how many rows there are.
         first = index // BLOCK * BLOCK
         for offset in stream(self.seed, "preference/other", index).integers(BLOCK, size=MOST_TRIES):
             answer = self.task.row("train", first + int(offset)).get("answer")

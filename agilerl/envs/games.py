@@ -13,7 +13,6 @@ import numpy as np
 from gymnasium.spaces import Text
 
 from agilerl.checks.arguments import Whole, Within, checked
-from agilerl.envs.adapters.base import Counted
 from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
 from agilerl.errors import ConfigError
 from agilerl.streams import stream
@@ -33,7 +32,7 @@ class Turn(NamedTuple):
     """Reward in [0, 1] if the game ends here; None while it continues."""
 
 
-class Game(Counted, TextEnv):
+class Game(TextEnv):
     """A single-player game; its only reward, in [0, 1], comes with the last turn.
 
     An illegal action raises nothing: it costs its turn, changes nothing, and ``info["valid"]`` is False.

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium.spaces import Text
 
 from agilerl.checks.arguments import Count, Hint, Name, Seed, Whole, Within, checked
-from agilerl.envs.adapters.base import AnyText, Counted
+from agilerl.envs.adapters.base import AnyText
 from agilerl.envs.core import Row, Split, Task
 from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
 from agilerl.errors import ConfigError
@@ -75,7 +75,7 @@ class MultiInputConditional(_DigitProbe):
     digits = 2
 
 
-class GridNavigation(Counted, TextEnv):
+class GridNavigation(TextEnv):
     """Walk along ``size`` cells: 1 left, 2 stay, 3 right; return 1.0 for standing on the goal at the end.
 
     Observations are two digits: position and goal, each 1 to ``size``. The only reward comes with the last turn, so
@@ -125,7 +125,7 @@ class GridNavigation(Counted, TextEnv):
 # -- the same problems as AgileRL writes them: five-tuple environments that pay 1 and -1 ------------------------------
 
 
-class _DigitEnv(Counted, TextEnv):
+class _DigitEnv(TextEnv):
     """One question whose answer must contain a digit: 1.0 if it does, else -1.0."""
 
     def __init__(self, seed: int) -> None:
@@ -191,7 +191,7 @@ class MultiInputConditionalEnv(ConditionalTargetEnv):
     _shown = 2
 
 
-class GridNavigationEnv(Counted, TextEnv):
+class GridNavigationEnv(TextEnv):
     """Walk along ``grid_size`` cells, counted from 0: 1 left, 2 stay, 3 right.
 
     The first observation is position and goal, later ones the position alone. Every step costs ``step_cost``; the goal

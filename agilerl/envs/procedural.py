@@ -6,14 +6,13 @@ from typing import Any, Literal
 
 from agilerl.checks.arguments import Count, Name, Seed, Whole, check_fields, checked, nearest
 from agilerl.envs.core import Row, Split, Task, fewer, is_held_out, warn_of_fewer
-from agilerl.envs.scorers import Scorers, check_demands
+from agilerl.envs.scorers import Scorers
 from agilerl.envs.upstream import (
     build_dataset,
     check_params,
     curricula,
     curriculum_attributes,
     curriculum_params,
-    default_params,
     draw,
     quiet,
 )
@@ -158,16 +157,13 @@ class ReasoningGymTask(Task):
         """
         self.name = name.removeprefix("reasoning_gym:")
         self.params = check_params(self.name, params or {})
-        check_demands(self.name, self.params, default_params(self.name))
         self.seed, self.reward_kind, self.holdout = seed, reward, holdout
         self.grader = reward
         self.exam_prompts, self.test_prompts = exam_prompts, test_prompts
         self.shrink_panels = shrink_panels
-        self._kind = "distinct questions" if holdout == "any" else "distinct questions in its reserved fifth"
         self._datasets: dict[tuple[str, int, int], Any] = {}
-        self._panel: list[Row] = []
-        self._panel_questions: set[str] = set()
-        self._panel_draws = self._draws_since_new = 0
+        self._panel: dict[str, Row] = {}
+        """The rows of the exam and then of the test, by question; empty until they are drawn."""
         self.curriculum = curriculum
         self.levels = [self.params] if curriculum is None else curriculum.levels(self.name, self.params)
         self._last = len(self.levels) - 1
@@ -187,12 +183,10 @@ class ReasoningGymTask(Task):
         if split == "train":
             row, level = self._train_row(index), self.level(index)
         else:
-            if self.shrink_panels:  # the exam's size, and so the test's start, depends on all questions
-                self._fill_panels()
-                self.check_index(split, index)
+            self._draw_panel()
+            self.check_index(split, index)  # the panels may be smaller now
             number = index if split == "exam" else self.exam_prompts + index
-            self._fill_panel(number + 1)
-            row, level = self._panel[number], self._last
+            row, level = list(self._panel.values())[number], self._last
         return dict(row) if self.curriculum is None else {**row, "level": level}
 
     def level(self, position: int) -> int | None:
@@ -225,7 +219,7 @@ class ReasoningGymTask(Task):
             EnvError: the task has too few distinct questions (the message says how many were found), or a level has no
                 problem.
         """
-        self._fill_panels()
+        self._draw_panel()
         if self.curriculum is not None:
             for level in range(len(self.levels)):
                 self._train_row(level * self.curriculum.prompts_per_level)
@@ -237,7 +231,7 @@ class ReasoningGymTask(Task):
     def _train_row(self, position: int) -> Row:
         level = self.level(position) or 0
         if self.holdout == "any":
-            self._fill_panels()
+            self._draw_panel()
         failure = "every question drawn belongs to the exam or test panel; lower eval_prompts and test_prompts"
         for purpose, number in self._candidates(position):
             try:
@@ -246,7 +240,7 @@ class ReasoningGymTask(Task):
                 failure = str(error)
                 continue
             question = row["question"]
-            if not (is_held_out(question) if self.holdout == "reserved" else question in self._panel_questions):
+            if not (is_held_out(question) if self.holdout == "reserved" else question in self._panel):
                 return row
         raise EnvError(
             f"found no training problem {position} of {self.name}{self._of_level(level)} in {MOST_ATTEMPTS} draws: "
@@ -256,60 +250,46 @@ class ReasoningGymTask(Task):
     def _candidates(self, position: int) -> Iterator[tuple[str, int]]:
         """Yield the draws for one training position: its own first, then random ones from its chunk's second pool."""
         yield "train", position
+        # Not the problem of another position, which would then be trained on twice.
         first = position // CHUNK * CHUNK
         for offset in stream(self.seed, "task/retry", position).integers(CHUNK, size=MOST_ATTEMPTS):
             yield "retry", first + int(offset)
 
-    def _fill_panels(self) -> None:
-        self._fill_panel(self.exam_prompts + self.test_prompts)
-
-    def _fill_panel(self, count: int) -> None:
-        """Extend the panel to ``count`` rows. The order of rows is fixed, whenever this is called."""
+    def _draw_panel(self) -> None:
+        """Draw the exam and the test unless they are drawn; smaller ones, if allowed, where there are too few."""
+        if self._panel:
+            return
+        asked, rows, draws, latest, failures = (self.exam_prompts, self.test_prompts), dict[str, Row](), 0, 0, 0
         with quiet():
-            is_full = self._extend_panel(count)
-        if not is_full and not self._shrink():
-            other = "" if self.holdout == "any" else ", or set holdout to 'any', for panels of any questions"
-            raise EnvError(
-                f"expected {self.exam_prompts} exam and {self.test_prompts} test questions from {self.name}, but "
-                f"with these parameters it has only {len(self._panel)} {self._kind} ({self._panel_draws} draws); "
-                "ask for fewer (eval_prompts, test_prompts), give shrink_panels=True as runs do, widen its "
-                f"params{other}"
-            )
-
-    def _extend_panel(self, count: int) -> bool:
-        """Return whether the panel has ``count`` rows: no new question may come for a long time."""
-        failures = 0
-        while len(self._panel) < count:
-            if self._draws_since_new >= max(PATIENCE, 20 * len(self._panel)):
-                return False
-            self._draws_since_new += 1
-            self._panel_draws += 1
-            try:
-                row = self._draw("panel", self._panel_draws - 1, self._last)
-            except EnvError:
-                failures += 1
-                if failures >= MOST_ATTEMPTS:
-                    raise
-                continue
-            question = row["question"]
-            if question in self._panel_questions or (self.holdout == "reserved" and not is_held_out(question)):
-                continue
-            self._panel_questions.add(question)
-            self._panel.append(row)
-            self._draws_since_new = 0
-        return True
-
-    def _shrink(self) -> bool:
-        """Shrink the panels to the questions found; return whether that is allowed and helps."""
-        asked, count = (self.exam_prompts, self.test_prompts), len(self._panel)
-        sizes = fewer(*asked, count if self.holdout == "reserved" else count // 2) if self.shrink_panels else None
-        if sizes is None:
-            return False
-        warn_of_fewer(self.name, asked, sizes, f"{count} {self._kind}")
+            # With n of N questions known, a new one takes N / (N - n) draws: 20 n without any means that few are left.
+            while len(rows) < sum(asked) and draws - latest < max(PATIENCE, 20 * len(rows)):
+                draws += 1
+                try:
+                    row = self._draw("panel", draws - 1, self._last)
+                except EnvError:
+                    failures += 1
+                    if failures >= MOST_ATTEMPTS:
+                        raise
+                    continue
+                question = row["question"]
+                if question not in rows and (self.holdout == "any" or is_held_out(question)):
+                    rows[question], latest = row, draws
+        sizes = asked
+        if len(rows) < sum(asked):
+            kind = "distinct questions" if self.holdout == "any" else "distinct questions in its reserved fifth"
+            available = len(rows) if self.holdout == "reserved" else len(rows) // 2
+            smaller = fewer(*asked, available) if self.shrink_panels else None
+            if smaller is None:
+                other = "" if self.holdout == "any" else ", or set holdout to 'any', for panels of any questions"
+                raise EnvError(
+                    f"expected {asked[0]} exam and {asked[1]} test questions from {self.name}, but with these "
+                    f"parameters it has only {len(rows)} {kind} ({draws} draws); ask for fewer (eval_prompts, "
+                    f"test_prompts), give shrink_panels=True as runs do, widen its params{other}"
+                )
+            warn_of_fewer(self.name, asked, smaller, f"{len(rows)} {kind}")
+            sizes = smaller
         self.exam_prompts, self.test_prompts = sizes
-        self._panel = self._panel[: sum(sizes)]
-        self._panel_questions = {row["question"] for row in self._panel}
-        return True
+        self._panel = dict(list(rows.items())[: sum(sizes)])
 
     def _draw(self, purpose: str, number: int, level: int) -> Row:
         (chunk, index), params = divmod(number, CHUNK), self.levels[level]

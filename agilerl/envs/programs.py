@@ -66,7 +66,6 @@ class AgentTask(TaskWrapper):
         """
         super().__init__(task)
         self.program, self.limits = _checked(program), limits or ProgramLimits()
-        self.grader = task.grader
         self.models: Callable[[], Mapping[str, int | None]] = dict
         """The adapter slots by the names of models that programs may ask for, beside that of their episode."""
 

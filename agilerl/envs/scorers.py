@@ -10,11 +10,13 @@ import re
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agilerl.envs.upstream import quiet
-from agilerl.errors import ConfigError, RewardError
+from agilerl.config.environment import EnvironmentConfig
+from agilerl.envs.upstream import build_dataset, known_tasks, quiet
+from agilerl.errors import RewardError
+from agilerl.rewards.grader import BaseGrader
 from agilerl.rewards.isolated import IsolatedGrader
 
 IN_THIS_PROCESS = frozenset(
@@ -43,52 +45,6 @@ MEMORY = 2 * 2**30
 _LOCK = threading.RLock()
 _SHARED: weakref.WeakValueDictionary[int, IsolatedGrader] = weakref.WeakValueDictionary()
 """This process's worker, by process id; all tasks share it, and it ends with the last of them."""
-
-
-def check_demands(name: str, params: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Raise ConfigError if parameters ask for problems that take too much time or memory.
-
-    Numbers near the defaults are accepted. If one is far above, the first problems are made in a worker with the limits
-    of a scorer, so that an untrusted manifest cannot hang or exhaust this process.
-    """
-    large = {key: value for key, value in params.items() if _is_large(value, defaults.get(key))}
-    if not large:
-        return
-    worker = _worker("draw_alone")
-    try:
-        (outcome,) = worker([""], [""], dataset=[name], params=[encoded(params)])
-    finally:
-        worker.close()
-    if outcome != 1.0:
-        shown = ", ".join(f"{key}={value!r}" for key, value in large.items())
-        raise ConfigError(
-            f"reasoning_gym's {name} cannot make a problem with {shown} within {CPU_SECONDS:g} s of processor time and "
-            f"{MEMORY >> 30} GiB; lower the value"
-        )
-
-
-def _worker(function: str) -> IsolatedGrader:
-    """Return a function of ``scorer_process`` in an unprivileged process, which starts when it is called."""
-    return IsolatedGrader(
-        f"agilerl.envs.scorer_process:{function}",
-        timeout=PATIENCE,
-        memory_bytes=MEMORY,
-        confined=True,
-        cpu_seconds=CPU_SECONDS,
-    )
-
-
-def _is_large(value: Any, default: Any) -> bool:
-    """Return whether a parameter contains a number far above its default."""
-    if isinstance(value, Mapping):
-        return any(_is_large(part, None) for part in value.values())
-    if isinstance(value, list | tuple):
-        return len(value) > 1000 or any(_is_large(part, default) for part in value)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    parts = default if isinstance(default, list | tuple) else (default,)
-    usual = max((abs(part) for part in parts if isinstance(part, int | float)), default=0)
-    return abs(value) > max(100, 10 * usual)
 
 
 def _forget_the_lock() -> None:
@@ -125,6 +81,7 @@ class Scorers:
             verdict = readable(source, answer)
             if verdict is None:
                 return 0.0
+            # An empty answer, not 0.0: some scorers pay a little for any text, and no answer may get more than that.
             answer = "" if pays_for_nothing(source, answer, row) else answer if verdict else UNREADABLE
         try:
             return self._ask(answer, row, level)
@@ -160,7 +117,13 @@ class Scorers:
         """Return this process's worker; a forked process gets its own."""
         worker = _SHARED.get(os.getpid())
         if worker is None:
-            worker = _SHARED[os.getpid()] = _worker("score_alone")
+            worker = _SHARED[os.getpid()] = IsolatedGrader(
+                "agilerl.envs.scorers:scorer",
+                timeout=PATIENCE,
+                memory_bytes=MEMORY,
+                confined=True,
+                cpu_seconds=CPU_SECONDS,
+            )
         self._worker = worker  # the last task to let go of it ends it
         return worker
 
@@ -176,6 +139,50 @@ class Scorers:
                 f"the scorer of {self.name} fails on the problem's correct answer {answer!r}: {again!r}; on the "
                 f"completion's it failed with {error!r}"
             ) from again
+
+
+# -- what runs in the worker -------------------------------------------------------------------------------------------
+
+
+class _Scorer(BaseGrader):
+    """Scores an answer with a dataset's scorer; parameters and row are encoded."""
+
+    def open(self) -> None:
+        """Import all datasets, and what they import, before the process loses access to files."""
+        known_tasks()
+        self._datasets: dict[str, Any] = {}
+
+    def __call__(self, completion: str, dataset: str, params: Any, entry: Any) -> float:
+        key = f"{dataset} {params!r}"
+        if key not in self._datasets:
+            self._datasets[key] = build_dataset(dataset, _decoded(params), seed=0, size=1)
+        with quiet():
+            return float(self._datasets[key].score_answer(completion, _decoded(entry)))
+
+
+scorer = _Scorer()
+
+
+def encoded(value: Any) -> Any:
+    """Return a value as JSON that the worker can decode; JSON has no tuples, sets or other keys than text."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {"dict": [[encoded(key), encoded(part)] for key, part in value.items()]}
+    for kind in (list, tuple, set, frozenset):
+        if type(value) is kind:
+            return {kind.__name__: [encoded(part) for part in value]}
+    raise RewardError(f"expected rows of text, numbers and containers of them, found {type(value).__name__}")
+
+
+def _decoded(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    ((kind, parts),) = value.items()
+    if kind == "dict":
+        return {_decoded(key): _decoded(part) for key, part in parts}
+    container = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
+    return container(_decoded(part) for part in parts)
 
 
 # -- wrong answers that reasoning_gym scores as right ------------------------------------------------------------------
@@ -205,18 +212,6 @@ def pays_for_nothing(task: str, answer: str, row: Mapping[str, Any]) -> bool:
 
 COIN_FLIP_TOLERANCE = 1e-4
 """Largest error of a right probability, as in reasoning_gym."""
-
-
-def encoded(value: Any) -> Any:
-    """Return a value as JSON that the worker can decode; JSON has no tuples, sets or other keys than text."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {"dict": [[encoded(key), encoded(part)] for key, part in value.items()]}
-    for kind in (list, tuple, set, frozenset):
-        if type(value) is kind:
-            return {kind.__name__: [encoded(part) for part in value]}
-    raise RewardError(f"expected rows of text, numbers and containers of them, found {type(value).__name__}")
 
 
 # -- the screen: completions do not run as programs, a second barrier in front of the worker --------------------------
@@ -326,3 +321,55 @@ def _is_small(node: ast.AST, values: tuple[type, ...]) -> bool:
         small = all(isinstance(c, int | float) and abs(c) <= LARGEST_EXPONENT for c in constants)
         return small and len(constants) <= 2 and not nested
     return all(isinstance(n.value, int | float) for n in ast.walk(node) if isinstance(n, ast.Constant))
+
+
+# -- answers that solve nothing and earn more than chance, measured; plans name them -----------------------------------
+
+
+def shortcuts(config: EnvironmentConfig) -> Iterator[str]:
+    """Yield a sentence for each dataset of a run's task that pays for such an answer under the task's own reward."""
+    family, _, name = (config.task or "").partition(":")
+    if family != "reasoning_gym" or config.env_type != "reasoning" or config.graders is not None:
+        return
+    names = [spec["name"] for spec in config.params["datasets"]] if name == "composite" else [name]
+    for dataset in dict.fromkeys(names):
+        if config.reward in SHORTCUTS.get(dataset, {}):
+            answer, mean, chance = SHORTCUTS[dataset][config.reward]
+            yield f"{answer} earns {mean:.2f} on {dataset} (chance {chance:.2f}; measured with default parameters)"
+
+
+# The best-paying answer by task and reward, with its mean reward and that of chance, the right answer of another
+# question; written by ``benchmarking/degenerate.py --write``.
+SHORTCUTS: Mapping[str, Mapping[str, tuple[str, float, float]]] = {
+    "game_of_life": {"exact": ("the commonest answer", 0.13, 0.02)},
+    "gcd": {"exact": ("`2`", 0.29, 0.17)},
+    "gsm_symbolic": {"exact": ("the right answer amid nonsense", 1.0, 0.0)},
+    "knight_swap": {"exact": ("`No`", 0.22, 0.02), "score": ("`No`", 0.22, 0.02)},
+    "knights_knaves": {"exact": ("the right answer after numbers", 1.0, 0.0)},
+    "letter_counting": {"exact": ("`1`", 0.4, 0.17), "score": ("`1`", 0.4, 0.17)},
+    "maze": {"exact": ("`5`", 0.38, 0.27), "score": ("`5`", 0.38, 0.27)},
+    "number_format": {
+        "exact": ("the question's last number", 0.13, 0.0),
+        "score": ("the question's last number", 0.13, 0.0),
+    },
+    "number_sequence": {
+        "exact": ("the question's last number", 0.35, 0.1),
+        "score": ("the question's last number", 0.35, 0.11),
+    },
+    "polynomial_equations": {"exact": ("`0`", 0.23, 0.06), "score": ("`0`", 0.34, 0.1)},
+    "prime_factorization": {
+        "exact": ("the question's first number", 0.15, 0.0),
+        "score": ("the question's first number", 0.57, 0.01),
+    },
+    "propositional_logic": {"score": ("`1e400`", 0.11, 0.0)},
+    "rotten_oranges": {"exact": ("`-1`", 0.32, 0.16), "score": ("`-1`", 0.32, 0.16)},
+    "self_reference": {"exact": ("`2`", 0.37, 0.25), "score": ("`2`", 0.37, 0.25)},
+    "shortest_path": {"exact": ("`infeasible`", 0.36, 0.13), "score": ("`infeasible`", 0.36, 0.13)},
+    "sokoban": {"exact": ("the right answer amid nonsense", 0.53, 0.01)},
+    "string_manipulation": {
+        "exact": ("the question's last line", 0.24, 0.0),
+        "score": ("the question's last line", 0.31, 0.01),
+    },
+    "syllogism": {"exact": ("`Yes`", 0.65, 0.48), "score": ("`Yes`", 0.65, 0.48)},
+    "word_sorting": {"score": ("the question's last line", 0.13, 0.0)},
+}

@@ -4,7 +4,6 @@ import csv
 import io
 import json
 import os
-import subprocess
 import sys
 import warnings
 from bisect import bisect_right
@@ -14,7 +13,7 @@ from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
-from agilerl.checks.arguments import Count, checked, described, nearest, reason, shown
+from agilerl.checks.arguments import Count, Positive, checked, described, nearest, reason, shown
 from agilerl.config.named_files import ENDINGS, names_a_file
 from agilerl.envs.core import Row
 from agilerl.errors import EnvError
@@ -49,6 +48,10 @@ class Part:
         """Names of all columns, after renaming."""
         return list(self.names.values())
 
+    def where(self, number: int) -> str:
+        """Describe where a row is from: the line in a text file, else its number counted from 0."""
+        return f"{f'line {self.lines[number]}' if self.lines else f'row {number}'} of {self.name}"
+
     def row(self, index: int) -> Row:
         """Return a row with all its columns."""
         row = self.rows[self.indices[index]]
@@ -57,6 +60,18 @@ class Part:
 
 def _part(name: str, rows: Any, columns: Iterable[Any], lines: Sequence[int] = ()) -> Part:
     return Part(name, rows, {str(column): str(column) for column in columns}, range(len(rows)), lines)
+
+
+def _of_dicts(name: str, rows: Sequence[Any], lines: Sequence[int] = ()) -> Part:
+    """Return rows in memory; raises EnvError for one that is no mapping."""
+    part = _part(name, rows, (), lines)
+    for number, row in enumerate(rows):
+        if not isinstance(row, Mapping):
+            raise EnvError(
+                f'{part.where(number)}: expected an object such as {{"question": ...}} (or a tuple of chosen and '
+                f"rejected), found {described(row)}"
+            )
+    return _part(name, rows, (column for row in rows for column in row), lines)
 
 
 class Rows(Sequence[Row]):
@@ -88,10 +103,9 @@ class Rows(Sequence[Row]):
         return f"Rows({len(self)} of {self.name}, columns {self.columns})"
 
     def where(self, index: int) -> str:
-        """Describe where a row is from: the line in a text file, else its number counted from 0."""
+        """Describe where a row is from."""
         part, number = self._find(index)
-        number = part.indices[number]
-        return f"{f'line {part.lines[number]}' if part.lines else f'row {number}'} of {part.name}"
+        return part.where(part.indices[number])
 
     def part_of(self, index: int) -> int:
         """Return the number of the part that a row belongs to."""
@@ -150,23 +164,19 @@ def read_dataset(
 
 
 @checked
-def mix(sources: Sequence[Any]) -> Rows:
+def mix(sources: Sequence[tuple[Any, Positive]]) -> Rows:
     """Mix sources (anything that ``read_dataset`` takes) by weight.
 
     Every 1000 training rows hold exactly as many of each source as its weight says.
 
     Raises:
-        EnvError: no source, a weight that is not positive, a source that is a mixture, or as ``read_dataset``.
+        ConfigError: what is no pair of a dataset and a positive weight.
+        EnvError: no source, a source that is a mixture, or as ``read_dataset``.
     """
     if not sources:
         raise EnvError("expected at least one (dataset, weight) to mix, found none")
     parts: list[Part] = []
-    for pair in sources:
-        if not isinstance(pair, list | tuple) or len(pair) != 2:
-            raise EnvError(f"expected pairs (dataset, weight) to mix, found {described(pair)}")
-        source, weight = pair
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
-            raise EnvError(f"expected a positive number as the weight of a dataset, found {weight!r}")
+    for source, weight in sources:
         rows = read_dataset(source, name=f"dataset {len(parts)} of the mixture")
         if len(rows.parts) > 1:
             raise EnvError(f"a mixture cannot hold a mixture ({rows.name}); list its datasets directly")
@@ -243,22 +253,12 @@ def _text(path: Path) -> str:
 def _json(path: Path, kind: str) -> Part:
     """Read one object a line, or a list of objects."""
     text = _text(path)
-    lines: list[int] = []
     if kind == ".json" and text.lstrip().startswith("["):
-        rows = _parsed(text, path, f"an object of {path.name}")
-        where = [f"row {number}" for number in range(len(rows))]
-    else:
-        rows, where = [], []
-        # Not splitlines(), which also breaks at characters that JSON allows inside a text.
-        for number, line in enumerate(text.split("\n"), 1):
-            if line.strip():
-                lines.append(number)
-                where.append(f"line {number}")
-                rows.append(_parsed(line, path, f"line {number} of {path.name}", number))
-    for at, row in zip(where, rows):
-        if not isinstance(row, dict):
-            raise EnvError(f'{at} of {path.name}: expected an object such as {{"question": ...}}, found {shown(row)}')
-    return _part(path.name, rows, (column for row in rows for column in row), lines)
+        return _of_dicts(path.name, _parsed(text, path, f"an object of {path.name}"))
+    # Not splitlines(), which also breaks at characters that JSON allows inside a text.
+    lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
+    rows = [_parsed(line, path, f"line {number} of {path.name}", number) for number, line in lines.items()]
+    return _of_dicts(path.name, rows, list(lines))
 
 
 def _parsed(text: str, path: Path, where: str, line: int = 1) -> Any:
@@ -314,13 +314,12 @@ def _parquet(path: Path) -> Part:
     import datasets
     import pyarrow.parquet
 
-    _check_unfolded(path)
     try:
         # Not Dataset.from_parquet, which copies the rows to its cache first.
         table = datasets.table.InMemoryTable(pyarrow.parquet.ParquetFile(path).read())
         table.validate(full=True)  # texts that are not UTF-8 would raise when they are read
         return _of_datasets(without_decoding(datasets.Dataset(table)), path.name)
-    except EnvError:
+    except (EnvError, MemoryError):
         raise
     except Exception as error:  # a damaged file may raise anything; report its reason
         raise EnvError(f"{path.name} cannot be read as Parquet: {reason(error)}") from error
@@ -337,53 +336,6 @@ def without_decoding(dataset: Any) -> Any:
         elif "decode=True" in repr(feature):
             raise EnvError(f"the column {shown(column)} holds lists of images or audio; remove it from the file")
     return dataset
-
-
-_UNFOLD = """
-import sys
-limit = int(sys.argv[2])
-import pyarrow as pa, pyarrow.parquet as pq
-pa.set_cpu_count(1)
-if sys.platform == "linux":  # elsewhere only what has been read is counted
-    import resource
-    with open("/proc/self/statm") as file:
-        now = int(file.read().split()[0]) * resource.getpagesize()
-    for what, most in ((resource.RLIMIT_AS, now + limit), (resource.RLIMIT_CPU, 300), (resource.RLIMIT_CORE, 0)):
-        hard = resource.getrlimit(what)[1]
-        resource.setrlimit(what, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
-try:
-    size, file = 0, pq.ParquetFile(sys.argv[1])
-    for field in file.schema_arrow:
-        if "dictionary<" in str(field.type) and not pa.types.is_dictionary(field.type):
-            sys.exit(3)
-    for batch in file.iter_batches(batch_size=256, use_threads=False):
-        for column in batch.columns:
-            size += (column.dictionary_decode() if pa.types.is_dictionary(column.type) else column).nbytes
-        if size > limit:
-            sys.exit(3)
-except MemoryError:
-    sys.exit(3)
-"""
-"""Reads a Parquet file under a memory limit, because a few kilobytes can expand to terabytes."""
-_UNKNOWN = 2**34  # bytes of memory to assume if the system does not tell
-
-
-def _check_unfolded(path: Path) -> None:
-    """Raise EnvError for a file whose rows do not fit into memory, or that crashes its reader.
-
-    A process with limits reads it once; other damage is reported by the actual read.
-    """
-    limit = (memory_bytes() or _UNKNOWN) // 3
-    try:
-        command = [sys.executable, "-I", "-c", _UNFOLD, str(path.absolute()), str(limit)]
-        ended = subprocess.run(command, capture_output=True, timeout=600, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired as error:
-        raise EnvError(f"{path.name} took more than ten minutes to read; use fewer rows") from error
-    if ended.returncode == 3 or ended.returncode < 0:
-        raise EnvError(
-            f"{path.name} expands to more than {limit >> 20:,} MiB of rows, which are held in memory, or is built to "
-            "crash its reader; use fewer rows"
-        )
 
 
 # -- rows in memory, streams and the hub ------------------------------------------------------------------------------
@@ -444,13 +396,7 @@ def _listed(rows: Sequence[Any], name: str) -> Part:
     """Return rows in memory; tuples are pairs of answers, with or without their prompt."""
     if any(isinstance(row, tuple) for row in rows):
         rows = [dict(zip(_PAIRS[len(row)], row)) if type(row) is tuple and len(row) in _PAIRS else row for row in rows]
-    for number, row in enumerate(rows):
-        if not isinstance(row, Mapping):
-            raise EnvError(
-                f"expected dicts (or tuples of chosen and rejected) as rows of {name}, found {described(row)} in row "
-                f"{number}"
-            )
-    return _part(name, rows, (column for row in rows for column in row))
+    return _of_dicts(name, rows)
 
 
 def _plain(value: Any) -> Any:

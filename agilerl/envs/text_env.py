@@ -8,6 +8,7 @@ import gymnasium
 from gymnasium.spaces import Space
 
 from agilerl.envs.core import Message
+from agilerl.errors import EnvError
 
 Observation = str | list[Message]
 """Text, which becomes a user message, or messages (role ``user``, ``tool`` or ``system``)."""
@@ -48,6 +49,21 @@ class TextEnv(gymnasium.Env[Any, Any]):
     @abstractmethod
     def step(self, action: str) -> StepResult:
         """Take an action, the text of one completion, and return the five-tuple."""
+
+    _seed, _turn, _running = -1, 0, False
+
+    def _begin_episode(self, seed: int | None) -> int:
+        """Return the seed of a new episode: the given one, or the last one plus one (0 at first)."""
+        self._seed = self._seed + 1 if seed is None else seed
+        self._turn, self._running = 0, True
+        return self._seed
+
+    def _count_turn(self) -> None:
+        """Count a turn; raises EnvError if the episode has not begun, or is over."""
+        if not self._running:
+            name = type(getattr(self, "inner", self)).__name__
+            raise EnvError(f"expected reset() before step(): the episode of {name} has not begun, or is over")
+        self._turn += 1
 
     def bind(self, tokenizer: Any) -> None:
         """Set the policy's tokenizer; called once, before the first ``reset``."""

@@ -11,27 +11,25 @@ import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
-from copy import copy
-from dataclasses import MISSING, Field, fields, replace
-from functools import cache, lru_cache
+from dataclasses import Field, fields
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from agilerl.checks.arguments import Positive, nearest, shown, taken
+from agilerl.checks.arguments import Hint, Name, Positive, nearest, shown, taken
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.named_files import FILE_PARAMS, is_packaged
 from agilerl.deferred import deferred
 from agilerl.envs import arithmetic
 from agilerl.errors import ConfigError, how_to_install
+from agilerl.safety.bounds import check_file
 from agilerl.streams import sealed
 
 MANAGED = ("seed", "size")
 SPEC_KEYS = ("name", "weight", "config")
 GLOBAL_GENERATOR_USERS = frozenset({"codeio", "list_functions", "pool_matrix"})
 """Datasets that draw from Python's or numpy's global generator (found by running all of them; a test repeats it)."""
-WORD_READERS = frozenset({"spell_backward"})
-"""Datasets that read and filter a hundred thousand words whatever seed and size are: done once for their parameters."""
 MOST_BYTES = 64 * 2**20
 """Largest file that a parameter may name."""
 EVALUATED = frozenset(
@@ -88,11 +86,6 @@ def check_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
-def default_params(name: str) -> dict[str, Any]:
-    """Return the defaults of a known dataset's parameters."""
-    return {f.name: f.default for f in fields(_registry()[name][1]) if f.default is not MISSING}
-
-
 def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int) -> Any:
     """Return a dataset of ``size`` problems; raises ConfigError if reasoning_gym refuses the checked parameters."""
     arguments = dict(params)
@@ -100,23 +93,12 @@ def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int)
         arguments["datasets"] = [_library().composite.DatasetSpec(**spec) for spec in params["datasets"]]
     try:
         with quiet():
-            if name in WORD_READERS and "data_file" not in arguments:
-                dataset = copy(_words_read(name, tuple(arguments.items())))
-                dataset.config = replace(dataset.config, seed=seed, size=size)
-                dataset.seed, dataset.size = seed, size
-                return dataset
             create = _library().create_dataset if _installed() else arithmetic.create_dataset
             return create(name, seed=seed, size=size, **arguments)
     except Exception as error:  # whatever a foreign constructor raises, the user gets its reason in a sentence
         given = ", ".join(f"{k}={v!r}" for k, v in params.items()) or "its defaults"
         reason = str(error) or f"an internal check failed ({type(error).__name__})"
         raise ConfigError(f"reasoning_gym's {name} does not accept {given}: {reason}") from error
-
-
-@lru_cache(maxsize=8)
-def _words_read(name: str, arguments: tuple[tuple[str, Any], ...]) -> Any:
-    """Return a dataset on the words that reasoning_gym brings along."""
-    return _library().create_dataset(name, seed=0, **dict(arguments))
 
 
 def curricula() -> list[str]:
@@ -227,31 +209,24 @@ def _file(what: str, name: str) -> str:
     if is_packaged(name):
         return name
     path = Path(name).absolute()
-    if not path.is_file():
-        raise ConfigError(
-            f"expected a file, or the name of one packaged with reasoning_gym, for the {what}, found {shown(name)}"
-        )
-    if path.stat().st_size > MOST_BYTES:
-        raise ConfigError(f"expected at most {MOST_BYTES:,} bytes for the {what}, found {path.stat().st_size:,}")
+    check_file(path, MOST_BYTES)
+    if not path.exists():
+        raise ConfigError(f"expected a file, or the name of one packaged with reasoning_gym, for the {what}")
     return str(path)
 
 
 def _check_specs(specs: Any) -> list[dict[str, Any]]:
-    if not isinstance(specs, Sequence) or isinstance(specs, str) or not specs:
-        raise ConfigError(
-            "composite expects params.datasets to be a list such as [{name: gcd, weight: 1.0, config: {}}], "
-            f"found {specs!r}"
-        )
     checked = []
-    for spec in specs:
-        if not isinstance(spec, Mapping) or "name" not in spec:
-            raise ConfigError(f"expected {{name, weight, config}} for each dataset of a composite, found {spec!r}")
+    for spec in taken(_Specs, specs or None, "composite", "params.datasets"):
         for key in spec:
             if key not in SPEC_KEYS:
                 raise ConfigError(f"a dataset of a composite has no {key!r}; {nearest(str(key), SPEC_KEYS)}")
-        if spec["name"] == "composite":
+        name = taken(Name, spec.get("name"), "composite", "the name of a dataset")
+        if name == "composite":
             raise ConfigError("a composite cannot hold a composite; list its datasets directly")
-        weight = taken(Positive, spec.get("weight", 1.0), "composite", f"the weight of {spec['name']}")
-        config = check_params(str(spec["name"]), spec.get("config") or {})
-        checked.append({"name": str(spec["name"]), "weight": float(weight), "config": config})
+        weight = taken(Positive, spec.get("weight", 1.0), "composite", f"the weight of {name}")
+        checked.append({"name": name, "weight": float(weight), "config": check_params(name, spec.get("config") or {})})
     return checked
+
+
+_Specs = Annotated[Sequence[Mapping[str, Any]], Hint("give a list such as [{name: gcd, weight: 1.0, config: {}}]")]

@@ -13,7 +13,7 @@ from agilerl.rewards.grader import (
     grade,
 )
 from agilerl.rewards.isolated import IsolatedGrader
-from agilerl.rewards.judge import JudgeGrader
+from agilerl.rewards.judge import JudgeGrader, PairwiseJudgeGrader
 from agilerl.rewards.library import (
     LIBRARY,
     Accuracy,
@@ -25,7 +25,6 @@ from agilerl.rewards.library import (
     TokenLength,
     library_grader,
 )
-from agilerl.rewards.pairwise import PairwiseJudgeGrader
 from agilerl.rewards.reward_model import RewardModelGrader
 from agilerl.rewards.sandbox import SandboxGrader, SandboxResult, run_python
 from agilerl.rewards.waiting import ThreadedGrader, WaitingGrader

@@ -1,9 +1,9 @@
 """Several graders as one: a weighted sum that keeps the score of each grader for the logs."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
-from agilerl.checks.arguments import Name, checked, shown
+from agilerl.checks.arguments import Name, Within, checked, taken
 from agilerl.checks.validation import LARGEST_FLOAT32
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.grader import BaseGrader, Grade, Grader, Grades, close, grade, grader_name, rows_of, setup
@@ -83,7 +83,7 @@ class CombinedGrader(BaseGrader):
         for name, grader in self.graders.items():
             part = grade(grader, completions, rows, prompts)
             scores[name] = part.rewards
-            reasons = {**part.reasons, **reasons}
+            reasons = {**part.reasons, **reasons}  # the first grader's error stays
             failures[name] = sorted(set().union(*part.failures.values()))
             if len(part.scores) > 1:
                 scores |= {f"{name}/{inside}": column for inside, column in part.scores.items()}
@@ -124,13 +124,12 @@ def weighted(grades: Grades, weights: Mapping[str, float]) -> list[Grade]:
     return rewards
 
 
+_Weight = Annotated[float, Within(least=-LARGEST_FLOAT32, most=LARGEST_FLOAT32)]
+
+
 def check_weights(weights: Mapping[str, float], graders: Mapping[str, Grader]) -> None:
     """Raise ConfigError unless there is one finite weight for each grader."""
     if set(weights) != set(graders):
         raise ConfigError(f"expected weights for {', '.join(graders)}, found {', '.join(map(str, weights)) or 'none'}")
     for name, weight in weights.items():
-        is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-        if not is_number or not abs(weight) <= LARGEST_FLOAT32:
-            raise ConfigError(
-                f"expected a number that float32 holds (up to 3.4e38) as the weight of {name}, found {shown(weight)}"
-            )
+        taken(_Weight, weight, "CombinedGrader", f"the weight of {name}")

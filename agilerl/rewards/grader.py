@@ -99,11 +99,12 @@ def attempt_grader(
     if not completions:
         return []
     prompts = [str(row.get("question", "")) for row in rows] if prompts is None else prompts
+    # ``answer`` alone tells nothing: it is a column in both signatures.
     if _is_of_trl(grader) or not OF_A_BATCH.isdisjoint(_parameters(grader)):
         return _attempt_batch(grader, completions, rows, prompts)
     name = grader_name(grader)
     calls = [_single_call(name, grader, text, row, prompt) for text, row, prompt in zip(completions, rows, prompts)]
-    return [score_or_error(score, name) for score in _run(calls)]
+    return [score_or_error(score, name) for score in run_calls(calls)]
 
 
 def _attempt_batch(
@@ -138,7 +139,7 @@ def _attempt_batch(
         given["trainer_state"] = states[0]
     names = _selected(name, grader, {**columns, **given})
     arguments = {key: given[key] if key in given else [row.get(key) for row in rows] for key in names}
-    (scores,) = _run([lambda: grader(**arguments)])
+    (scores,) = run_calls([lambda: grader(**arguments)])
     if not isinstance(scores, Exception):
         return [score_or_error(score, name) for score in _check_list(scores, count, name)]
     return [score_or_error(scores, name)] if count == 1 else [again([k])[0] for k in range(count)]
@@ -267,7 +268,7 @@ def _single_call(name: str, grader: Grader, text: str, row: Mapping[str, Any], p
     return partial(grader, **select(name, grader, offered))
 
 
-def _run(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+def run_calls(calls: Sequence[Callable[[], Any]]) -> list[Any]:
     """Make the calls and await awaitable results; an exception becomes the result of its call."""
     results: list[Any] = []
     with torch_restored(), printing_bounded():

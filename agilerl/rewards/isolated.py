@@ -102,6 +102,7 @@ class IsolatedGrader(WaitingGrader):
 
     def release(self) -> None:
         """End the workers."""
+        # Each is waited for: one that grades at this moment is ended when it comes back.
         for _ in range(self.workers):
             self._idle.get().stop()
 

@@ -18,8 +18,7 @@ from agilerl.checks.arguments import Count, Positive, Within, check_fields, chec
 from agilerl.errors import ConfigError, RewardTimeoutError, how_to_install
 from agilerl.rewards.grader import Grader, exact_match, extract_answer
 from agilerl.rewards.isolated import IsolatedGrader
-from agilerl.rewards.judge import JudgeGrader
-from agilerl.rewards.pairwise import PairwiseJudgeGrader
+from agilerl.rewards.judge import JudgeGrader, PairwiseJudgeGrader
 from agilerl.rewards.reward_model import RewardModelGrader
 from agilerl.rewards.sandbox import SandboxGrader
 from agilerl.rewards.trl_rewards import trl_rewards

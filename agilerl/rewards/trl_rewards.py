@@ -11,7 +11,7 @@ from typing import Any
 
 from agilerl.checks.arguments import Count, Positive, checked
 from agilerl.errors import ConfigError, how_to_install
-from agilerl.rewards.grader import Grader
+from agilerl.rewards.grader import BaseGrader, Grader, attempt_grader
 from agilerl.rewards.isolated import IsolatedGrader
 
 OF_TEXT = ("think_format_reward", "get_repetition_penalty_reward", "get_soft_overlong_punishment")
@@ -37,7 +37,7 @@ class TrlMathematics(IsolatedGrader):
         if find_spec("math_verify") is None:
             raise ConfigError(f"{function} needs math-verify, which is not installed; run: {how_to_install('math')}")
         trl_function(function, params)
-        grader = "agilerl.rewards.trl_mathematics:score"
+        grader = "agilerl.rewards.trl_rewards:algebra"
         super().__init__(grader, timeout=timeout, workers=workers, name=f"trl.{function}", confined=True)
         self.function = {"function": function, "params": dict(params)}
 
@@ -46,6 +46,24 @@ class TrlMathematics(IsolatedGrader):
         known = {"solution": row.get("solution") or row.get("answer"), "completion_ids": row.get("completion_ids")}
         sent = {key: value for key, value in known.items() if value is not None}
         return {"completion": completion, "prompt": prompt, "row": {**sent, "trl": self.function}}
+
+
+class _Algebra(BaseGrader):
+    """What runs in the process of a ``TrlMathematics``."""
+
+    def open(self) -> None:
+        """Import TRL before the process is confined."""
+        trl_function("accuracy_reward", {})
+
+    def __call__(self, completion: str, trl: Mapping[str, Any], **row: Any) -> Any:
+        """Return what the function ``trl["function"]`` with ``trl["params"]`` says; raises its error."""
+        (outcome,) = attempt_grader(trl_function(trl["function"], trl["params"]), [completion], [row])
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+algebra = _Algebra()
 
 
 def trl_function(name: str, params: Mapping[str, Any]) -> Grader:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 from threading import Thread
+from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
@@ -32,17 +33,12 @@ class WaitingGrader(BaseGrader):
     """Whether an answer may depend on earlier questions, if they are asked one after another."""
     workers: int = 1
     """The most questions at a time, 1 or more."""
-    _threads: "_Threads | None" = None
-
-    @property
-    def at_once(self) -> int:
-        """The most questions at a time."""
-        return self.workers
+    _threads: "Threads | None" = None
 
     @property
     def in_order(self) -> bool:
         """Whether questions are asked in the order of the rows: what it remembers depends on nothing but the rows."""
-        return self.remembers and self.at_once == 1
+        return self.remembers and self.workers == 1
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Answer]:
         """Return a score for each completion, or the error if it has none."""
@@ -68,7 +64,7 @@ class WaitingGrader(BaseGrader):
     def answers(self, questions: Sequence[Any]) -> list[Answer]:
         """Return the answers to all questions in their order; those that were begun early are only waited for."""
         with ExitStack() as stack:
-            threads = self._threads or stack.enter_context(_Threads(self.at_once))
+            threads = self._threads or stack.enter_context(Threads(self.workers))
             futures: list[Future[Answer]] = []
             shared: dict[Hashable, Future[Answer]] = {}
             for question in questions:
@@ -141,7 +137,7 @@ class EarlyGrading:
                 grader.setup()
             except Exception:  # it fails again when it is called, and then that is reported
                 continue
-            grader._threads = _Threads(grader.at_once)
+            grader._threads = Threads(grader.workers)
             ready.append(grader)
         self.graders = ready
         if ready:  # what a function in a thread does to torch's settings ends with the batch
@@ -220,7 +216,7 @@ class ThreadedGrader(WaitingGrader):
         return completion, prompt, frozenset((key, id(value)) for key, value in row.items())
 
 
-class _Threads:
+class Threads:
     """Threads that make calls in the order in which they come.
 
     Daemons, unlike those of an executor: a judge that answers in a minute must not keep Ctrl-C waiting for it.
@@ -237,23 +233,31 @@ class _Threads:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.end(None if kind is None or issubclass(kind, Exception) else 0.0)  # Ctrl-C does not wait
+
+    def end(self, patience: float | None) -> None:
+        """Let no further call begin, and wait so many seconds for the current ones; None: until they have ended."""
         with suppress(Empty):
             while waiting := self._calls.get_nowait():
                 waiting[0].cancel()
         for _ in self._running:
             self._calls.put(None)
-        if kind is None or issubclass(kind, Exception):  # Ctrl-C does not wait for the current calls
-            for thread in self._running:
-                thread.join()
+        deadline = None if patience is None else monotonic() + patience
+        for thread in self._running:
+            thread.join(None if deadline is None else max(0.0, deadline - monotonic()))
 
     def submit(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Have a call made as soon as a thread is free."""
         future: Future[Any] = Future()
         self._calls.put((future, call, arguments))
         if len(self._running) < self.most:
-            self._running.append(Thread(target=self._work, daemon=True))
-            self._running[-1].start()
+            self.add()
         return future
+
+    def add(self) -> None:
+        """Start a thread, the first ones as calls come, others in place of those whose call does not return."""
+        self._running.append(Thread(target=self._work, daemon=True))
+        self._running[-1].start()
 
     def _work(self) -> None:
         while (waiting := self._calls.get()) is not None:

@@ -43,8 +43,9 @@ def main() -> None:
         grader = importlib.import_module(module)
     for part in name.split("."):
         grader = getattr(grader, part)
-    from agilerl.rewards.grader import attempt_grader
+    from agilerl.rewards.grader import attempt_grader, setup
 
+    setup(grader)  # it may import more, for which the process soon has no access to files
     if settings["confined"]:
         forbid_files(os.getcwd())
     print("ready", file=answers, flush=True)

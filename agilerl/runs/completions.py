@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from agilerl.errors import CheckpointError
@@ -16,7 +15,7 @@ from agilerl.safety.bounds import check_file
 
 _SAMPLED = "reward"
 """A metric of the steps that sample completions; steps that learn from data have lengths too."""
-_MOST_ROWS, _MOST_BYTES = 1_000_000, 2**30
+_MOST_BYTES = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,9 @@ def read_completions(folder: Path, step: int) -> list[dict[str, Any]]:
     path = _file(folder, step)
     check_file(path, _MOST_BYTES, error=CheckpointError)
     try:
-        rows: list[dict[str, Any]] = _bounded_table(path).to_pylist()
+        with pq.ParquetFile(path) as file:
+            names = set(file.schema_arrow.names)
+            rows: list[dict[str, Any]] = file.read([name for name in _SCHEMA.names if name in names]).to_pylist()
     except FileNotFoundError as error:
         raise CheckpointError(f"expected completions in {path}, but the file does not exist.") from error
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
@@ -100,25 +101,6 @@ def read_completions(folder: Path, step: int) -> list[dict[str, Any]]:
     if rows and (missing := sorted(set(_SCHEMA.names) - set(rows[0]))):
         raise CheckpointError(f"expected a Parquet file of completions at {path}, but it lacks {', '.join(missing)}.")
     return rows
-
-
-def _bounded_table(path: Path) -> pa.Table:
-    """Read a file, in which a few bytes may expand to many: repeated texts stay encoded until their size is checked."""
-    names = set(pq.read_schema(path).names)
-    texts = [name for name in _TEXTS if name in names]
-    with pq.ParquetFile(path, read_dictionary=texts) as file:
-        unpacked = sum(file.metadata.row_group(n).total_byte_size for n in range(file.metadata.num_row_groups))
-        if file.metadata.num_rows > _MOST_ROWS or unpacked > _MOST_BYTES:
-            raise CheckpointError(f"{path} has more than {_MOST_ROWS:,} rows or {_MOST_BYTES:,} bytes.")
-        table = file.read(columns=[name for name in _SCHEMA.names if name in names])
-    size = 0
-    for name in texts:
-        for chunk in table[name].chunks:
-            if pa.types.is_dictionary(chunk.type):
-                size += pc.sum(pc.binary_length(chunk.dictionary).take(chunk.indices)).as_py() or 0
-    if size > _MOST_BYTES:
-        raise CheckpointError(f"{path} has more than {_MOST_BYTES:,} bytes of text.")
-    return table
 
 
 def discard_completions(folder: Path, *, after: int) -> None:

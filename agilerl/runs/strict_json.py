@@ -19,9 +19,7 @@ from agilerl.errors import CheckpointError
 from agilerl.safety.bounds import check_file
 
 _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-_DEPTH = 100
 _FILE_BYTES = 100_000_000
-_CONTAINERS, _VALUES = 1_000_000, 15_000_000
 LARGEST = 2**63 - 1
 
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -44,26 +42,11 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """Return the value that ``dumps`` wrote; raises ValueError for other text, and for more than 100 levels.
-
-    A list of nothing takes thirty times the memory of its text, so lists, objects and values are counted before any is
-    made.
-    """
-    brackets, commas = _counted(text)
-    if brackets > _CONTAINERS or commas > _VALUES:
-        raise ValueError(f"it has more than {_CONTAINERS:,} lists and objects, or {_VALUES:,} values")
+    """Return the value that ``dumps`` wrote; raises ValueError for other text."""
     try:
         return _decode(json.loads(text, parse_constant=_refuse))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
-
-
-def _counted(text: str | bytes) -> tuple[int, int]:
-    """Return the brackets and the commas of a text, also those inside of its texts; a short one is not counted."""
-    if len(text) < _CONTAINERS:
-        return 0, 0
-    data = text.encode() if isinstance(text, str) else text
-    return data.count(b"[") + data.count(b"{"), data.count(b",")
 
 
 def read_json(path: Path, model: type[BaseModel] | None = None) -> dict[str, Any]:
@@ -112,15 +95,13 @@ def _encode(value: Any) -> Any:
     raise TypeError(f"expected a value that JSON can represent, found a {type(value).__name__}: {value!r}")
 
 
-def _decode(value: Any, level: int = 0) -> Any:
+def _decode(value: Any) -> Any:
     if isinstance(value, str):
         return _NON_FINITE.get(value, value)
-    if level > _DEPTH:
-        raise ValueError("nested too deeply")
     if isinstance(value, dict):
-        return {key: _decode(item, level + 1) for key, item in value.items()}
+        return {key: _decode(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_decode(item, level + 1) for item in value]
+        return [_decode(item) for item in value]
     return value
 
 

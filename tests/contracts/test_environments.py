@@ -69,7 +69,7 @@ class Endless(GuessTheNumber):
         (OfAnyKind, {"episodes_are_functions_of_seed_and_actions"}),
         (Shared, {"instances_do_not_disturb_each_other"}),
         (Fragile, {"any_text_is_answered", "episodes_end_within_max_turns"}),
-        (Talkative, {"observations_are_in_the_space"}),
+        (Talkative, {"any_text_is_answered"}),
         (Endless, {"episodes_end_within_max_turns"}),
     ],
 )

@@ -168,7 +168,7 @@ class Unsaid(Server):
 
 
 def test_what_cannot_be_found_out_is_said():
-    with pytest.raises(ConfigError, match=r"expected max_turns.* of Server"):
+    with pytest.raises(ConfigError, match=r"Server: expected .*max_turns"):
         as_text_env(Server())
     with pytest.raises(ConfigError, match=r"TwoTexts.*OpenEnv\("):
         as_text_env(Two(), max_turns=4)

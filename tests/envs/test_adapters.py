@@ -114,21 +114,16 @@ class NoAction(Counting):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (NoLimit(), r"expected max_turns.* of NoLimit .*found None; .*as_text_env\(..., max_turns=...\)"),
-        (NeedsMore(), r"expected NeedsMore.reset\(seed=...\), .* 'more'"),
-        (NoAction(), r"expected NoAction.step\(action\)"),
-        (Counting, r"the class Counting itself"),
-        (3, r"int has no reset; .*not an object of int"),
+        (NoLimit(), r"NoLimit: expected .*1 or more for max_turns, found None; .*as_text_env\(..., max_turns=...\)"),
+        (NeedsMore(), r"NeedsMore, whose reset does not fit.* 'more'"),
+        (NoAction(), r"NoAction, whose step does not fit"),
+        (Counting, r"Counting.*whose reset does not fit: missing a required argument: 'self'"),
+        (3, r"found 3, whose reset does not fit: .*no attribute 'reset'"),
         (Discreet(), r"Discreet is Discrete\(3\)"),
-        (Echo(), r"expected max_turns.* of Echo"),
+        (Echo(), r"Echo: expected .* for max_turns"),
     ],
 )
 def test_what_is_no_environment_is_said(given, words):
-    if isinstance(given, type):
-        given_call = lambda: as_text_env(given)  # noqa: E731
-        with pytest.raises(ConfigError):
-            given_call()
-        return
     with pytest.raises(ConfigError, match=words):
         as_text_env(given)
 
@@ -292,7 +287,7 @@ def test_limits_of_textarena():
     assert foreign("textarena:GuessTheNumber-v0").max_turns == 10
     short = foreign("textarena:GuessTheNumber-v0", max_turns=3)
     assert "within 3 turns" in short.reset(seed=0)[0]
-    with pytest.raises(ConfigError, match=r"max_turns.*FrozenLakeEnv"):
+    with pytest.raises(ConfigError, match=r"FrozenLakeEnv: .*max_turns"):
         foreign("textarena:FrozenLake-v0")
     assert foreign("textarena:FrozenLake-v0", max_turns=5).max_turns == 5
     with pytest.raises(ConfigError, match="TicTacToeEnv"):

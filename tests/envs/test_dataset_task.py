@@ -80,7 +80,7 @@ def test_a_failing_reward_function_is_not_silent():
         ),
         ((ROWS, [{"prompt": "a", "answer": "b"}]), EnvError, "question and answer in the train.*prompt and answer in"),
         ((ROWS, [{"Question": "a", "answer": "b"}]), EnvError, r"the exam dataset.*; .* 'Question'?"),
-        ((["a"], ROWS), EnvError, r"rows .* train dataset, found 'a'"),
+        ((["a"], ROWS), EnvError, r"row 0 of the train dataset: .* found 'a'"),
     ],
 )
 def test_bad_datasets(arguments, error, sentence):

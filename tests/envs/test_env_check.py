@@ -168,7 +168,7 @@ def test_a_secret_that_no_random_action_finds_is_no_reason_to_warn(kept):
 
 
 def test_what_cannot_be_made():
-    for given, words in ((3, "int has no reset"), (lambda: 1 / 0, "ZeroDivisionError"), (lambda: None, "NoneType")):
+    for given, words in ((3, "no attribute 'reset'"), (lambda: 1 / 0, "ZeroDivisionError"), (lambda: None, "NoneType")):
         [finding] = check_env(given)
         assert finding.code == "not-an-environment"
         assert words in finding.sentence

@@ -4,13 +4,11 @@ import random
 import warnings
 
 import pytest
-from reasoning_gym import create_dataset
 
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.scorers import IN_THIS_PROCESS
-from agilerl.envs.shortcuts import SHORTCUTS, shortcuts
-from agilerl.envs.upstream import WORD_READERS, build_dataset, known_tasks, quiet
+from agilerl.envs.scorers import IN_THIS_PROCESS, SHORTCUTS, shortcuts
+from agilerl.envs.upstream import known_tasks, quiet
 from benchmarking.degenerate import measured, paying
 
 NO_OWN_ANSWER = {"boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"}
@@ -31,16 +29,6 @@ def test_quiet_silences_what_is_inside_and_nothing_else(capsys):
     assert capsys.readouterr().out == "sound\n"
     with pytest.raises(UserWarning, match="sound"):
         warnings.warn("sound", stacklevel=1)
-
-
-@pytest.mark.parametrize("name", sorted(WORD_READERS))
-def test_words_that_are_read_once_serve_every_seed(name):
-    for params in ({}, {"min_word_len": 3, "max_word_len": 4}, {"data_file": "holdout_words.txt"}):
-        for seed, size in ((0, 5), (8, 9), (7, 5)):
-            made = build_dataset(name, params, seed=seed, size=size)
-            own = create_dataset(name, seed=seed, size=size, **params)
-            assert vars(made) == vars(own)
-            assert [made[place] for place in range(3)] == [own[place] for place in range(3)]
 
 
 @pytest.mark.parametrize("name", [name for name in known_tasks() if name != "composite"])

@@ -89,7 +89,7 @@ def test_a_stream_that_breaks_or_holds_no_rows() -> None:
 
     with pytest.raises(EnvError, match=r"row 1 .*OSError"):
         read_dataset(broken())
-    with pytest.raises(EnvError, match=r"expected dicts .* row 0"):
+    with pytest.raises(EnvError, match=r"row 0 of the dataset: expected an object"):
         read_dataset(iter([1, 2]))
     with pytest.raises(EnvError, match="at least one row"):
         read_dataset(iter([]))

@@ -187,16 +187,6 @@ def sparse(size: int, start: bytes = b"") -> Callable[[Path], None]:
     return make
 
 
-def parquet_bomb(path: Path, *, store_schema: bool, names: tuple[str, str] = ("question", "answer")) -> None:
-    """A megabyte, a hundred thousand times: a dictionary of one entry."""
-    text = pa.array(["x" * 2**20])
-    indices = pa.array([0] * 100_000, pa.int32())
-    column = pa.DictionaryArray.from_arrays(indices, text)
-    parquet.write_table(
-        pa.table(dict(zip(names, (column, indices.cast(pa.string()))))), path, store_schema=store_schema
-    )
-
-
 def in_run(change: Callable[[Path], None], command: str = "resume") -> Attack:
     def make(scene: Scene) -> list[str]:
         change(scene.copied_run())
@@ -246,10 +236,6 @@ def huge_checkpoint(root: Path) -> None:
     change_json(folder / "MANIFEST.json", lambda files: {**files, name: {**files[name], "size": 2**40}})
     text = json.dumps(json.loads((folder / "MANIFEST.json").read_text()), indent=2, sort_keys=True)
     (folder / "MANIFEST.json").write_text(text + "\n")
-
-
-def bomb_of_completions(root: Path) -> None:
-    parquet_bomb(min((root / "completions").glob("*.parquet")), store_schema=False, names=("completion", "prompt"))
 
 
 def image(path: Path) -> None:
@@ -527,8 +513,6 @@ REFUSED: dict[str, Attack] = {
     "rows: deep": rows("rows.jsonl", lambda path: path.write_text("[" * 1_000_000) and None),
     "rows: many digits": rows("rows.jsonl", lambda path: path.write_text('{"a": ' + "9" * 1_000_000 + "}") and None),
     "rows: packed": rows("rows.jsonl", lambda path: path.write_bytes(gzip.compress(bytes(10**7))) and None),
-    "rows: a bomb of Parquet": rows("rows.parquet", lambda path: parquet_bomb(path, store_schema=False)),
-    "rows: a bomb of dictionaries": rows("rows.parquet", lambda path: parquet_bomb(path, store_schema=True)),
     "rows: half of a character": rows("rows.parquet", half_a_character),
     "rows: a pipe as an image": rows("rows.parquet", image),
     "rows: torn Parquet": rows("rows.parquet", lambda path: path.write_bytes(b"PAR1" + bytes(1000) + b"PAR1") and None),
@@ -554,9 +538,6 @@ REFUSED: dict[str, Attack] = {
         }
     ),
     # Run directories.
-    "run: a million lists": lambda scene: finished(
-        scene, lambda root: in_summary(x=[[]] * 1_100_000)(root), "compare", "run", "run"
-    ),
     "run: five thousand agents at once": lambda scene: finished(scene, born(5000), "report", "run"),
     "run: a template of the user, in chat": lambda scene: finished(scene, template_outside(scene), "chat", "run"),
     "run: a template of the user, in a merged model": lambda scene: finished(
@@ -655,7 +636,6 @@ HARMLESS: dict[str, Attack] = {
             "pad_token": "<pad>",
         }
     ),
-    "run: a bomb of completions": in_run(bomb_of_completions, "report"),
     "run: a name that commands the terminal": lambda scene: (
         scene.copied_run().rename(scene.folder / "run\x1b[2J"),
         ["report", "run\x1b[2J"],

@@ -1,36 +1,18 @@
-"""Environments that are not TextEnvs: turn counting, consecutive seeds, spaces that hold any text."""
+"""Environments that are not TextEnvs, and spaces that hold any text."""
 
 import inspect
 import warnings
 from contextlib import nullcontext
 from functools import cache
-from typing import Any
+from typing import Annotated, Any
 
 import gymnasium
 from gymnasium.spaces import Space, Text
 
+from agilerl.checks.arguments import Count, Hint, described, taken
 from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 from agilerl.streams import sealed, stream
-
-
-class Counted:
-    """The seed of an episode, its turns, and whether it is running."""
-
-    _seed, _turn, _running = -1, 0, False
-
-    def _begin_episode(self, seed: int | None) -> int:
-        """Return the seed of a new episode: the given one, or the last one plus one (0 at first)."""
-        self._seed = self._seed + 1 if seed is None else seed
-        self._turn, self._running = 0, True
-        return self._seed
-
-    def _count_turn(self) -> None:
-        """Count a turn; raises EnvError if the episode has not begun, or is over."""
-        if not self._running:
-            name = type(getattr(self, "inner", self)).__name__
-            raise EnvError(f"expected reset() before step(): the episode of {name} has not begun, or is over")
-        self._turn += 1
 
 
 class AnyText(Space[str]):
@@ -59,7 +41,10 @@ class AnyText(Space[str]):
         return f"{type(self).__name__}()"
 
 
-class Adapter(Counted, TextEnv):
+_Turns = Annotated[Count, Hint("set it in the environment or pass as_text_env(..., max_turns=...)")]
+
+
+class Adapter(TextEnv):
     """Another library's environment ``inner`` as a TextEnv; truncates episodes after ``max_turns``.
 
     Without a seed, ``reset`` uses the last seed plus one, starting at 0.
@@ -78,12 +63,7 @@ class Adapter(Counted, TextEnv):
     def __init__(self, inner: Any, max_turns: int | None = None) -> None:
         """Wrap ``inner``; raises ConfigError if neither it nor the argument limits the number of turns."""
         declared = getattr(inner, "max_turns", None) if max_turns is None else max_turns
-        if isinstance(declared, bool) or not isinstance(declared, int) or declared < 1:
-            raise ConfigError(
-                f"expected max_turns (the most actions in one episode) of {type(inner).__name__} to be a whole number "
-                f"of 1 or more, found {declared!r}; set it in the environment or pass as_text_env(..., max_turns=...)"
-            )
-        self.inner, self.max_turns = inner, declared
+        self.inner, self.max_turns = inner, taken(_Turns, declared, type(inner).__name__, "max_turns")
         self.system_prompt = getattr(inner, "system_prompt", None)
         self.tools = getattr(inner, "tools", ())
         self.observation_space, self.action_space = AnyText(), AnyText(self.action_form)
@@ -142,22 +122,15 @@ class PlainEnv(Adapter):
         self.draws_globally = takes_no_seed(inner)
         if self.draws_globally:
             _warn_of_no_seed(name)
-        calls: dict[str, tuple[str, tuple[str, ...], dict[str, int]]] = {
-            "reset": ("reset(seed=...)", (), {} if self.draws_globally else {"seed": 0}),
-            "step": ("step(action)", ("",), {}),
-        }
-        for method, (shown, args, kwargs) in calls.items():
-            function = getattr(inner, method, None)
-            if isinstance(inner, type) or not callable(function):
-                what = f"the class {inner.__name__} itself" if isinstance(inner, type) else f"an object of {name}"
-                raise ConfigError(
-                    f"expected an environment with reset(seed=...) and step(action), but {name} has no {method}; pass "
-                    f"an environment, not {what}"
-                )
+        named: dict[str, Any] = {} if self.draws_globally else {"seed": 0}
+        for method, arguments, keywords in (("reset", (), named), ("step", ("",), {})):
             try:
-                inspect.signature(function).bind(*args, **kwargs)
-            except TypeError as error:
-                raise ConfigError(f"expected {name}.{shown}, but {error}") from error
+                inspect.signature(getattr(inner, method)).bind(*arguments, **keywords)
+            except (AttributeError, TypeError) as error:
+                raise ConfigError(
+                    f"expected an environment with reset(seed=...) and step(action), found {described(inner)}, whose "
+                    f"{method} does not fit: {error}"
+                ) from error
         super().__init__(inner, max_turns)
         size = getattr(inner, "dataset_size", 0)
         # Environments of AgileRL 2.58 that serve the rows of a dataset are told which; equal seeds get equal rows.

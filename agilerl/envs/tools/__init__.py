@@ -1,8 +1,16 @@
 """Tools from Python functions, and environments in which a model may call them."""
 
-from agilerl.envs.tools.builtin import LocalSearch, PythonTool, SearchTool, calculator
+from agilerl.envs.tools.builtin import (
+    FormatRewardWrapper,
+    LocalSearch,
+    PythonTool,
+    SearchTool,
+    calculator,
+    calculator_env,
+    python_env,
+    search_env,
+)
 from agilerl.envs.tools.env import ToolEnv
-from agilerl.envs.tools.environments import FormatRewardWrapper, calculator_env, python_env, search_env
 from agilerl.envs.tools.parsers import MalformedCall, TextTagParser, ToolCall, ToolCallParser, parser_for
 from agilerl.envs.tools.tool import Tool, ToolResult, tool_schema
 

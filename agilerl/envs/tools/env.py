@@ -5,15 +5,16 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import gymnasium
 
 from agilerl.checks.arguments import Positive, Whole, Within, checked, described, nearest, shown
-from agilerl.envs.adapters.base import AnyText, Counted
+from agilerl.envs.adapters.base import AnyText
 from agilerl.envs.core import Row, Split, Task, score_completions
 from agilerl.envs.datasets import DatasetTask
-from agilerl.envs.prompts import render_text, text_ids
+from agilerl.envs.prompts import as_messages, render_text, text_ids
 from agilerl.envs.text_env import Begun, Observation, Options, StepResult, TextEnv
 from agilerl.envs.tools.parsers import MalformedCall, TextTagParser, ToolCall, ToolCallParser, parser_for, parser_of
 from agilerl.envs.tools.tool import Tool, ToolResult
@@ -35,7 +36,7 @@ _ONE_THREAD = threading.Lock()
 """Tasks and graders are written for one thread, and environments run in several."""
 
 
-class ToolEnv(Counted, TextEnv):
+class ToolEnv(TextEnv):
     """A task whose questions the model may answer with the help of tools.
 
     If a completion calls tools, it gets their results; one without a call is the final answer and is graded by the
@@ -136,6 +137,7 @@ class ToolEnv(Counted, TextEnv):
         if self._recognises:
             self._parser = parser_for(tokenizer, self._family)
         self._tokenizer = tokenizer
+        # What a template does is tried, not read: templates differ too much for a rule about their text.
         schemas = [tool.schema for tool in self._tools.values()]
         question = [{"role": "user", "content": "x"}]
         with_tools = _rendered(tokenizer, question, schemas)
@@ -274,12 +276,9 @@ class Conversation(AnyText):
 
     def contains(self, x: Any) -> bool:
         """Return whether ``x`` is text or a list of messages."""
-        return isinstance(x, str) or (
-            isinstance(x, list)
-            and len(x) > 0
-            and all(isinstance(m, Mapping) for m in x)
-            and all(isinstance(m.get(key), str) for m in x for key in ("role", "content"))
-        )
+        with suppress(ConfigError):
+            return bool(as_messages(x))
+        return False
 
 
 def _reward_of(environment: Any) -> Callable[..., Any] | None:

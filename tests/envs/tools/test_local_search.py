@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from agilerl.envs.tools import LocalSearch, Tool
-from agilerl.envs.tools.environments import facts_task, made_up_towns, same_fact
+from agilerl.envs.tools.builtin import facts_task, made_up_towns, same_fact
 from agilerl.errors import ConfigError, EnvError
 
 PASSAGES = [
