@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 
 from agilerl.arguments import shown
 from agilerl.errors import AgileRLError, CheckpointError, ConfigError
-from agilerl.report.load import load_run, score_of
+from agilerl.report.load import load_run, score_of, task_of
 from agilerl.report.page import compiled, render, resource
 from agilerl.runs import RunLayout, read_run
 from agilerl.runs.directory import as_written
@@ -75,13 +75,12 @@ def _rows(runs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
             with as_written(path):
                 config, layout = read_run(path)["config"], RunLayout(path)
                 summary = read_json(layout.summary) if layout.summary.exists() else {}
-                environment, test = config["environment"], summary.get("test") or {}
                 row |= {
-                    "task": environment.get("env_id") or environment.get("task") or "dataset",
+                    "task": task_of(config),
                     "model": config["network"]["pretrained_model_name_or_path"],
                     "algorithm": config["algorithm"]["name"],
                     "status": summary.get("status", "not finished"),
-                    **{who: f"{score_of(score).mean:.3f}" for who, score in test.items()},
+                    **{who: f"{score_of(score).mean:.3f}" for who, score in (summary.get("test") or {}).items()},
                 }
         except AgileRLError as error:
             row["status"] = f"cannot be read: {error}"
