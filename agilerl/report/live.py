@@ -90,17 +90,16 @@ def _rows(runs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
 class Watch(ThreadingHTTPServer):
     """Serves pages about a run or about the runs below a folder, on 127.0.0.1, until ``shutdown``.
 
-    ``port`` 0 takes any that is free. Raises CheckpointError if there is no run, ConfigError if the port is taken.
+    ``port`` 0 takes any that is free; the folder may still be empty. Raises CheckpointError if there is no such folder,
+    ConfigError if the port is taken.
     """
 
     daemon_threads = True
 
     def __init__(self, folder: Path, port: int = 0, price: float | None = None) -> None:
         self.folder, self.reports = folder, _Reports(price)
-        if not runs_below(folder):
-            raise CheckpointError(
-                f"expected a run directory or a folder with some below it, found {shown(str(folder))}"
-            )
+        if not folder.is_dir():
+            raise CheckpointError(f"expected a run directory or a folder for runs, found none at {shown(str(folder))}")
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:
