@@ -72,7 +72,7 @@ def agent_colour(index: int, opacity: float = 1.0) -> str:
     Each is the golden angle further around the colour wheel, so that neighbours differ however many there are; medium
     lightness can be told from white and from near-black.
     """
-    return f"hsla({(210 + 137.508 * index) % 360:.0f},55%,50%,{opacity})"
+    return f"hsla({(210 + 137.508 * index) % 360:.0f},50%,47%,{opacity})"
 
 
 def plain(text: Any) -> str:
