@@ -482,8 +482,9 @@ def run_compare(
         print(json.dumps(document, indent=1))
         return
     from agilerl.cli.commands import run_report
+    from agilerl.report.page import distinct_names
 
-    _show_comparison([record.name for record in records], differ, results)
+    _show_comparison(distinct_names(runs), differ, results)
     if warning := why_not_comparable(differ):
         tell_line(warning)
     run_report(runs, out)

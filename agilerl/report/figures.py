@@ -72,7 +72,7 @@ def agent_colour(index: int, opacity: float = 1.0) -> str:
     Each is the golden angle further around the colour wheel, so that neighbours differ however many there are; medium
     lightness can be told from white and from near-black.
     """
-    return f"hsla({(210 + 137.508 * index) % 360:.0f},55%,50%,{opacity})"
+    return f"hsla({(210 + 137.508 * index) % 360:.0f},50%,47%,{opacity})"
 
 
 def plain(text: Any) -> str:
@@ -132,13 +132,6 @@ def _bars(heights: Mapping[Any, float], colour: Any, hover: str, **more: Any) ->
         "hovertemplate": f"{hover}<extra></extra>",
         **more,
     }
-
-
-def _inheritance(pairs: Sequence[tuple[Sequence[Any], Sequence[Any]]]) -> Trace:
-    """Dotted lines from a parent's last point to the first point of its child."""
-    points = [point for parent, child in pairs for point in (parent, child, (None, None))]
-    line = {"color": _GREY, "width": 1, "dash": "dot"}
-    return _scatter("lines", points, line=line, meta={"inheritance": True})
 
 
 def _last_before(run: RunRecord, agent: AgentRecord, points: Points, x: float) -> Point | None:
@@ -208,13 +201,13 @@ def _curves(run: RunRecord, family: Family, points: Points, hover: str, axes: tu
 
     Without an agent that has points the figure has no data.
     """
-    lines, inherited, path, winning = [], [], list[Point](), set(family.line_nodes())
+    lines, inherited, path, winning = [], list[Point](), list[Point](), set(family.line_nodes())
     for agent in run.agents.values():
         every = points(agent)
         if not (known := _without_gaps(every)):
             continue
         before = _last_before(run, agent, points, known[0][0])
-        inherited += [] if before is None else [(before, known[0])]
+        inherited += [] if before is None else [before, known[0], (None, None)]
         path += [point for point in every if (agent.index, point[2]) in winning]
         thinned = every[:: max(1, len(every) // _MOST_POINTS)]
         details = {"customdata": [point[2:] for point in thinned]} if "customdata" in hover else {}
@@ -224,14 +217,14 @@ def _curves(run: RunRecord, family: Family, points: Points, hover: str, axes: tu
         return _figure([], *axes, **more)
     path.sort(key=lambda point: point[0])
     pen = _scatter("lines", path, line={"color": "rgba(245,190,40,0.45)", "width": 10})
-    return _figure([pen, _inheritance(inherited), *lines], *axes, **more)
+    dotted = _scatter("lines", inherited, line={"color": _GREY, "width": 1, "dash": "dot"}, meta={"inheritance": True})
+    return _figure([pen, dotted, *lines], *axes, **more)
 
 
-def fitness_figure(run: RunRecord, family: Family, *, y_range: tuple[float, float] | None = None) -> Figure | None:
+def fitness_figure(run: RunRecord, family: Family) -> Figure | None:
     """Draw the fitness of each agent over steps with a band of one standard error; None if there is no fitness."""
-    yaxis = {} if y_range is None else {"range": list(y_range)}
     hover = "<br>step %{x}<br>%{y:.4f} ± %{customdata[1]:.4f}<br>n %{customdata[2]}"
-    figure = _curves(run, family, _exam_points, hover, ("step", "fitness"), height=380, yaxis=yaxis)
+    figure = _curves(run, family, _exam_points, hover, ("step", "fitness"), height=380)
     bands = []
     for agent in run.agents.values():
         if points := _exam_points(agent):

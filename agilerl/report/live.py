@@ -12,7 +12,7 @@ from urllib.parse import quote, unquote
 
 from agilerl.checks.arguments import shown
 from agilerl.errors import AgileRLError, CheckpointError, ConfigError
-from agilerl.report.load import load_run, score_of
+from agilerl.report.load import load_run, score_of, task_of
 from agilerl.report.page import compiled, render, resource
 from agilerl.runs import RunLayout, read_run
 from agilerl.runs.directory import as_written
@@ -75,13 +75,12 @@ def _rows(runs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
             with as_written(path):
                 config, layout = read_run(path)["config"], RunLayout(path)
                 summary = read_json(layout.summary) if layout.summary.exists() else {}
-                environment, test = config["environment"], summary.get("test") or {}
                 row |= {
-                    "task": environment.get("env_id") or environment.get("task") or "dataset",
+                    "task": task_of(config),
                     "model": config["network"]["pretrained_model_name_or_path"],
                     "algorithm": config["algorithm"]["name"],
                     "status": summary.get("status", "not finished"),
-                    **{who: f"{score_of(score).mean:.3f}" for who, score in test.items()},
+                    **{who: f"{score_of(score).mean:.3f}" for who, score in (summary.get("test") or {}).items()},
                 }
         except AgileRLError as error:
             row["status"] = f"cannot be read: {error}"
@@ -91,17 +90,16 @@ def _rows(runs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
 class Watch(ThreadingHTTPServer):
     """Serves pages about a run or about the runs below a folder, on 127.0.0.1, until ``shutdown``.
 
-    ``port`` 0 takes any that is free. Raises CheckpointError if there is no run, ConfigError if the port is taken.
+    ``port`` 0 takes any that is free; the folder may still be empty. Raises CheckpointError if there is no such folder,
+    ConfigError if the port is taken.
     """
 
     daemon_threads = True
 
     def __init__(self, folder: Path, port: int = 0, price: float | None = None) -> None:
         self.folder, self.reports = folder, _Reports(price)
-        if not runs_below(folder):
-            raise CheckpointError(
-                f"expected a run directory or a folder with some below it, found {shown(str(folder))}"
-            )
+        if not folder.is_dir():
+            raise CheckpointError(f"expected a run directory or a folder for runs, found none at {shown(str(folder))}")
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:

@@ -39,6 +39,7 @@ from agilerl.report.load import (
     number,
     number_or,
     summary_front,
+    task_of,
     trace_family,
     why_not_comparable,
 )
@@ -74,11 +75,11 @@ def build_report(
 
 def render(runs: Sequence[RunRecord], reload: int | None = None) -> str:
     """Return the page as a string."""
-    y_range, names = _common_range(runs), distinct_names([run.path for run in runs])
+    names = distinct_names([run.path for run in runs])
     views = []
     for position, (run, name) in enumerate(zip(runs, names)):
         with as_written(run.path):
-            views.append({"name": name, **_view(position, run, y_range)})
+            views.append({"name": name, **_view(position, run)})
     overlay = figures.overlay_figure({name: (view["record"], view["family"]) for name, view in zip(names, views)})
     library, script = resource("plotly/plotly-basic.min.js"), inline_script(resource("script.js.jinja"))
     return compiled("page.html.jinja").render(
@@ -142,7 +143,7 @@ def inline_script(code: str) -> str:
     return re.sub(r"</(script)", r"<\\/\1", code, flags=re.IGNORECASE)
 
 
-def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) -> dict[str, Any]:
+def _view(position: int, run: RunRecord) -> dict[str, Any]:
     """Return everything that the template shows about one run."""
     family = trace_family(run)
     moving, constant = figures.hyperparameter_names(run)
@@ -163,7 +164,7 @@ def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) ->
                 ids[title] = f"{key}{count}-{position}"
         return ids
 
-    draw("fitness", "Fitness by step", figures.fitness_figure(run, family, y_range=y_range))
+    draw("fitness", "Fitness by step", figures.fitness_figure(run, family))
     draw("tree", "Family tree; the table Lineage says the same", figures.tree_figure(run, family))
     draw("importance", "Rank correlation with the gain that followed", figures.importance_figure(run, moving))
     draw("parallel", "Each agent's last values and its last fitness", figures.parallel_figure(run, family, moving))
@@ -197,19 +198,6 @@ def _view(position: int, run: RunRecord, y_range: tuple[float, float] | None) ->
         "lineage": lineage,
         "configuration": configuration(run),
     }
-
-
-def _common_range(runs: Sequence[RunRecord]) -> tuple[float, float] | None:
-    """Return one fitness range for all runs, so that curves side by side can be compared by eye."""
-    scores = [exam.score for run in runs for agent in run.agents.values() for exam in agent.exams]
-    scores += [run.tests["base"][1] for run in runs if "base" in run.tests and scores]
-    finite = [(score.mean, number_or(score.stderr, 0.0)) for score in scores if score.is_finite]
-    if not finite or len(runs) == 1:
-        return None
-    low, high = min(mean - error for mean, error in finite), max(mean + error for mean, error in finite)
-    margin = 0.05 * (high - low or 1.0)
-    low, high = low - margin, high + margin
-    return (low, high) if math.isfinite(high - low) else None  # then each figure finds its own range
 
 
 def resource(name: str) -> Markup:
@@ -393,9 +381,7 @@ def _answers(run: RunRecord) -> list[list[str]]:
 def facts(run: RunRecord) -> dict[str, str]:
     """Return the known facts about the run, by label."""
     summary, info = run.summary, run.info
-    environment, training, network, algorithm = (
-        info["config"].get(section) or {} for section in ("environment", "training", "network", "algorithm")
-    )
+    training, network, algorithm = (info["config"].get(key) or {} for key in ("training", "network", "algorithm"))
     tokens = summary.get("tokens") or _tokens(run)
     hardware = info.get("hardware") or {}
     devices = [str(device.get("name")) for device in hardware.get("cuda") or []]
@@ -414,10 +400,7 @@ def facts(run: RunRecord) -> dict[str, str]:
         **{f"Tokens {kind}": f"{int(count):,}" for kind, count in tokens.items() if math.isfinite(number(count))},
         "Peak memory": f"{peak / 2**30:.2f} GiB" if peak else "",
         "Started": info["started"][:16].replace("T", " ") + " UTC",
-        "Task": environment.get("env_id")
-        or environment.get("task")
-        or next((part["path"] for part in environment.get("dataset") or []), None)
-        or environment.get("env_type"),
+        "Task": task_of(info["config"]),
         "Model": network.get("pretrained_model_name_or_path"),
         "Hardware": ", ".join(devices)
         or (f"{hardware['cpu']}, {hardware.get('cores')} cores" if hardware.get("cpu") else ""),
@@ -452,12 +435,14 @@ def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
             "fitness": life.plus(agent.best.score) if agent.best else "none" if not agent.exams else "not finite",
             "steps": ", ".join([str(len(agent.train)), *(f"{len(at)} {what}" for what, at in agent.trouble.items())]),
             "trained": f"{int(tokens):,}" if math.isfinite(tokens := agent.tokens.get("trained", math.nan)) else "",
-            "hyperparameters": ", ".join(
-                f"{name} {short_value(first_value(agent, name, run))}" for name in sorted(agent.hyperparameters)
-            ),
+            "hyperparameters": _genes({name: first_value(agent, name, run) for name in agent.hyperparameters}),
         }
         for index, agent in run.agents.items()
     ]
+
+
+def _genes(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {short_value(value)}" for name, value in sorted(values.items()))
 
 
 def agent_pages(run: RunRecord, family: Family, lineage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -508,9 +493,11 @@ def front_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
             "winning": index == family.winner,
             "reward": life.plus(exam.score),
             "costs": [life.plus(exam.costs[name], ".4g", ".2g") for name in cost_names(run)],
-            "hyperparameters": ", ".join(
-                f"{name} {short_value(hyperparameter_at(run.agents[index], name, exam.generation - 1, run))}"
-                for name in sorted(run.agents[index].hyperparameters)
+            "hyperparameters": _genes(
+                {
+                    name: hyperparameter_at(run.agents[index], name, exam.generation - 1, run)
+                    for name in run.agents[index].hyperparameters
+                }
             ),
             "adapter": str(listed.get(index, {}).get("adapter", "")),
         }

@@ -8,6 +8,7 @@ from typing import Any
 from agilerl.checks.arguments import Location, Name, checked, shown
 from agilerl.errors import ConfigError, how_to_install
 from agilerl.hpo.lineage import family_tree
+from agilerl.report.load import task_of
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.directory import as_written
 from agilerl.runs.strict_json import read_json
@@ -42,7 +43,7 @@ def export_study(run: Location, storage: Name, name: Name | None = None) -> int:
             f"expected the address of an Optuna storage, such as sqlite:///runs.db, found {shown(storage)}: "
             f"{str(error).splitlines()[0]}"
         ) from error
-    study.set_user_attr("task", config["environment"].get("task") or config["environment"].get("env_id") or "dataset")
+    study.set_user_attr("task", task_of(config))
     study.set_user_attr("algorithm", config["algorithm"]["name"])
     study.add_trials(trials)
     return len(trials)

@@ -689,6 +689,9 @@ def test_compare_shows_what_differs(run: Path, changed: Any, agilerl: Agilerl) -
     assert found["settings"]["algorithm.lr"] == [0.001, 0.5]
     assert found["results"][0] == found["results"][1]
     assert agilerl("compare", str(run)).code == 2
+    for name in ("x/run", "y/run"):
+        shutil.copytree(run, name)
+    assert agilerl("compare", "x/run", "y/run").output.split()[:2] == ["x/run", "y/run"]
 
 
 def test_compare_says_that_the_reward_changed(

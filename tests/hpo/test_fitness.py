@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from scipy.special import stdtrit
 
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import (
@@ -136,3 +137,20 @@ def test_fronts_by_hand():
     assert non_dominated_fronts({}) == []
     with pytest.raises(ConfigError, match="one length"):
         non_dominated_fronts({0: (1.0,), 1: (1.0, 2.0)})
+
+
+@pytest.mark.parametrize(
+    ("scores", "low", "high"),
+    [
+        ([1.0] * 11 + [0.75], None, 1.0),  # several answers to a question are graded in parts
+        ([0.0] * 11 + [0.25], 0.0, None),
+        ([1.5, 0.5] * 6, None, None),  # not shares: the same mean needs rewards above 1
+    ],
+)
+def test_an_interval_of_shares_stays_between_0_and_1(scores, low, high):
+    fitness = Fitness.from_scores(scores)
+    half = stdtrit(len(scores) - 1, 0.975) * fitness.stderr
+    expected = (fitness.mean - half if low is None else low, fitness.mean + half if high is None else high)
+    assert fitness.interval == pytest.approx(expected)
+    assert low is None or fitness.mean - half < 0
+    assert high is None or fitness.mean + half > 1

@@ -290,8 +290,9 @@ def test_several_runs_stand_side_by_side(page):
     found = page("whole", "other")
     assert "2 runs side by side" in found.text
     assert {"fitness-0", "fitness-1", "tree-0", "tree-1"} <= set(found.figures)
-    ranges = [found.figures[f"fitness-{i}"]["layout"]["yaxis"]["range"] for i in range(2)]
-    assert ranges[0] == ranges[1]
+    lines = [trace for trace in found.figures["overlay"]["data"] if "name" in trace]
+    assert [(line["name"], line["meta"]["run"]) for line in lines] == [("whole", 0), ("other", 1)]
+    assert "overlay" not in page("whole").figures
     assert "training.pop_size 4 6" in found.text
     assert "algorithm.name" not in found.text
     assert found.source.count("Plotly.newPlot") == page("whole").source.count("Plotly.newPlot")

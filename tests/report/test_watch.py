@@ -103,8 +103,9 @@ def test_a_report_is_rendered_again_only_for_something_new(tmp_path, serve, monk
 
 
 def test_what_cannot_be_watched(tmp_path, runs, serve):
-    with pytest.raises(CheckpointError, match="found"):
-        Watch(tmp_path)
+    with pytest.raises(CheckpointError, match="found none"):
+        Watch(tmp_path / "none")
+    assert "no runs here yet" in get(serve(tmp_path))[1]
     port = serve(runs["whole"]).server_port
     with pytest.raises(ConfigError, match=f"--port {port}"):
         Watch(runs["whole"], port)
