@@ -87,8 +87,7 @@ def subject(
         settings, given = info["config"], info.get("given") or info["config"]
         known = {key: settings["algorithm"].get(key) for key in _ALGORITHM[:2]}
         document = _without_training(settings, {**given.get("algorithm", {}), **known})
-        begun = config_of_run(document)
-        config = config_of_run(document, overrides).dated(run_date(info))
+        begun, config = (config_of_run(document, added).dated(run_date(info)) for added in ([], overrides))
         read, at_first = config, begun
         if not examined:  # of files those of the network alone
             read, at_first = (one.replaced(environment=EnvironmentConfig()) for one in (config, begun))

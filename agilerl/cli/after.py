@@ -18,7 +18,7 @@ from typer import Argument, Option
 
 from agilerl.arguments import shown
 from agilerl.cli.adapter import subject
-from agilerl.cli.options import Adapter, AllowCode, AsJson, FinishedRun, Quiet, Temperature, as_path
+from agilerl.cli.options import Adapter, AllowCode, AsJson, FinishedRun, Quiet, Replacements, Temperature, as_path
 from agilerl.cli.output import columns, one_line, say, shown_samples, tell_line
 from agilerl.cli.output import console as new_console
 from agilerl.cli.process_settings import loading_done
@@ -44,13 +44,7 @@ _OFTEN_CUT = 0.05
 
 def run_eval(
     path: Adapter,
-    arguments: Annotated[
-        list[str] | None,
-        Argument(
-            metavar="[KEY.PATH=VALUE ...]",
-            help="Settings that replace the run's; for an adapter without a run also a manifest.",
-        ),
-    ] = None,
+    arguments: Replacements = None,
     *,
     samples: Annotated[
         int, Option(min=0, max=10_000, help="Sampled answers to each question, for pass@k; 0: none.")
@@ -190,9 +184,7 @@ def _show_worst(answers: Sequence[Mapping[str, Any]], worst: Sequence[int]) -> N
 
 def run_chat(
     path: Adapter,
-    arguments: Annotated[
-        list[str] | None, Argument(metavar="[KEY.PATH=VALUE ...]", help="Settings that replace the run's.")
-    ] = None,
+    arguments: Replacements = None,
     *,
     temperature: Temperature = 0.7,
     most_tokens: Annotated[int, Option("--max-tokens", min=1, help="Most tokens of an answer.")] = 512,
@@ -453,7 +445,7 @@ def run_compare(
     as_json: AsJson = False,
 ) -> None:
     """Show how runs differ in settings and results, and write them side by side as one HTML file."""
-    from agilerl.report.load import check_different, load_run
+    from agilerl.report.load import check_different, flat, load_run
 
     if len(runs) < 2:
         raise ConfigError(f"expected two runs or more to compare, found {shown(str(runs[0]))} alone")
@@ -463,7 +455,7 @@ def run_compare(
     for record in records:
         files = (record.info.get("files") or {}).values()
         digests = {f"sha256 of {Path(name).name}": sha[:12] for kind in files for name, sha in kind.items()}
-        one = dict(_flat(record.info["config"])) | digests
+        one = dict(flat(record.info["config"])) | digests
         settings.append(one)
         if one.get("algorithm.seed") == one.get("training.seed"):
             one.pop("algorithm.seed", None)  # not a second difference: it is the run's seed unless it is set
@@ -490,14 +482,6 @@ def run_compare(
             "cannot be compared."
         )
     run_report(runs, out)
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _result(run: Any) -> dict[str, Any]:

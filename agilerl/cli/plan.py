@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import ceil
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Option
 
@@ -16,9 +16,6 @@ from agilerl.planning.layout import Capacity, Forecast, named, proposed
 from agilerl.planning.machines import COPY_SHARE, CPU_COSTS, GPU_COSTS, GPUS, MATMUL_SHARE, PER_MACHINE, gpu
 from agilerl.planning.time import ITERATION
 from agilerl.sizes import CPU_ROWS
-
-if TYPE_CHECKING:
-    pass
 
 
 def run_plan(
@@ -51,13 +48,14 @@ def run_plan(
     # Imported after the arguments are checked: a typo should not cost seconds.
     import torch
 
-    from agilerl.cli.forecast import lengths, measured_machine, model_shape, workload
+    from agilerl.cli.forecast import Planned, measured_machine
     from agilerl.training.resolved import resolve
 
     torch.set_num_threads(config.training.threads)
     resolved = resolve(config)
-    shape = model_shape(resolved, device="cpu" if known is None else "cuda")
-    rows = lengths(resolved, shape, prompt, completion, allow_code=allow_code)
+    planned = Planned(resolved, allow_code)
+    shape = planned.shape("cpu" if known is None else "cuda")
+    rows = planned.lengths(shape, prompt, completion)
     checkpointing = resolved.options.gradient_checkpointing
     if known is None:
         products = torch.bfloat16 if config.training.dtype == "bfloat16" else torch.float32
@@ -69,7 +67,7 @@ def run_plan(
         usual = pass_tokens(shape, checkpointing=checkpointing, memory=known.memory)
         shares = f"{MATMUL_SHARE:.0%} of its matmul and {COPY_SHARE:.0%} of its copy rate, as an H200 reached"
         source = f"{GPUS[known.name].source}; {shares}"
-    load = workload(resolved, rows, usual, row_multiple=row_multiple)
+    load = planned.workload(rows, usual, row_multiple=row_multiple)
     capacity = proposed(shape, load, machine, costs, gpus, vllm=resolved.options.use_vllm)
     best, settings = (
         capacity.best,

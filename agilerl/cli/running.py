@@ -19,7 +19,6 @@ from agilerl.errors import CheckpointError, ConfigError, WriteError
 
 if TYPE_CHECKING:
     from agilerl.runs.stopping import StopRequest
-    from agilerl.training.resolved import Resolved
     from agilerl.training.setup import Session
 
 _LONGEST_NAME = 255
@@ -138,16 +137,16 @@ def resume_text(root: Path, session: "Session") -> str:
     )
 
 
-def check_same(info: Mapping[str, Any], expected: "Resolved", root: Path) -> None:
+def check_same(info: Mapping[str, Any], wanted: Mapping[str, Any], given: Mapping[str, Any], root: Path) -> None:
     """Raise ConfigError, naming the setting, if a run was started with other settings.
 
-    A value that the base or the task supplied, such as the learning rate, is in ``config`` of ``run.json`` but was not
-    asked for; so the request is compared with the request.
+    ``wanted`` are all settings now, ``given`` those that were set. A value that the base or the task supplied, such as
+    the learning rate, is in ``config`` of ``run.json`` but was not asked for; so the request is compared with the
+    request.
     """
     from agilerl.training.resolved import document_of
 
     asked = document_of(RunConfig.from_dict(info.get("given") or info["config"]))
-    wanted, given = expected.document(), expected.given()
     different = [
         (section, name)
         for section, settings in wanted.items()
