@@ -22,6 +22,7 @@ READER_GONE = 141
 """Exit code of a command whose reader is gone: that of a process ended by SIGPIPE."""
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _SPELT = {"±": "+-", "→": "->", "…": "...", "“": '"', "”": '"', "’": "'", "×": "x", "•": "*"}
+_SPELT |= dict(zip("▁▂▃▄▅▆▇█", "_.-~=+*#"))
 
 
 def prepare_streams() -> TextIO:
