@@ -1,12 +1,13 @@
-"""The inputs of ``agilerl plan``: the shape of the model, the workload of the manifest, the rates of this machine.
+"""What to expect of a run: the shape of its model, its workload, the rates of this machine; what its exam can see.
 
 The shape comes from config.json alone: the modules are made on the meta device, without weights.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
-from math import ceil
+from statistics import NormalDist
 from time import perf_counter
 from typing import Any
 
@@ -19,9 +20,10 @@ from agilerl.models.adapters import lora_layers
 from agilerl.models.base import from_model, is_of_hub, load_tokenizer, resolve_model
 from agilerl.models.model_config import auto_class, check_config
 from agilerl.models.quantised import imported_peft
-from agilerl.planning.machines import Machine
+from agilerl.planning.layout import Forecast, forecast
+from agilerl.planning.machines import COPY_SHARE, CPU_COSTS, GPU_COSTS, GPUS, MATMUL_SHARE, Costs, Machine, gpu
 from agilerl.planning.time import ModelShape, Widths, Workload
-from agilerl.sizes import PASS_TOKENS
+from agilerl.sizes import CPU_ROWS, PASS_TOKENS
 from agilerl.training.generation import Scale
 from agilerl.training.memory import adapter_slots, available_bytes
 from agilerl.training.resolved import Resolved
@@ -136,6 +138,8 @@ class Planned:
 
         Raises an AgileRLError if the prompts cannot be made.
         """
+        if self.config.environment.agent is not None:
+            raise ConfigError("the agent program writes them")
         name = self.config.network.pretrained_model_name_or_path
         if is_of_hub(name) and is_out_of_reach():
             raise ConfigError("the model's tokenizer is not available")
@@ -194,13 +198,42 @@ class Planned:
             slots=adapter_slots(config.network, algorithm),
             checkpointing=resolved.options.gradient_checkpointing,
             pass_tokens=pass_tokens,
-            micro_tokens=micro * algorithm.rows_per_unit * ceil(rows.prompt + rows.completion)
+            micro_tokens=micro * algorithm.rows_per_unit * math.ceil(rows.prompt + rows.completion)
             if micro
             else pass_tokens,
             row_multiple=row_multiple,
             max_tokens=t.max_tokens_in_flight or pass_tokens,
             max_rows=t.max_rows_in_flight,
         )
+
+
+def whole_run(planned: Planned, rows: Lengths, expected: Forecast) -> float:
+    """Return the seconds of a run: its generations, and the tests of the base, of a median agent and of the elite."""
+    load, t, environment = expected.load, planned.config.training, planned.config.environment
+    generations = planned.scale(rows).lone_agent()[0] / load.agents / load.iterations
+    exam = expected.seconds["exam_prefill"] + expected.seconds["exam_decode"]
+    tests = 3 * exam * environment.test_prompts * t.eval_samples / (load.agents * load.exam_prompts)
+    return min(max(generations, 1) * expected.generation + tests, t.max_seconds or math.inf)
+
+
+def expected_seconds(planned: Planned, prompt: float, completion: int) -> float | None:
+    """Return the seconds of a run on this machine, with prompts and completions of these lengths.
+
+    None where they are not known: for a GPU without a data sheet here, for episodes, and for agent programs.
+    """
+    config = planned.config
+    kind, environment = "cpu", config.environment
+    if environment.agent is not None or environment.env_type == "multiturn":
+        return None
+    if config.training.device != "cpu":
+        name = torch.cuda.get_device_name().lower().replace(" ", "-")
+        kind = next((known for known in GPUS if known in name), "")
+        if not kind:
+            return None
+    device, shape = Device.of(kind, config.training.dtype), planned.shape("cpu" if kind == "cpu" else "cuda")
+    rows = Lengths(prompt, completion, completion, ())
+    load = planned.workload(rows, row_multiple=device.row_multiple)
+    return whole_run(planned, rows, forecast(shape, load, device.machine, device.costs))
 
 
 def shape_of(model: Any, lora_config: Any, *, name: str, width: float, scope: str | None = None) -> ModelShape:
@@ -234,7 +267,61 @@ def shape_of(model: Any, lora_config: Any, *, name: str, width: float, scope: st
     )
 
 
-# -- this machine ---------------------------------------------------------------------------------------------------
+# -- the exam -----------------------------------------------------------------------------------------------------
+
+
+_DISAGREE, _QUANTILE = 0.5, NormalDist().inv_cdf(0.95)
+"""Share of the questions on which one of two agents is right and the other is wrong, as if both guessed; the certainty
+that is asked for."""
+
+
+def smallest_difference(questions: int) -> float:
+    """Return the smallest difference between two agents' shares of right answers that an exam can see, P = 0.95.
+
+    Both answer the same n questions, so only the share d on which they disagree counts, and the mean difference has
+    the variance (d - difference^2) / n (McNemar 1947). Solved for a difference that is z standard errors.
+    """
+    return math.sqrt(_QUANTILE**2 * _DISAGREE / (questions + _QUANTILE**2))
+
+
+def questions_for(difference: float) -> int:
+    """Return how many questions an exam needs to see a difference: the inverse of :func:`smallest_difference`."""
+    return math.ceil(_QUANTILE**2 * (_DISAGREE / difference**2 - 1))
+
+
+def seen_by_exam(questions: int) -> dict[str, Any]:
+    """Return what an exam can see, as numbers and as a sentence that says what it would take to see more."""
+    least = smallest_difference(questions)
+    finer = next((d for d in (0.2, 0.1, 0.05, 0.02, 0.01) if d < least), 0.005)
+    sentence = (
+        f"{questions} questions tell two agents apart (P = 0.95) only if their shares of right answers differ by "
+        f"{least:.2g} or more; to see {finer:g} it takes {questions_for(finer):,} questions"
+    )
+    return {"questions": questions, "smallest_difference": least, "sentence": sentence}
+
+
+# -- devices ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device with its rates, and what the phases cost on devices of its kind."""
+
+    machine: Machine
+    costs: Costs
+    row_multiple: int
+    """Batches of decoded rows are padded to a multiple of this."""
+    source: str
+    """Where the rates come from."""
+
+    @classmethod
+    def of(cls, kind: str, dtype: str) -> "Device":
+        """Return a GPU by its name, or ``cpu``, whose rates are measured now, for products in ``dtype``."""
+        if kind == "cpu":
+            machine = measured_machine(dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+            return cls(machine, CPU_COSTS, CPU_ROWS, "measured on this machine just now")
+        shares = f"{MATMUL_SHARE:.0%} of its matmul and {COPY_SHARE:.0%} of its copy rate, as an H200 reached"
+        return cls(gpu(kind), GPU_COSTS, 1, f"{GPUS[kind].source}; {shares}")
 
 
 Clock = Callable[[], float]

@@ -485,11 +485,11 @@ def _show_plan(request: Request, job: Job, session: "Session", topology: "Topolo
     if job.saved is not None:
         terminal.console.print(resume_text(job.root, session))
     elif topology.is_writer and request.dry_run and terminal.form in ("object", "lines"):
-        document = plan_document(session, job.root, sampled)
+        document = plan_document(session, job.root, sampled, timed=True)
         is_line = terminal.form == "lines"
         terminal.tell(json_line("plan", **document) if is_line else json.dumps(document, indent=1))
     elif topology.is_writer and terminal.form != "lines":  # there the plan is the first event
-        print_plan(session, job.root, terminal.console, sampled)
+        print_plan(session, job.root, terminal.console, sampled, timed=request.dry_run)
     if request.dry_run:
         terminal.console.print("Dry run: everything checked, nothing written.")
 

@@ -70,6 +70,14 @@ def genes_text(values: Mapping[str, Any], digits: int = 3) -> str:
     return ", ".join(f"{k}={v:.{digits}g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
 
 
+def duration(spent: float) -> str:
+    """Return seconds as a short text in a fitting unit: ``2.5 min``."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if spent >= size:
+            return f"{spent / size:,.1f} {unit}"
+    return f"{spent:,.3g} s"
+
+
 def json_line(event: str, **values: object) -> str:
     """Return an event as one line of strict JSON, with the time (UTC) and its name first."""
     from agilerl.runs.strict_json import dumps

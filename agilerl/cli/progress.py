@@ -1,6 +1,7 @@
 """What a run shows on the terminal: its plan, its progress (a live table, or plain lines elsewhere) and its result."""
 
 import math
+import shlex
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from agilerl.cli.output import columns, genes_text, json_line, one_line, shown_samples
+from agilerl.cli.forecast import Planned, expected_seconds, seen_by_exam
+from agilerl.cli.output import columns, duration, genes_text, json_line, one_line, shown_samples
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
 from agilerl.envs.graded import exam_grader
@@ -60,9 +62,12 @@ _SMALL_EXAM = 50
 """Questions below which the plan says what an exam cannot see."""
 
 
-def plan_document(session: Session, out: Path, sampled: PreflightDone | None = None) -> dict[str, Any]:
-    """Return the plan as plain data, with an answer that was ``sampled``."""
+def plan_document(
+    session: Session, out: Path, sampled: PreflightDone | None = None, *, timed: bool = False
+) -> dict[str, Any]:
+    """Return the plan as plain data, with an answer that was ``sampled``; ``timed``: and the time, for a second."""
     config, population, runtime = session.config, session.population, session.population.runtime
+    e = config.environment
     agents, base, store = population.agents, runtime.base, runtime.store
     iterations = planned_iterations(session)
     groups = population.group_sizes
@@ -91,9 +96,10 @@ def plan_document(session: Session, out: Path, sampled: PreflightDone | None = N
         },
         "algorithm": config.algorithm["name"],
         "task": session.task.name,
-        "answers": str(AnswerFormat.of(config.environment)) * (config.environment.env_type == "reasoning"),
-        "shortcuts": list(shortcuts(config.environment)),
+        "answers": str(AnswerFormat.of(e)) * (e.env_type == "reasoning" and e.agent is None),
+        "shortcuts": list(shortcuts(e)),
         "objectives": list(population.objectives),
+        "agent_program": e.agent,
         "exam_grader": exam_grader(session.task),
         "exam_sampling": {"temperature": population.eval_temperature, "samples": population.eval_samples},
         "stop_sequences": population.runtime.options.stop_sequences,
@@ -123,6 +129,10 @@ def plan_document(session: Session, out: Path, sampled: PreflightDone | None = N
             "test_prompts": len(session.population.places("test")),
             "agents_leave": config.smallest_population < len(indices),
         },
+        "expected_seconds": None
+        if topology.world.size > 1 or not timed
+        else expected_seconds(Planned(session.resolved), fmean(lengths[0].prompts), completion),
+        "exam": seen_by_exam(len(population.places("exam"))),
         "islands": {
             "processes_per_island": topology.island.size,
             "agents": [[indices[position] for position in share] for share in shares],
@@ -139,11 +149,13 @@ def plan_document(session: Session, out: Path, sampled: PreflightDone | None = N
     }
 
 
-def print_plan(session: Session, out: Path, console: Console, sampled: PreflightDone | None = None) -> None:
-    """Print the plan as a table, with an answer that was ``sampled``."""
+def print_plan(
+    session: Session, out: Path, console: Console, sampled: PreflightDone | None = None, *, timed: bool = False
+) -> None:
+    """Print the plan as a table; for the arguments see :func:`plan_document`."""
     table = columns("", "", left=("",), gap=2)
     table.title, table.title_justify = "Plan", "left"
-    for name, text in _plan_rows(plan_document(session, out), session, sampled):
+    for name, text in _plan_rows(plan_document(session, out, timed=timed), session, sampled):
         table.add_row(name, text)
     console.print(table)
     console.print()
@@ -161,6 +173,8 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     size = f"LoRA rank {adapter['rank']} on {adapter['layers']} layers"
     yield "adapters", f"{size}: {adapter['parameters']:,} numbers each"
     yield "task", f"{plan['task']}, reward {session.task.grader}"
+    if (program := plan["agent_program"]) is not None:
+        yield "agent", f"{program if isinstance(program, str) else shlex.join(program)} answers the questions"
     if plan["answers"]:
         yield "answers", f"{plan['answers']} (environment.answer_format)"
         chats = model["chat_template"] and model["name"] != "embedded"
@@ -208,14 +222,11 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         f"{f' (the first after {first})' * (first != every)}; exam {length['exam_prompts']} prompts, test "
         f"{length['test_prompts']}{'; as agents leave, those that stay get their iterations' * length['agents_leave']}",
     )
-    asked = length["exam_prompts"]
-    if environment.eval_prompts is not None and asked < _SMALL_EXAM and plan["compares"]:
-        least = NormalDist().inv_cdf(_CLEAR) * math.sqrt(0.5 / asked)
-        yield (
-            "",
-            f"warning: an exam of {asked} questions tells agents apart only if they differ by about {least:.2f} (in "
-            f"answers right or wrong, P = {_CLEAR:g}); raise environment.eval_prompts",
-        )
+    if plan["compares"]:
+        small = environment.eval_prompts is not None and plan["exam"]["questions"] < _SMALL_EXAM
+        yield "exam", f"{'warning: ' * small}{plan['exam']['sentence']}{' (environment.eval_prompts)' * small}"
+    if (seconds := plan["expected_seconds"]) is not None:
+        yield "time", f"up to about {duration(seconds)} on this device, if completions get that long; besides grading"
     if length["price_per_hour"] is not None:
         hour, seconds = length["price_per_hour"], length["max_seconds"]
         most = f"; at most {money(hour * seconds / 3600)} in {seconds:,.15g} s" if seconds else ""
