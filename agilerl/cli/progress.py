@@ -241,7 +241,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     if session.config.training.trackers:
         yield "trackers", ", ".join(session.config.training.trackers)
     if sampled is not None:
-        yield from _sample(sampled)
+        yield from sample(sampled)
     if plan["preflight"]:
         yield "preflight", f"before the first update agents answer {QUESTIONS} to {MOST} training questions"
     for sentence in plan["without_effect"]:
@@ -251,10 +251,11 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
 
 def sample_lines(event: PreflightDone) -> list[str]:
     """Return one prompt, as the model reads it, and an answer with its reward, a line each."""
-    return [f"  {name:<8}{text}" for name, text in _sample(event)]
+    return [f"  {name:<8}{text}" for name, text in sample(event)]
 
 
-def _sample(event: PreflightDone) -> list[tuple[str, str]]:
+def sample(event: PreflightDone) -> list[tuple[str, str]]:
+    """Return the names and texts of a prompt and of an answer with its reward, for a table."""
     answer = f"{one_line(event.answer) or '(empty)'}, reward {event.score:g}"
     return [("prompt", one_line(event.prompt)), ("answer", answer)]
 
