@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
@@ -108,7 +109,9 @@ def run_init(
     model = _answer(wanted, _EMBEDDED, model, asks, _check_model)
     wanted = "Data or task (a file of rows, a dataset on the hub, reasoning_gym:NAME, or sample rows)"
     source = _answer(wanted, SAMPLE, source, asks, lambda text: _source_line(text, manifest, rows))
-    answers = _answers(source)
+    answers = [row["answer"] for row in sample_rows()] if source == SAMPLE else []
+    if names_a_file(source) and (path := Path(source).expanduser().resolve()).is_file():
+        _, answers = _read(path)
     proposal = proposed(answers, chats=model != _EMBEDDED) if answers else Proposal()
     screen = console(quiet=quiet)
     if answers and reward is None:
@@ -198,23 +201,19 @@ def proposed(answers: Sequence[str], *, chats: bool) -> Proposal:
     return Proposal("function", reason, tokens=min(1024, tokens))
 
 
-def _answers(source: str) -> list[str]:
-    """Return the answers of a file of rows, or of the sample; none for a task, and for rows elsewhere."""
-    if source == SAMPLE:
-        return [row["answer"] for row in sample_rows()]
-    if not (names_a_file(source) and Path(source).expanduser().is_file()):
-        return []
+@cache
+def _read(path: Path) -> tuple[dict[str, str], list[str]]:
+    """Return what columns of a file of rows are renamed to, and its answers; raises EnvError for rows of no use."""
     from agilerl.envs.curation import RowFaultError, form_of, renamed
     from agilerl.envs.sources import read_dataset
 
-    path = Path(source).expanduser()
-    rows = read_dataset(path, columns=renamed(read_dataset(path, limit=1).columns))
-    form = form_of(rows.columns, "reasoning", path.name, needs="text")
-    answers = []
+    names = renamed(read_dataset(path, limit=1).columns)
+    rows, answers = read_dataset(path, columns=names), []
+    form = form_of(rows.columns, "reasoning", path.name, needs="text")  # a question and an answer, under any name
     for row in rows:
         with suppress(RowFaultError):  # a run says how many rows it cannot use
             answers.append(form.read(row).response or "")
-    return list(filter(str.strip, answers))
+    return names, list(filter(str.strip, answers))
 
 
 def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
@@ -297,12 +296,7 @@ def _source_line(source: str, manifest: Path, rows: Path) -> str:
         raise ConfigError(
             f"expected rows in the folder of the manifest or below, found {shown(source)}; move the file there"
         )
-    from agilerl.envs.curation import form_of, renamed
-    from agilerl.envs.sources import read_dataset
-
-    columns = read_dataset(path, limit=1).columns
-    names = renamed(columns)
-    form_of([*columns, *names], "reasoning", path.name, needs="text")  # a question and an answer, under any name
+    names, _ = _read(path)
     file = _yaml(str(path.relative_to(folder)))
     columns_text = ", ".join(f"{ours}: {_yaml(theirs)}" for ours, theirs in names.items())
     return f"dataset: {{path: {file}, columns: {{{columns_text}}}}}" if names else f"dataset: {file}"

@@ -348,6 +348,8 @@ def carry_out(request: Request, topology: "Topology", terminal: Terminal, stop: 
         job = agreed(request, topology, opened, terminal)
         if job is None:
             return
+        from agilerl.cli.progress import log, watch
+
         session = prepared(request, job, topology)
         _show_plan(request, job, session, topology, terminal)
         if request.dry_run:
@@ -356,11 +358,15 @@ def carry_out(request: Request, topology: "Topology", terminal: Terminal, stop: 
         if stop is None:
             stop = opened.enter_context(stoppable(job.root, terminal.console, speaks=topology.is_writer))
         run = events(session, job, stop, overwrite=request.overwrite)
-        if topology.is_writer:
-            _show_run(run, session, terminal, stop)
-        else:
+        if not topology.is_writer:
             for _ in run:
                 pass
+        elif terminal.form == "lines":
+            log(run, session, terminal.tell, stop=stop)
+        else:
+            summary = watch(run, session, terminal.console, stop=stop)
+            if terminal.form == "object":
+                terminal.tell(json.dumps(summary, indent=1))
 
 
 def agreed(request: Request, topology: "Topology", opened: ExitStack, terminal: Terminal) -> Job | None:
@@ -492,14 +498,3 @@ def _show_plan(request: Request, job: Job, session: "Session", topology: "Topolo
         print_plan(session, job.root, terminal.console, sampled, timed=request.dry_run)
     if request.dry_run:
         terminal.console.print("Dry run: everything checked, nothing written.")
-
-
-def _show_run(run: Iterator["Event"], session: "Session", terminal: Terminal, stop: "StopRequest") -> None:
-    from agilerl.cli.progress import log, watch
-
-    if terminal.form == "lines":
-        log(run, session, terminal.tell, stop=stop)
-        return
-    summary = watch(run, session, terminal.console, stop=stop)
-    if terminal.form == "object":
-        terminal.tell(json.dumps(summary, indent=1))

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist, fmean
 from time import perf_counter
@@ -398,7 +399,7 @@ class View:
 
     def __init__(self, session: Session, console: Console, stop: StopRequest | None = None) -> None:
         self.session, self.console = session, console
-        self.stopping = _Stopping(stop or StopRequest())
+        self.stop = stop or StopRequest()
         self.rows: dict[int, _Row] = {}
         self.best: int | None = None
         self.observer = Observer(session.usual_rate)
@@ -413,7 +414,9 @@ class View:
         self.bars = Progress(TextColumn("{task.description:<10}"), BarColumn(), *clocks, console=console)
         self.run = self.bars.add_task("run", total=1.0)
         self.phase = self.bars.add_task("start", total=None)
-        self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self.shown = Group()
+        live = partial(Live, console=console, refresh_per_second=4, transient=True)
+        self.live = live(get_renderable=self._drawn) if console.is_terminal else None
         self._look()
 
     def __enter__(self) -> "View":
@@ -470,7 +473,12 @@ class View:
         if self.live is not None:
             height = self.console.height - 6 - len(self.notes)  # without the header, the bars and what stops the run
             table = self.table(max(height, len(self.session.population.everyone)))
-            self.live.update(Group(table, *self.notes, self.bars, self.stopping), refresh=True)
+            self.shown = Group(table, *self.notes, self.bars)
+            self.live.refresh()
+
+    def _drawn(self) -> Group:
+        """Return what the terminal shows; rich asks for it four times a second, so a signal is answered at once."""
+        return Group(self.shown, Text(self.stop.sentence, style="bold")) if self.stop.sentence else self.shown
 
     def _look(self) -> None:
         """Take down the agents that the population has."""
@@ -597,16 +605,6 @@ class View:
             table.caption = f"and {hidden} that left earlier: agilerl lineage {self.out}"
             table.caption_justify = "left"
         return table
-
-
-class _Stopping:
-    """What happens now that a signal has come, looked up whenever the terminal is drawn anew; nothing before."""
-
-    def __init__(self, stop: StopRequest) -> None:
-        self._stop = stop
-
-    def __rich__(self) -> Group:
-        return Group(Text(self._stop.sentence, style="bold")) if self._stop.sentence else Group()
 
 
 _BARS = "▁▂▃▄▅▆▇█"
