@@ -2,8 +2,9 @@
 
 import math
 import shlex
+import sys
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -29,7 +30,7 @@ from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.strategies import UNITS
 from agilerl.planning.footprint import money, peak
 from agilerl.population import Population
-from agilerl.report.load import load_run, number
+from agilerl.report.load import hyperparameter_at, load_run, number
 from agilerl.runs import RunLayout
 from agilerl.runs.diagnosis import Observer, Symptom, told
 from agilerl.runs.hacks import hacks_of_run
@@ -400,7 +401,7 @@ class View:
     def __init__(self, session: Session, console: Console, stop: StopRequest | None = None) -> None:
         self.session, self.console = session, console
         self.stop = stop or StopRequest()
-        self.rows: dict[int, _Row] = {}
+        self.rows = defaultdict[int, _Row](_Row)
         self.best: int | None = None
         self.observer = Observer(session.usual_rate)
         self.shown_symptoms: set[tuple[int, str]] = set()
@@ -483,13 +484,16 @@ class View:
     def _look(self) -> None:
         """Take down the agents that the population has."""
         for agent in self.session.population.everyone:
-            row = self.rows.setdefault(agent.index, _Row(agent.parent))
-            row.genes = dict(agent.hyperparameters)
+            row = self.rows[agent.index]
+            row.parent, row.genes = agent.parent, dict(agent.hyperparameters)
 
     def _recall(self) -> None:
         """Take down what a run that is resumed has written about its agents."""
-        for index, agent in load_run(self.out).agents.items():
-            row = self.rows.setdefault(index, _Row(agent.parent, agent.hyperparameters))
+        run = load_run(self.out)
+        for index, agent in run.agents.items():
+            row = self.rows[index]
+            row.parent = agent.parent
+            row.genes = {name: hyperparameter_at(agent, name, sys.maxsize, run) for name in agent.hyperparameters}
             row.rewards = [value for line in agent.train if (value := number(line.get(self.what))) == value]
             if agent.exams:
                 row.fitness = Fitness(**asdict(agent.exams[-1].score))
@@ -508,7 +512,7 @@ class View:
         for index, change in changes.items():
             self.rows[index].event = f"born {generation}: {change}" if index in born else f"gen {generation}: {change}"
         for index, why in left.items():
-            row = self.rows.setdefault(index, _Row())
+            row = self.rows[index]
             row.left, row.event = generation, f"left {generation}: {why}"
         story = ["no elite, because no agent is fit"]
         if event.elite is not None:
