@@ -220,11 +220,16 @@ def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
     """Yield what a run begins with: a prompt, an answer of the base, its reward; and how long the run may take."""
     from agilerl.cli.forecast import Planned, expected_seconds, seen_by_exam
     from agilerl.cli.progress import sample
+    from agilerl.models.base import is_of_hub
     from agilerl.training.preflight import tried
     from agilerl.training.setup import build
 
+    config = configuration([str(manifest)])
+    if is_of_hub(config.network.pretrained_model_name_or_path):  # gigabytes, for which nobody has asked yet
+        yield "model", "not tried here, because it may have to be downloaded; the dry run does that"
+        return
     try:
-        session = build(configuration([str(manifest)]), allow_code=allow_code)
+        session = build(config, allow_code=allow_code)
         sampled = tried(session)
         prompts = session.population.lengths("exam").prompts
         tokens = session.resolved.hyperparameters.model_dump()["max_output_tokens"]

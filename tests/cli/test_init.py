@@ -98,6 +98,12 @@ def test_what_cannot_run_is_a_warning_and_the_files_are_there(agilerl: Agilerl, 
     assert (tmp_path / "my.yaml").is_file()
 
 
+def test_a_model_on_the_hub_is_not_downloaded(agilerl: Agilerl) -> None:
+    made = agilerl("init", "--model", "org/model")
+    assert (made.code, made.errors) == (0, "")
+    assert "\nmodel  not tried here, because it may have to be downloaded" in made.output
+
+
 ANSWERED = {
     "a task": (["--data", "reasoning_gym:chain_sum", "--reward", "exact"], ["it.yaml"]),
     "rows": (["--data", "rows.csv", "--reward", "accuracy"], ["it.yaml"]),
