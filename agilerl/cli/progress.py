@@ -301,7 +301,7 @@ def watch(
     view = View(session, console, stop)
     with view:
         summary = _shown(events, view.show, stop)
-    console.print("The agents of the run, those that left after the others")
+    console.print("All agents of the run: those that stayed, then those that left")
     console.print(view.table(max(_MOST_ROWS, len(session.population.everyone))))
     if summary.get("elite"):
         console.print(view.explained_mark(summary["elite"]), soft_wrap=True)
@@ -684,7 +684,10 @@ def _score(fitness: Fitness) -> str:
 
 
 def _gain(summary: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return by how much the elite is better than the base in the test, and the probability that it is better."""
+    """Return by how much the elite is better than the base in the test, and the probability that it is better.
+
+    Both took the same test, but a summary has no score of each question: as for independent tests, which is cautious.
+    """
     base, elite = (summary["test"].get(who) for who in ("base", "elite"))
     if base is None or elite is None or None in (base["mean"], elite["mean"]):
         return None

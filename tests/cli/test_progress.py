@@ -257,7 +257,7 @@ def test_every_agent_stays_in_the_table_with_its_trend_and_why_it_left(
 ) -> None:
     screen, root = console(width, terminal=True), tmp_path / "r"
     watch(train(session, root, command=["test"]), session, screen)
-    ended = written(screen)[written(screen).rindex("The agents of the run") :].partition("* elite")[0]
+    ended = written(screen)[written(screen).rindex("All agents of the run") :].partition("* elite")[0]
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", ended)
     deaths = {line["agent"]: line for line in lines(root / "lineage.jsonl") if line["event"] == "death"}
     births = {line["agent"] for line in lines(root / "lineage.jsonl") if line["event"] == "birth"}
@@ -280,7 +280,7 @@ def test_a_resumed_run_shows_who_left_before(tmp_path: Path) -> None:
     def table(events: Iterator[Event], session: Session) -> list[str]:
         screen = console(200, terminal=False)
         watch(events, session, screen)
-        text = written(screen)[written(screen).rindex("The agents of the run") :].partition("* elite")[0]
+        text = written(screen)[written(screen).rindex("All agents of the run") :].partition("* elite")[0]
         return [row.partition(" ± ")[0] for row in text.splitlines()[2:]]
 
     root, whole = tmp_path / "run", build(load_manifest(None, SMALL))
