@@ -301,7 +301,7 @@ def watch(
     view = View(session, console, stop)
     with view:
         summary = _shown(events, view.show, stop)
-    console.print("All agents of the run: those that stayed, then those that left")
+    console.print("All agents of the run; those that left come last")
     console.print(view.table(max(_MOST_ROWS, len(session.population.everyone))))
     if summary.get("elite"):
         console.print(view.explained_mark(summary["elite"]), soft_wrap=True)
