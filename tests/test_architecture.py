@@ -48,17 +48,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         # The grader that IsolatedGrader was given, in a process of its own:
         "agilerl.rewards.worker: import_module",
         # --allow-code, agilerl check ENV and make_env in Python; the file in that process as well:
-        "agilerl.custom_code: import_module",
-        "agilerl.custom_code: exec_module",
-        "agilerl.custom_code: source_to_code",
+        "agilerl.safety.custom_code: import_module",
+        "agilerl.safety.custom_code: exec_module",
+        "agilerl.safety.custom_code: source_to_code",
     ),
     "vague_names": (
         # Of the type Place:
         "agilerl.population: place",
         "agilerl.rollouts.engine: place",
         # What an error says was expected and found, and where:
-        "agilerl.arguments: found",
-        "agilerl.arguments: place",
+        "agilerl.checks.arguments: found",
+        "agilerl.checks.arguments: place",
         # Arguments that are given by name:
         "agilerl.rollouts.vllm.engine: own",
         "agilerl.training.trackers: own",

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from agilerl.addresses import addresses_in
-from agilerl.arguments import nearest, shown
+from agilerl.checks.arguments import nearest, shown
 from agilerl.cli.running import configuration, manifests_in
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.environment import EnvironmentConfig
@@ -22,6 +21,7 @@ from agilerl.errors import CheckpointError, ConfigError
 from agilerl.runs import find_adapter, read_run
 from agilerl.runs.directory import ADAPTER_CONFIG, run_date
 from agilerl.runs.strict_json import read_json
+from agilerl.safety.addresses import addresses_in
 
 _ALGORITHM = ("name", "max_output_tokens", "max_model_len", *SharedOptions.model_fields)
 _TRAINING = (

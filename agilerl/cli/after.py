@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
 from agilerl.cli.adapter import subject
 from agilerl.cli.options import Adapter, AllowCode, AsJson, FinishedRun, Quiet, Replacements, Temperature, as_path
 from agilerl.cli.output import columns, one_line, say, shown_samples, tell_line

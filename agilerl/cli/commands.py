@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import yaml
 from typer import Argument, Option
 
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
 from agilerl.cli.options import AllowCode, AsJson, OneRun, Price, as_path
 from agilerl.cli.output import columns, console, genes_text, say, tell_line
 from agilerl.cli.running import configuration, is_file

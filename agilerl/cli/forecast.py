@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from agilerl.addresses import is_out_of_reach
 from agilerl.config.run import RunConfig
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.models.adapters import lora_layers
@@ -23,6 +22,7 @@ from agilerl.models.quantised import imported_peft
 from agilerl.planning.layout import Forecast, forecast
 from agilerl.planning.machines import COPY_SHARE, CPU_COSTS, GPU_COSTS, GPUS, MATMUL_SHARE, Costs, Machine, gpu
 from agilerl.planning.time import ModelShape, Widths, Workload
+from agilerl.safety.addresses import is_out_of_reach
 from agilerl.sizes import CPU_ROWS, PASS_TOKENS
 from agilerl.training.generation import Scale
 from agilerl.training.memory import adapter_slots, available_bytes

@@ -21,7 +21,7 @@ import typer
 import yaml
 from typer import Argument, Option
 
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
 from agilerl.cli.options import Quiet, as_path
 from agilerl.cli.output import columns, console, duration
 from agilerl.cli.running import configuration, quieten_libraries

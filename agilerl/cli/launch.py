@@ -21,8 +21,7 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from agilerl.addresses import check_cluster
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
 from agilerl.cli.options import AllowCode, Arguments, AsJson, LogFormat, OneRun, Quiet, as_path
 from agilerl.cli.output import console as new_console
 from agilerl.cli.output import console_of_lines, json_line, say, tell_line
@@ -42,6 +41,7 @@ from agilerl.config.distributed import DistributedConfig, asked_for
 from agilerl.config.named_files import check_allowed
 from agilerl.config.run import RunConfig, default_out, place_of_run
 from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError
+from agilerl.safety.addresses import check_cluster
 
 if TYPE_CHECKING:
     from agilerl.distributed.topology import Topology

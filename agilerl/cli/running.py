@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
 from agilerl.cli.output import say, write_error
 from agilerl.cli.process_settings import is_debugging
 from agilerl.config.manifest import is_set, load_manifest

@@ -16,7 +16,7 @@ from typing import Annotated
 
 from typer import Argument, Option
 
-from agilerl.arguments import shown
+from agilerl.checks.arguments import shown
 from agilerl.cli.adapter import Subject, subject
 from agilerl.cli.options import Adapter
 from agilerl.cli.output import say, tell_line
