@@ -146,15 +146,16 @@ def whole_run(rounds: int) -> dict[str, Any]:
     """Time iterations and exams of the embedded default as `agilerl train` makes them, beside what the plan says."""
     from time import process_time
 
-    from agilerl.cli.forecast import lengths, measured_machine, model_shape, workload
+    from agilerl.cli.forecast import Planned, measured_machine
     from agilerl.config.manifest import load_manifest
     from agilerl.planning.layout import forecast
     from agilerl.training.resolved import resolve
     from agilerl.training.setup import build
 
     config = load_manifest(None)
-    shape = model_shape(resolve(config), device="cpu")
-    load = workload(resolve(config), lengths(resolve(config), shape, None, None), row_multiple=CPU_ROWS)
+    planned = Planned(resolve(config))
+    shape = planned.shape("cpu")
+    load = planned.workload(planned.lengths(shape), row_multiple=CPU_ROWS)
     population = build(config).population
     times: dict[str, list[float]] = {"rollout": [], "update": [], "exam": []}
     for _ in range(rounds + 1):

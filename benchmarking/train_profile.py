@@ -268,12 +268,12 @@ def train(arguments: Sequence[str]) -> None:
 
 def floors(counted: Counted, machine: Any) -> dict[str, float]:
     """Return the least seconds of each phase, training's in one, for the tokens that the run had."""
-    from agilerl.cli.forecast import Lengths, model_shape, workload
+    from agilerl.cli.forecast import Lengths, Planned
     from agilerl.planning.time import work
 
-    resolved = counted.session.resolved
-    shape = model_shape(resolved, device="cpu")
-    usual = replace(workload(resolved, Lengths(1, 1, 1, ())), row_multiple=1)
+    planned = Planned(counted.session.resolved)
+    shape = planned.shape("cpu")
+    usual = replace(planned.workload(Lengths(1, 1, 1, ())), row_multiple=1)
     found: dict[str, float] = defaultdict(float)
     for phase, d in counted.decoded:
         sizes = {name: d[name] for name in ("agents", "prompt", "completion", "longest")}

@@ -73,7 +73,7 @@ CEILINGS = {
     ".": 2_210,
     "algorithms": 6_390,
     "checks": 780,
-    "cli": 4_280,
+    "cli": 4_620,
     "compat": 2_680,
     "config": 2_340,
     "data": 650,
@@ -96,7 +96,7 @@ CEILINGS = {
 commit that says why."""
 
 
-RECEIVERS, CLIMBS = 30, 7
+RECEIVERS, CLIMBS = 29, 6
 """Most functions that receive a whole configuration, and most calls that return one to a higher layer."""
 
 

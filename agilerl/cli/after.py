@@ -18,7 +18,7 @@ from typer import Argument, Option
 
 from agilerl.checks.arguments import shown
 from agilerl.cli.adapter import subject
-from agilerl.cli.options import Adapter, AllowCode, AsJson, FinishedRun, Quiet, Temperature, as_path
+from agilerl.cli.options import Adapter, AllowCode, AsJson, FinishedRun, Quiet, Replacements, Temperature, as_path
 from agilerl.cli.output import columns, one_line, say, shown_samples, tell_line
 from agilerl.cli.output import console as new_console
 from agilerl.cli.process_settings import loading_done
@@ -44,13 +44,7 @@ _OFTEN_CUT = 0.05
 
 def run_eval(
     path: Adapter,
-    arguments: Annotated[
-        list[str] | None,
-        Argument(
-            metavar="[KEY.PATH=VALUE ...]",
-            help="Settings that replace the run's; for an adapter without a run also a manifest.",
-        ),
-    ] = None,
+    arguments: Replacements = None,
     *,
     samples: Annotated[
         int, Option(min=0, max=10_000, help="Sampled answers to each question, for pass@k; 0: none.")
@@ -197,9 +191,7 @@ Answers are drawn at temperature {temperature:g} and have at most {most_tokens} 
 
 def run_chat(
     path: Adapter,
-    arguments: Annotated[
-        list[str] | None, Argument(metavar="[KEY.PATH=VALUE ...]", help="Settings that replace the run's.")
-    ] = None,
+    arguments: Replacements = None,
     *,
     temperature: Temperature = 0.7,
     most_tokens: Annotated[int, Option("--max-tokens", min=1, help="Most tokens of an answer.")] = 512,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import yaml
 from typer import Argument, Option
@@ -18,11 +18,8 @@ from typer import Argument, Option
 from agilerl.checks.arguments import shown
 from agilerl.cli.options import AllowCode, AsJson, OneRun, Price, as_path
 from agilerl.cli.output import columns, console, genes_text, say, tell_line
-from agilerl.cli.running import is_file
+from agilerl.cli.running import configuration, is_file
 from agilerl.errors import ConfigError
-
-if TYPE_CHECKING:
-    pass
 
 
 def run_check(
@@ -67,9 +64,7 @@ def run_check(
     elif tokenizer is not None:
         raise ConfigError(f"--tokenizer is for environments; the manifest {shown(target)} names its model itself")
     else:
-        from agilerl.config.manifest import load_manifest
-
-        config = load_manifest(Path(target), settings)
+        config = configuration(arguments)
         from agilerl.training.setup import build  # imported once the manifest is known to be well formed
 
         build(config, allow_code=allow_code)

@@ -1,12 +1,13 @@
-"""The inputs of ``agilerl plan``: the shape of the model, the workload of the manifest, the rates of this machine.
+"""What to expect of a run: the shape of its model, its workload, the rates of this machine; what its exam can see.
 
 The shape comes from config.json alone: the modules are made on the meta device, without weights.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
-from math import ceil
+from statistics import NormalDist
 from time import perf_counter
 from typing import Any
 
@@ -18,10 +19,11 @@ from agilerl.models.adapters import lora_layers
 from agilerl.models.base import from_model, is_of_hub, load_tokenizer, resolve_model
 from agilerl.models.model_config import auto_class, check_config
 from agilerl.models.quantised import imported_peft
-from agilerl.planning.machines import Machine
+from agilerl.planning.layout import Forecast, forecast
+from agilerl.planning.machines import COPY_SHARE, CPU_COSTS, GPU_COSTS, GPUS, MATMUL_SHARE, Costs, Machine, gpu
 from agilerl.planning.time import ModelShape, Widths, Workload
 from agilerl.safety.addresses import is_out_of_reach
-from agilerl.sizes import PASS_TOKENS
+from agilerl.sizes import CPU_ROWS, PASS_TOKENS
 from agilerl.training.generation import Scale
 from agilerl.training.memory import adapter_slots, available_bytes
 from agilerl.training.resolved import Resolved
@@ -33,47 +35,205 @@ _SECONDS = 0.3
 """Seconds for which each rate is measured."""
 
 
-# -- the model ------------------------------------------------------------------------------------------------------
+# -- the run ----------------------------------------------------------------------------------------------------------
 
 
-def model_shape(resolved: Resolved, *, device: str) -> ModelShape:
-    """Return the shape of a run's base as it would be on a device, ``cpu`` or ``cuda``.
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of a row, and where the numbers come from."""
 
-    Raises ConfigError if there is no such model, or its architecture cannot be made from config.json.
+    prompt: float
+    completion: float
+    longest: int
+    notes: tuple[str, ...]
+    """A sentence about each number that was not given."""
+    common: int = 0
+    """Tokens with which all prompts begin."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A run to be planned: its settings, of which no weights are loaded."""
+
+    resolved: Resolved
+    allow_code: bool = False
+    """Whether code that the settings name may run, to make the exam's prompts."""
+
+    @property
+    def config(self) -> RunConfig:
+        """The settings as given."""
+        return self.resolved.config
+
+    def shape(self, device: str) -> ModelShape:
+        """Return the shape of a run's base as it would be on a device, ``cpu`` or ``cuda``.
+
+        Raises ConfigError if there is no such model, or its architecture cannot be made from config.json.
+        """
+        from transformers import AutoConfig
+
+        config, name = self.config, self.config.network.pretrained_model_name_or_path
+        path = resolve_model(name)
+        try:
+            offline = is_of_hub(name) and is_out_of_reach()
+            check_config(path, local_files_only=offline)
+            architecture = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=offline)
+            with torch.device("meta"):
+                model = auto_class(architecture).from_config(architecture, trust_remote_code=False)
+            lora = imported_peft().LoraConfig(**config.network.lora_config.model_dump(), task_type="CAUSAL_LM")
+            dtype: str = config.training.dtype
+            settings, quantised = self.resolved.options.quantization_config, None
+            if dtype == "auto":
+                theirs = getattr(architecture, "dtype", None) or getattr(architecture.get_text_config(), "dtype", None)
+                dtype = "float32" if device == "cpu" else str(theirs or "bfloat16").removeprefix("torch.")
+            width = float(getattr(torch, dtype).itemsize)
+            if settings is not None:
+                # One fp32 scale for 64 weights of 4 bits; if scales are quantised too, a little more than one byte.
+                scale = 1.03 if settings.bnb_4bit_use_double_quant else 4.0
+                quantised = 1.0 if settings.load_in_8bit else 0.5 + scale / 64
+            rounded = device == "cpu" and dtype == "bfloat16" and quantised is None  # see round_products
+            scope = self.resolved.options.lora_target_scope
+            shape = shape_of(model, lora, name=name, width=4.0 if rounded else width, scope=scope)
+            return replace(shape, linear_width=quantised or width)
+        except AgileRLError:
+            raise
+        except Exception as error:  # from any library that reads files: no list of their errors is complete
+            reason = " ".join(str(error).split())[:300]
+            raise ConfigError(
+                f"cannot read the shape of the model {name!r}: {type(error).__name__}: {reason}; expected a local "
+                "folder with config.json, a name on the Hugging Face hub that is reachable, or 'embedded'"
+            ) from error
+
+    def lengths(self, shape: ModelShape, prompt: int | None = None, completion: int | None = None) -> Lengths:
+        """Return the given lengths, or those of the exam's prompts and of the longest completion allowed.
+
+        Raises ConfigError if they do not fit into the context.
+        """
+        values = self.resolved.hyperparameters.model_dump()
+        limit = min(value for value in (shape.context, values.get("max_model_len")) if value)
+        mean, common, notes = float(prompt or 0), 0, []
+        if prompt is None:
+            try:
+                mean, common, note = self._exam_prompts(limit)
+            except AgileRLError as error:
+                mean = ASSUMED_PROMPT
+                note = f"prompts of {ASSUMED_PROMPT} tokens: assumed, because {error}; give --prompt-tokens"
+            notes.append(note)
+        room = limit - int(mean)
+        if room < 1 or (completion or 1) > room:
+            raise ConfigError(
+                f"a prompt of {mean:,.0f} and a completion of {completion or 1:,} tokens do not fit into the context "
+                f"of {limit:,}; lower --prompt-tokens or --completion-tokens, or raise algorithm.max_model_len"
+            )
+        if completion is None:
+            known = values.get("max_output_tokens")
+            completion = int(min(known or ASSUMED_COMPLETION, room))
+            source = (
+                "the most that is allowed: shorter ones take less" if known else "assumed; give --completion-tokens"
+            )
+            notes.append(f"completions of {completion:,} tokens{', ' if known else ': '}{source}")
+        return Lengths(mean, completion, max(completion, 1), tuple(notes), common)
+
+    def _exam_prompts(self, limit: int) -> tuple[float, int, str]:
+        """Return the mean length of the exam's prompts, that of what they begin with, and a sentence about both.
+
+        Raises an AgileRLError if the prompts cannot be made.
+        """
+        if self.config.environment.agent is not None:
+            raise ConfigError("the agent program writes them")
+        name = self.config.network.pretrained_model_name_or_path
+        if is_of_hub(name) and is_out_of_reach():
+            raise ConfigError("the model's tokenizer is not available")
+        tokenizer = load_tokenizer(name, **self.config.network.of_tokenizer)
+        exam = task(self.config, allow_code=self.allow_code)
+        exam.fit(tokenizer, limit - 1)
+        places = [exam.place_at("exam", k, tokenizer, limit) for k in range(exam.panel_size("exam"))]
+        prompts = exam.lengths(places, tokenizer, limit).prompts
+        exam.close()
+        mean = sum(prompts) / len(prompts)
+        common = sum(
+            1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*(question.prompt_ids for question in places)))
+        )
+        begins = f", of which all begin with {common:,}" * (common > 0)
+        source = "first of an episode" if exam.multi_turn else "the mean of the exam's"
+        return mean, common, f"prompts of {mean:,.0f} tokens{begins}: {source}"
+
+    def scale(self, rows: Lengths) -> Scale:
+        """Return the size of an agent's iterations and exams."""
+        config, algorithm, t = self.config, self.resolved.algorithm, self.config.training
+        values: Mapping[str, Any] = self.resolved.hyperparameters.model_dump()
+        return Scale(
+            training=t,
+            kl="kl" in (config.selection_strategy.objectives or ()),
+            prompts=config.environment.data_batch_size_per_gpu,
+            group=values.get("group_size", algorithm.rows_per_unit),
+            questions=config.environment.exam_panel,
+            prompt=rows.prompt,
+            longest=t.eval_max_new_tokens or values.get("max_output_tokens"),
+            learns_from_data=algorithm.env_type != "reasoning",
+        )
+
+    def workload(self, rows: Lengths, pass_tokens: int = PASS_TOKENS, *, row_multiple: int = 1) -> Workload:
+        """Return the workload of a run; ``pass_tokens`` is the size of a forward pass that the user has not chosen."""
+        resolved, config, t = self.resolved, self.config, self.config.training
+        values, scale = resolved.hyperparameters.model_dump(), self.scale(rows)
+        algorithm, micro = resolved.algorithm, values.get("micro_batch_size_per_gpu")
+        iterations, questions = scale.generation(given=config.environment.eval_prompts is not None)
+        return Workload(
+            agents=t.pop_size,
+            rank=config.largest_rank,
+            prompts=scale.prompts,
+            group=scale.group,
+            prompt=rows.prompt,
+            common=rows.common,
+            completion=rows.completion,
+            longest=rows.longest,
+            window=(values.get("mini_batch_size") or values["batch_size"]) * algorithm.rows_per_unit,
+            epochs=values["update_epochs"],
+            reference=bool(values.get("beta")) and not scale.learns_from_data,
+            old_pass=not scale.learns_from_data and resolved.options.use_vllm,
+            critic=algorithm.trained_slots > 1,
+            samples=not scale.learns_from_data,
+            exam_prompts=(questions or scale.questions) * t.eval_samples,
+            iterations=iterations,
+            slots=adapter_slots(config.network, algorithm),
+            checkpointing=resolved.options.gradient_checkpointing,
+            pass_tokens=pass_tokens,
+            micro_tokens=micro * algorithm.rows_per_unit * math.ceil(rows.prompt + rows.completion)
+            if micro
+            else pass_tokens,
+            row_multiple=row_multiple,
+            max_tokens=t.max_tokens_in_flight or pass_tokens,
+            max_rows=t.max_rows_in_flight,
+        )
+
+
+def whole_run(planned: Planned, rows: Lengths, expected: Forecast) -> float:
+    """Return the seconds of a run: its generations, and the tests of the base, of a median agent and of the elite."""
+    load, t, environment = expected.load, planned.config.training, planned.config.environment
+    generations = planned.scale(rows).lone_agent()[0] / load.agents / load.iterations
+    exam = expected.seconds["exam_prefill"] + expected.seconds["exam_decode"]
+    tests = 3 * exam * environment.test_prompts * t.eval_samples / (load.agents * load.exam_prompts)
+    return min(max(generations, 1) * expected.generation + tests, t.max_seconds or math.inf)
+
+
+def expected_seconds(planned: Planned, prompt: float, completion: int) -> float | None:
+    """Return the seconds of a run on this machine, with prompts and completions of these lengths.
+
+    None where they are not known: for a GPU without a data sheet here, for episodes, and for agent programs.
     """
-    from transformers import AutoConfig
-
-    config, name = resolved.config, resolved.config.network.pretrained_model_name_or_path
-    path = resolve_model(name)
-    try:
-        offline = is_of_hub(name) and is_out_of_reach()
-        check_config(path, local_files_only=offline)
-        architecture = AutoConfig.from_pretrained(path, trust_remote_code=False, local_files_only=offline)
-        with torch.device("meta"):
-            model = auto_class(architecture).from_config(architecture, trust_remote_code=False)
-        lora = imported_peft().LoraConfig(**config.network.lora_config.model_dump(), task_type="CAUSAL_LM")
-        dtype: str = config.training.dtype
-        settings, quantised = resolved.options.quantization_config, None
-        if dtype == "auto":
-            theirs = getattr(architecture, "dtype", None) or getattr(architecture.get_text_config(), "dtype", None)
-            dtype = "float32" if device == "cpu" else str(theirs or "bfloat16").removeprefix("torch.")
-        width = float(getattr(torch, dtype).itemsize)
-        if settings is not None:
-            # One fp32 scale for 64 weights of 4 bits; if scales are quantised too, a little more than one byte.
-            scale = 1.03 if settings.bnb_4bit_use_double_quant else 4.0
-            quantised = 1.0 if settings.load_in_8bit else 0.5 + scale / 64
-        rounded = device == "cpu" and dtype == "bfloat16" and quantised is None  # see round_products
-        scope = resolved.options.lora_target_scope
-        shape = shape_of(model, lora, name=name, width=4.0 if rounded else width, scope=scope)
-        return replace(shape, linear_width=quantised or width)
-    except AgileRLError:
-        raise
-    except Exception as error:  # from any library that reads files: no list of their errors is complete
-        reason = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            f"cannot read the shape of the model {name!r}: {type(error).__name__}: {reason}; expected a local folder "
-            "with config.json, a name on the Hugging Face hub that is reachable, or 'embedded'"
-        ) from error
+    config = planned.config
+    kind, environment = "cpu", config.environment
+    if environment.agent is not None or environment.env_type == "multiturn":
+        return None
+    if config.training.device != "cpu":
+        name = torch.cuda.get_device_name().lower().replace(" ", "-")
+        kind = next((known for known in GPUS if known in name), "")
+        if not kind:
+            return None
+    device, shape = Device.of(kind, config.training.dtype), planned.shape("cpu" if kind == "cpu" else "cuda")
+    rows = Lengths(prompt, completion, completion, ())
+    load = planned.workload(rows, row_multiple=device.row_multiple)
+    return whole_run(planned, rows, forecast(shape, load, device.machine, device.costs))
 
 
 def shape_of(model: Any, lora_config: Any, *, name: str, width: float, scope: str | None = None) -> ModelShape:
@@ -107,123 +267,61 @@ def shape_of(model: Any, lora_config: Any, *, name: str, width: float, scope: st
     )
 
 
-# -- the manifest ---------------------------------------------------------------------------------------------------
+# -- the exam -----------------------------------------------------------------------------------------------------
+
+
+_DISAGREE, _QUANTILE = 0.5, NormalDist().inv_cdf(0.95)
+"""Share of the questions on which one of two agents is right and the other is wrong, as if both guessed; the certainty
+that is asked for."""
+
+
+def smallest_difference(questions: int) -> float:
+    """Return the smallest difference between two agents' shares of right answers that an exam can see, P = 0.95.
+
+    Both answer the same n questions, so only the share d on which they disagree counts, and the mean difference has
+    the variance (d - difference^2) / n (McNemar 1947). Solved for a difference that is z standard errors.
+    """
+    return math.sqrt(_QUANTILE**2 * _DISAGREE / (questions + _QUANTILE**2))
+
+
+def questions_for(difference: float) -> int:
+    """Return how many questions an exam needs to see a difference: the inverse of :func:`smallest_difference`."""
+    return math.ceil(_QUANTILE**2 * (_DISAGREE / difference**2 - 1))
+
+
+def seen_by_exam(questions: int) -> dict[str, Any]:
+    """Return what an exam can see, as numbers and as a sentence that says what it would take to see more."""
+    least = smallest_difference(questions)
+    finer = next((d for d in (0.2, 0.1, 0.05, 0.02, 0.01) if d < least), 0.005)
+    sentence = (
+        f"{questions} questions tell two agents apart (P = 0.95) only if their shares of right answers differ by "
+        f"{least:.2g} or more; to see {finer:g} it takes {questions_for(finer):,} questions"
+    )
+    return {"questions": questions, "smallest_difference": least, "sentence": sentence}
+
+
+# -- devices ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Lengths:
-    """Tokens of a row, and where the numbers come from."""
+class Device:
+    """A device with its rates, and what the phases cost on devices of its kind."""
 
-    prompt: float
-    completion: float
-    longest: int
-    notes: tuple[str, ...]
-    """A sentence about each number that was not given."""
-    common: int = 0
-    """Tokens with which all prompts begin."""
+    machine: Machine
+    costs: Costs
+    row_multiple: int
+    """Batches of decoded rows are padded to a multiple of this."""
+    source: str
+    """Where the rates come from."""
 
-
-def lengths(
-    resolved: Resolved, shape: ModelShape, prompt: int | None, completion: int | None, *, allow_code: bool = False
-) -> Lengths:
-    """Return the given lengths, or those of the exam's prompts and of the longest completion allowed.
-
-    Raises ConfigError if they do not fit into the context.
-    """
-    values = resolved.hyperparameters.model_dump()
-    limit = min(value for value in (shape.context, values.get("max_model_len")) if value)
-    mean, common, notes = float(prompt or 0), 0, []
-    if prompt is None:
-        try:
-            mean, common, note = _exam_prompts(resolved.config, limit, allow_code=allow_code)
-        except AgileRLError as error:
-            mean = ASSUMED_PROMPT
-            note = f"prompts of {ASSUMED_PROMPT} tokens: assumed, because {error}; give --prompt-tokens"
-        notes.append(note)
-    room = limit - int(mean)
-    if room < 1 or (completion or 1) > room:
-        raise ConfigError(
-            f"a prompt of {mean:,.0f} and a completion of {completion or 1:,} tokens do not fit into the context of "
-            f"{limit:,}; lower --prompt-tokens or --completion-tokens, or raise algorithm.max_model_len"
-        )
-    if completion is None:
-        known = values.get("max_output_tokens")
-        completion = int(min(known or ASSUMED_COMPLETION, room))
-        source = "the most that is allowed: shorter ones take less" if known else "assumed; give --completion-tokens"
-        notes.append(f"completions of {completion:,} tokens{', ' if known else ': '}{source}")
-    return Lengths(mean, completion, max(completion, 1), tuple(notes), common)
-
-
-def _exam_prompts(config: RunConfig, limit: int, *, allow_code: bool) -> tuple[float, int, str]:
-    """Return the mean length of the exam's prompts, that of what they begin with, and a sentence about both.
-
-    Raises an AgileRLError if the prompts cannot be made.
-    """
-    name = config.network.pretrained_model_name_or_path
-    if is_of_hub(name) and is_out_of_reach():
-        raise ConfigError("the model's tokenizer is not available")
-    tokenizer = load_tokenizer(name, **config.network.of_tokenizer)
-    exam = task(config, allow_code=allow_code)
-    exam.fit(tokenizer, limit - 1)
-    places = [exam.place_at("exam", k, tokenizer, limit) for k in range(exam.panel_size("exam"))]
-    prompts = exam.lengths(places, tokenizer, limit).prompts
-    exam.close()
-    mean = sum(prompts) / len(prompts)
-    common = sum(
-        1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*(question.prompt_ids for question in places)))
-    )
-    begins = f", of which all begin with {common:,}" * (common > 0)
-    source = "first of an episode" if exam.multi_turn else "the mean of the exam's"
-    return mean, common, f"prompts of {mean:,.0f} tokens{begins}: {source}"
-
-
-def workload(resolved: Resolved, rows: Lengths, pass_tokens: int = PASS_TOKENS, *, row_multiple: int = 1) -> Workload:
-    """Return the workload of a run; ``pass_tokens`` is the size of a forward pass that the user has not chosen."""
-    config, algorithm, t = resolved.config, resolved.algorithm, resolved.config.training
-    values: Mapping[str, Any] = resolved.hyperparameters.model_dump()
-    from_data = algorithm.env_type != "reasoning"
-    group = values.get("group_size", algorithm.rows_per_unit)
-    length = rows.prompt + rows.completion
-    micro = values.get("micro_batch_size_per_gpu")
-    scale = Scale(
-        training=t,
-        kl="kl" in (config.selection_strategy.objectives or ()),
-        prompts=config.environment.data_batch_size_per_gpu,
-        group=group,
-        questions=config.environment.exam_panel,
-        prompt=rows.prompt,
-        longest=t.eval_max_new_tokens or values.get("max_output_tokens"),
-        learns_from_data=from_data,
-    )
-    iterations, questions = scale.generation(given=config.environment.eval_prompts is not None)
-    return Workload(
-        agents=t.pop_size,
-        rank=config.largest_rank,
-        prompts=scale.prompts,
-        group=group,
-        prompt=rows.prompt,
-        common=rows.common,
-        completion=rows.completion,
-        longest=rows.longest,
-        window=(values.get("mini_batch_size") or values["batch_size"]) * algorithm.rows_per_unit,
-        epochs=values["update_epochs"],
-        reference=bool(values.get("beta")) and not from_data,
-        old_pass=not from_data and resolved.options.use_vllm,
-        critic=algorithm.trained_slots > 1,
-        samples=not from_data,
-        exam_prompts=(questions or scale.questions) * t.eval_samples,
-        iterations=iterations,
-        slots=adapter_slots(config.network, algorithm),
-        checkpointing=resolved.options.gradient_checkpointing,
-        pass_tokens=pass_tokens,
-        micro_tokens=micro * algorithm.rows_per_unit * ceil(length) if micro else pass_tokens,
-        row_multiple=row_multiple,
-        max_tokens=t.max_tokens_in_flight or pass_tokens,
-        max_rows=t.max_rows_in_flight,
-    )
-
-
-# -- this machine ---------------------------------------------------------------------------------------------------
+    @classmethod
+    def of(cls, kind: str, dtype: str) -> "Device":
+        """Return a GPU by its name, or ``cpu``, whose rates are measured now, for products in ``dtype``."""
+        if kind == "cpu":
+            machine = measured_machine(dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+            return cls(machine, CPU_COSTS, CPU_ROWS, "measured on this machine just now")
+        shares = f"{MATMUL_SHARE:.0%} of its matmul and {COPY_SHARE:.0%} of its copy rate, as an H200 reached"
+        return cls(gpu(kind), GPU_COSTS, 1, f"{GPUS[kind].source}; {shares}")
 
 
 Clock = Callable[[], float]

@@ -1,9 +1,19 @@
-"""``agilerl init``: three questions, and the files of a run of one's own that runs at once."""
+"""``agilerl init``: three questions, and the files of a run of one's own that runs at once.
+
+What it proposes follows from the answers in the rows: how they are asked for and graded, and how long they may get.
+"""
 
 import json
+import re
 import shlex
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from math import ceil
 from pathlib import Path
 from typing import Annotated
 
@@ -13,15 +23,21 @@ from typer import Argument, Option
 
 from agilerl.checks.arguments import shown
 from agilerl.cli.options import Quiet, as_path
-from agilerl.cli.output import console
-from agilerl.cli.running import configuration
+from agilerl.cli.output import columns, console, duration
+from agilerl.cli.running import configuration, quieten_libraries
 from agilerl.config.named_files import ENDINGS, names_a_file
 from agilerl.errors import AgileRLError, ConfigError, WriteError
 
 SAMPLE = "sample"
 REWARDS = ("function", "exact", "accuracy")
 _EMBEDDED = "embedded"
-_LINES = (".jsonl", ".ndjson", ".csv", ".tsv")
+_NUMBER = re.compile(r"[-+]?[$€£]?\d[\d,]*(\.\d+)?%?")
+_CHOICES, _WORDS = 8, 5
+"""Most different answers of a choice, and most words of a short answer."""
+_CHARACTERS = 2
+"""Of a token, at least: a bound on the tokens of an answer that needs no tokenizer."""
+_REASONING = 128
+"""Tokens that a chat model has to write before its answer."""
 
 _MANIFEST = """\
 # Written by agilerl init. Every key: docs/manifest.md. Check it, then run it:
@@ -34,13 +50,13 @@ environment:
   {source}
   eval_prompts: {exam:<16} # the exam that selection uses
   test_prompts: {test:<16} # the test of the result
-{graders}  data_batch_size_per_gpu: 16   # prompts of each agent in an iteration
+{graders}{form}  data_batch_size_per_gpu: 16   # prompts of each agent in an iteration
 
 algorithm:
   name: GRPO
   group_size: 8                 # completions of each prompt, which are compared with one another
   batch_size: 64
-  max_output_tokens: {tokens}{room}
+  max_output_tokens: {tokens:<11} # the longest answer
 
 training:
   pop_size: 4
@@ -76,8 +92,9 @@ def run_init(
 ) -> None:
     """Ask three questions (model, data or task, reward), and write a manifest and the files it needs.
 
-    The rest is a reward function and sample rows, as asked for. No file is overwritten. Without a terminal nothing is
-    asked.
+    Of a file of rows the answers are read: they say which reward, instruction, form of answers, and lengths are
+    proposed. The base then answers a question of the new run, unless --quiet is given. The other files are a reward
+    function and sample rows, as asked for. No file is overwritten. Without a terminal nothing is asked.
 
     agilerl init my.yaml --model embedded --data sample --reward function
     """
@@ -92,12 +109,20 @@ def run_init(
     model = _answer(wanted, _EMBEDDED, model, asks, _check_model)
     wanted = "Data or task (a file of rows, a dataset on the hub, reasoning_gym:NAME, or sample rows)"
     source = _answer(wanted, SAMPLE, source, asks, lambda text: _source_line(text, manifest, rows))
+    answers = [row["answer"] for row in sample_rows()] if source == SAMPLE else []
+    if names_a_file(source) and (path := Path(source).expanduser().resolve()).is_file():
+        _, answers = _read(path)
+    proposal = proposed(answers, chats=model != _EMBEDDED) if answers else Proposal()
+    screen = console(quiet=quiet)
+    if answers and reward is None:
+        screen.print(f"{len(answers):,} rows: {proposal.reason}")
     wanted = "Reward (function: yours to edit, exact: the whole answer, accuracy: the number in it)"
-    reward = _answer(wanted, "function", reward, asks, _check_reward)
+    default = "function" if source == SAMPLE else proposal.reward
+    reward = _answer(wanted, default, reward, asks, _check_reward)
 
     command = f"agilerl train {shlex.quote(str(manifest))}{' --allow-code' * (reward == 'function')}"
-    count = len(sample_rows()) if source == SAMPLE else _count(source)
-    exam, test = (128, 400) if count is None else (max(2, min(128, count // 8)), max(2, min(400, count // 4)))
+    count = len(answers)
+    exam, test = (max(2, min(128, count // 5)), max(2, min(400, count // 4))) if count else (128, 400)
     grader = {"function": f"{code.name}:reward", "accuracy": "accuracy"}.get(reward)
     text = _MANIFEST.format(
         command=command,
@@ -106,8 +131,8 @@ def run_init(
         exam=exam,
         test=test,
         graders="" if grader is None else f"  graders: [{{name: {_yaml(grader)}}}]\n",
-        tokens=10 if model == _EMBEDDED else 256,
-        room="" if model == _EMBEDDED else "        # the longest answer",
+        form="".join(f"  {line}\n" for line in proposal.form(reward)),
+        tokens=max(10, proposal.tokens) if answers or model == _EMBEDDED else 256,
     )
     files = {manifest: text}
     if source == SAMPLE:
@@ -115,11 +140,108 @@ def run_init(
     if reward == "function":
         files[code] = _REWARD.format(manifest=manifest.name)
     _write(files)
-    screen = console(quiet=quiet)
     for path in files:
         screen.print(f"wrote {path}")
+    if not quiet:
+        screen.print("Trying it: loading the libraries and the model.")
+        quieten_libraries()
+        table = columns("", "", left=("",), gap=2)
+        for name, line in _tried(manifest, allow_code=reward == "function"):  # the one written here, and no other
+            table.add_row(name, line)
+        screen.print(table)
     screen.print(f"Check it:  {command} --dry-run")
     screen.print(f"Run it:    {command}")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What the answers of some rows ask for."""
+
+    reward: str = "function"
+    reason: str = ""
+    instruction: str = ""
+    """What a prompt ends with."""
+    after: bool = False
+    """Whether the model may write before its answer, which then follows a phrase."""
+    tokens: int = 0
+    """``max_output_tokens``; 0: nothing is known."""
+
+    def form(self, reward: str) -> list[str]:
+        """Return the lines of the manifest that ask for an answer in this form; a function reads whole completions."""
+        if self.after and reward != "function":
+            return ['answer_format: after           # what follows "The answer is" in a completion is graded']
+        if not self.instruction:
+            return []
+        message = json.dumps(f"{{question}}\n{self.instruction}", ensure_ascii=False)
+        return [f"conversation_template: [{{role: user, content: {message}}}]"]
+
+
+def proposed(answers: Sequence[str], *, chats: bool) -> Proposal:
+    """Return what to propose for rows with these answers: numbers, a choice of few, short texts, or long ones.
+
+    ``chats``: the model follows instructions, and writes more than the answer unless it is told not to.
+    """
+    answers = [" ".join(answer.split()) for answer in answers]
+    distinct, longest = Counter(answers), max(map(len, answers))
+    words = max(len(answer.split()) for answer in answers)
+    tokens = 8 * ceil((longest / _CHARACTERS + 4) / 8)
+    if all(_NUMBER.fullmatch(answer) for answer in answers):
+        reward = "accuracy" if find_spec("math_verify") else "exact"
+        reason = f"all answers are numbers, so the reward {reward} is proposed"
+        return Proposal(reward, reason, after=chats, tokens=tokens + _REASONING * chats)
+    if len(distinct) <= _CHOICES and len(answers) >= 4 * len(distinct) and words <= _WORDS:
+        choices = ", ".join(sorted(distinct))
+        reason = f"all answers are one of {choices}, so the reward exact is proposed"
+        instruction = f"Answer with one of these, and nothing else: {choices}."
+        return Proposal("exact", reason, instruction * chats, tokens=tokens)
+    if words <= _WORDS:
+        reason = f"answers have {words} word{'s' * (words > 1)} at most, so the reward exact is proposed"
+        return Proposal("exact", reason, "Give only the answer, without an explanation." * chats, tokens=tokens)
+    reason = f"answers are texts of up to {words} words, which seldom match exactly: a function is proposed"
+    return Proposal("function", reason, tokens=min(1024, tokens))
+
+
+@cache
+def _read(path: Path) -> tuple[dict[str, str], list[str]]:
+    """Return what columns of a file of rows are renamed to, and its answers; raises EnvError for rows of no use."""
+    from agilerl.envs.curation import RowFaultError, form_of, renamed
+    from agilerl.envs.sources import read_dataset
+
+    names = renamed(read_dataset(path, limit=1).columns)
+    rows, answers = read_dataset(path, columns=names), []
+    form = form_of(rows.columns, "reasoning", path.name, needs="text")  # a question and an answer, under any name
+    for row in rows:
+        with suppress(RowFaultError):  # a run says how many rows it cannot use
+            answers.append(form.read(row).response or "")
+    return names, list(filter(str.strip, answers))
+
+
+def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
+    """Yield what a run begins with: a prompt, an answer of the base, its reward; and how long the run may take."""
+    from agilerl.cli.forecast import Planned, expected_seconds, seen_by_exam
+    from agilerl.cli.progress import sample
+    from agilerl.models.base import is_of_hub
+    from agilerl.training.preflight import tried
+    from agilerl.training.setup import build
+
+    config = configuration([str(manifest)])
+    if is_of_hub(config.network.pretrained_model_name_or_path):  # gigabytes, for which nobody has asked yet
+        yield "model", "not tried here, because it may have to be downloaded; the dry run does that"
+        return
+    try:
+        session = build(config, allow_code=allow_code)
+        sampled = tried(session)
+        prompts = session.population.lengths("exam").prompts
+        tokens = session.resolved.hyperparameters.model_dump()["max_output_tokens"]
+        seconds = expected_seconds(Planned(session.resolved), sum(prompts) / len(prompts), tokens)
+        session.task.close()
+    except AgileRLError as error:
+        yield "warning", str(error)
+        return
+    yield from () if sampled is None else sample(sampled)
+    yield "exam", seen_by_exam(len(prompts))["sentence"]
+    if seconds is not None:
+        yield "time", f"up to about {duration(seconds)} for the run on this device, besides grading"
 
 
 def sample_rows() -> list[dict[str, str]]:
@@ -179,24 +301,10 @@ def _source_line(source: str, manifest: Path, rows: Path) -> str:
         raise ConfigError(
             f"expected rows in the folder of the manifest or below, found {shown(source)}; move the file there"
         )
-    from agilerl.envs.curation import form_of, renamed
-    from agilerl.envs.sources import read_dataset
-
-    columns = read_dataset(path, limit=1).columns
-    names = renamed(columns)
-    form_of([*columns, *names], "reasoning", path.name, needs="text")  # a question and an answer, under any name
+    names, _ = _read(path)
     file = _yaml(str(path.relative_to(folder)))
     columns_text = ", ".join(f"{ours}: {_yaml(theirs)}" for ours, theirs in names.items())
     return f"dataset: {{path: {file}, columns: {{{columns_text}}}}}" if names else f"dataset: {file}"
-
-
-def _count(source: str) -> int | None:
-    """Return the number of lines of a file of rows; None for what is not a text of one row a line."""
-    path = Path(source).expanduser()
-    if not (names_a_file(source) and path.suffix.lower() in _LINES):
-        return None
-    with open(path, "rb") as file:
-        return sum(not line.isspace() for line in file)
 
 
 def _yaml(text: str) -> str:

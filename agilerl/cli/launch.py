@@ -1,7 +1,8 @@
 """``agilerl train`` and ``agilerl resume``: in one process, in several that a launcher has started, or on Ray.
 
-One process is one island. What takes seconds to import is imported after the settings are checked: a typo should not
-cost seconds.
+One process is one island. From the top: the commands make a :class:`Request`; :func:`launch` checks what is cheap to
+check; :func:`carry_out` is what each process does, wherever it runs. What takes seconds to import is imported there,
+after the settings are checked: a typo should not cost seconds.
 """
 
 import json
@@ -46,9 +47,11 @@ if TYPE_CHECKING:
     from agilerl.distributed.topology import Topology
     from agilerl.runs.stopping import StopRequest
     from agilerl.training.events import Event
-    from agilerl.training.resolved import Resolved
     from agilerl.training.saved import SavedRun
     from agilerl.training.setup import Session
+
+Form = Literal["text", "nothing", "object", "lines"]
+"""What is printed: text for people, errors alone, one JSON object at the end, or JSON objects, one a line."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +69,7 @@ class Request:
     dry_run: bool = False
     overwrite: bool = False
     """Delete the run in ``root`` if there is one."""
-    quiet: bool = False
-    as_json: bool = False
-    log_json: bool = False
-    """Print plan, progress and result as lines of JSON."""
-
-    def __post_init__(self) -> None:
-        if self.as_json and self.log_json:
-            raise typer.BadParameter("expected --json (one object at the end) or --log-format json (lines), found both")
-
-    @property
-    def silent(self) -> bool:
-        """Whether the terminal shows neither plan nor progress."""
-        return self.quiet or self.as_json
+    form: Form = "text"
 
     @property
     def on_cuda(self) -> bool:
@@ -95,6 +86,13 @@ class Request:
         return self.config.typed_addresses if isinstance(self.config, RunConfig) else ()
 
     @property
+    def begins(self) -> bool:
+        """Whether this is a new run, rather than one that ``root`` has already."""
+        assert self.root is not None
+        is_there = self.resumes and not self.dry_run and (self.root / "run.json").exists()
+        return self.config is not None and not is_there
+
+    @property
     def distributed(self) -> DistributedConfig:
         """How the processes are divided."""
         return self.config.distributed if isinstance(self.config, RunConfig) else DistributedConfig()
@@ -104,17 +102,33 @@ class Request:
 class Job:
     """What a run does, as decided by the process that writes."""
 
-    resolved: "Resolved"
+    config: RunConfig
     root: Path
     saved: "SavedRun | None" = None
     """The open directory of a run that is resumed, in the process that writes."""
 
-    @classmethod
-    def of(cls, config: RunConfig, root: Path, saved: "SavedRun | None" = None) -> "Job":
-        """Resolve the settings of a run, once in each process; raises ConfigError for those that are wrong."""
-        from agilerl.training.resolved import resolve
 
-        return cls(resolve(config), root, saved)
+@dataclass(frozen=True)
+class Terminal:
+    """Where one process of a run prints."""
+
+    form: Form
+    console: Console
+    """For sentences and tables; quiet where the form wants none."""
+    tell: Callable[[str], None]
+    """Prints a line of results."""
+
+    @classmethod
+    def of(
+        cls, form: Form, *, speaks: bool = True, tell: Callable[[str], None] = tell_line, width: int | None = None
+    ) -> "Terminal":
+        """Return that of a process; of several only one ``speaks``. With a ``width`` all lines go through ``tell``."""
+        quiet = not speaks or form in ("nothing", "object")
+        if form == "lines":
+            screen = console_of_lines(lambda line: tell(json_line("message", text=line)), 10_000, quiet=quiet)
+        else:
+            screen = new_console(quiet=quiet) if width is None else console_of_lines(tell, width, quiet=quiet)
+        return cls(form, screen, tell)
 
 
 def run_train(
@@ -170,8 +184,8 @@ def run_train(
             raise ConfigError("expected --resume auto or --overwrite, found both; leave out one of them")
     except ConfigError as error:
         config = error  # raised later, because several processes must print it only once
-    options = {"allow_code": allow_code, "dry_run": dry_run, "overwrite": overwrite, "log_json": log_format == "json"}
-    request = Request(config, out, resume == "auto", quiet=quiet, as_json=as_json, **options)
+    form = _form(quiet, as_json, log_format)
+    request = Request(config, out, resume == "auto", allow_code, dry_run=dry_run, overwrite=overwrite, form=form)
     manifests = manifests_in(arguments)
     with_yours = ", with your settings" * (len(arguments) > len(manifests))
     launch(request, f"{shown(manifests[0]) if manifests else 'the embedded default'}{with_yours}")
@@ -198,8 +212,13 @@ def run_resume(
             f"expected no settings, as a run is resumed with those that it began with, found {settings[0]!r}; begin a "
             f"new one, from its adapter if you like: agilerl train MANIFEST network.adapter={run}/elite {settings[0]}"
         )
-    options = {"allow_code": allow_code, "allow_changes": allow_changes, "log_json": log_format == "json"}
-    launch(Request(None, run, True, quiet=quiet, as_json=as_json, **options))
+    launch(Request(None, run, True, allow_code, allow_changes, form=_form(quiet, as_json, log_format)))
+
+
+def _form(quiet: bool, as_json: bool, log_format: str) -> Form:
+    if as_json and log_format == "json":
+        raise typer.BadParameter("expected --json (one object at the end) or --log-format json (lines), found both")
+    return "object" if as_json else "nothing" if quiet else "lines" if log_format == "json" else "text"
 
 
 def launch(request: Request, manifest: str = "") -> None:
@@ -222,58 +241,42 @@ def launch(request: Request, manifest: str = "") -> None:
             else:
                 root = request.root or default_out(config.environment)
             request = replace(request, root=root)
-            if not request.silent and writes:  # one of them speaks
-                _announce(request, root, manifest)
+            if writes and request.begins:  # a resumed run is announced after it has been read
+                what = f"Starting a run of {manifest} in {shown(str(root))}"
+                what = f"Checking {manifest}" if request.dry_run else what
+                Terminal.of(request.form).console.print(f"{what}: loading the libraries and the model.")
             if not together:  # of several processes each would print the error
                 from agilerl.envs.upstream import check_task
 
                 check_task(config.environment)
-            if on_ray:
-                _on_ray(config, request, root.absolute())
-                return
-        finished = _run(request, together=together)
-        if finished is not None:
-            fail_without_elite(finished)
+        if on_ray:
+            _on_ray(request)
+            return
+        _on_this_machine(request, together=together)
+    if writes and not request.dry_run:
+        assert request.root is not None
+        fail_without_elite(request.root)
 
 
-def _announce(request: Request, root: Path, manifest: str) -> None:
-    """Say what is about to be loaded, because loading takes seconds."""
-    if not request.dry_run and request.resumes and (root / "run.json").exists():
-        return  # a resumed run is announced after it has been read
-    what = f"Checking {manifest}" if request.dry_run else f"Starting a run of {manifest} in {shown(str(root))}"
-    _console(request).print(f"{what}: loading the libraries and the model.")
-
-
-def _console(request: Request, *, quiet: bool = False, tell: Callable[[str], None] = tell_line) -> Console:
-    """Return the console for sentences: with ``log_json`` each is a line of JSON."""
-    if not request.log_json:
-        return new_console(quiet=quiet)
-    return console_of_lines(lambda line: tell(json_line("message", text=line)), 10_000, quiet=quiet)
-
-
-def _run(request: Request, *, together: bool) -> Path | None:
+def _on_this_machine(request: Request, *, together: bool) -> None:
     """Do the work of this process, alone or ``together`` with those that a launcher has started.
 
-    Return the directory of the finished run in the process that writes; None after a dry run. An error in any of
-    several processes ends all of them, and is printed once.
+    An error in any of several processes ends all of them, and is printed once.
     """
+    if not together:
+        _existing(request)  # before the slow imports
+        from agilerl.distributed.topology import SOLITARY
+
+        carry_out(request, SOLITARY, Terminal.of(request.form))
+        return
     topology: Topology | None = None
     try:
-        with ExitStack() as opened:
-            if together:
-                from agilerl.distributed.topology import connected
+        from agilerl.distributed.topology import connected
 
-                topology = opened.enter_context(connected(request.distributed, cuda=request.on_cuda))
-            writes = topology is None or topology.is_writer
-            console = _console(request, quiet=request.silent or not writes)
-            job = _decided(request, opened, console) if topology is None else agreed(request, topology, opened, console)
-            if job is not None:
-                from agilerl.distributed.topology import SOLITARY
-
-                _work(request, job, topology or SOLITARY, console)
-            return request.root if writes and not request.dry_run else None
+        with connected(request.distributed, cuda=request.on_cuda) as topology:
+            carry_out(request, topology, Terminal.of(request.form, speaks=topology.is_writer))
     except AgileRLError as error:
-        if not together or not _is_reported_elsewhere(error, topology):
+        if not _is_reported_elsewhere(error, topology):
             raise
         sys.exit(1 if isinstance(error, WriteError) else 2)
 
@@ -287,159 +290,25 @@ def _is_reported_elsewhere(error: AgileRLError, topology: "Topology | None") -> 
     return not topology.is_writer and (topology.world.told or topology.peers.told or met_by_all)
 
 
-# -- what every process does ------------------------------------------------------------------------------------------
-
-
-def _decided(
-    request: Request, opened: ExitStack, console: Console, tell: Callable[[str], None] = tell_line
-) -> Job | None:
-    """Decide, in the process that writes, what the run does; print and return None if it is already finished.
-
-    The directory of a resumed run is closed with ``opened``.
-    """
-    from agilerl.runs.directory import RunLayout, check_not_in_use, read_run
-
-    expected, root = request.config, request.root
-    assert root is not None
-    assert not isinstance(expected, ConfigError)
-    layout = RunLayout(root)
-    if expected is not None and (not request.resumes or request.dry_run or not layout.run_json.exists()):
-        check_place(root, overwrite=request.overwrite)
-        return Job.of(expected.dated(expected.date or datetime.now()), root)
-    info = read_run(root)
-    check_not_in_use(root)  # before slow imports; the lock below decides which process is first
-    from agilerl.runs.strict_json import read_json
-    from agilerl.training.saved import open_run, recorded
-
-    if expected is not None:
-        recorded(info)
-        check_same(info, Job.of(expected, root).resolved, root)
-    if layout.is_finished:
-        if not layout.report.exists():  # its process died after the summary
-            from agilerl.report import build_report
-            from agilerl.runs.atomic import remove_leftovers
-
-            check_not_in_use(root)  # another process may be writing it
-            remove_leftovers(root)
-            build_report([root], layout.report)
-        console.print(f"The run in {root} is finished; there is nothing left to do. Results: {layout.summary}")
-        if request.as_json:
-            tell(json.dumps(read_json(layout.summary), indent=1))
-        return None
-    saved = open_run(root, report=say, allow_changes=request.allow_changes)
-    opened.callback(saved.run.close)
-    config = saved.config.typed_with(request.typed_addresses)
-    return Job.of(config.model_copy(update={"distributed": request.distributed}), root, saved)
-
-
-def agreed(
-    request: Request, topology: "Topology", opened: ExitStack, console: Console, tell: Callable[[str], None] = tell_line
-) -> Job | None:
-    """Return what all processes do; one prints, and all return None, if the run is already finished.
-
-    An error in any process is raised in all of them.
-    """
-    with topology.world.telling():
-        if isinstance(request.config, ConfigError):
-            raise request.config
-        job = _decided(request, opened, console, tell) if topology.is_writer else None
-        decision: dict[str, Any] | None = None
-        if job is not None and topology.world.size > 1:
-            # One date for all processes, whatever their clocks show.
-            date = job.resolved.config.date or datetime.now()
-            decision = {"config": job.resolved.given(), "date": date.isoformat(), "root": str(job.root)}
-        decision = topology.world.all(decision)[0]
-        if topology.is_writer or decision is None:
-            return job
-        config = RunConfig.from_dict(decision["config"]).model_copy(update={"distributed": request.distributed})
-        date = datetime.fromisoformat(decision["date"])
-        return Job.of(config.dated(date).typed_with(request.typed_addresses), Path(decision["root"]))
-
-
-def _work(
-    request: Request,
-    job: Job,
-    topology: "Topology",
-    console: Console,
-    stop: "StopRequest | None" = None,
-    tell: Callable[[str], None] = tell_line,
-) -> None:
-    """Build this process's part of the run, show the plan, and follow the run to its end, or until ``stop`` is set.
-
-    Without a ``stop`` signals ask the run to stop.
-    """
-    from agilerl.cli.progress import log, plan_document, print_plan, watch
-    from agilerl.training.preflight import tried
-
-    session, sampled = prepared(request, job, topology), None
-    if request.dry_run:
-        with topology.peers.telling():
-            sampled = tried(session)
-    if job.saved is not None:
-        console.print(resume_text(job.root, session))
-    elif topology.is_writer and request.dry_run and (request.as_json or (request.log_json and not request.quiet)):
-        document = plan_document(session, job.root, sampled)
-        tell(json_line("plan", **document) if request.log_json else json.dumps(document, indent=1))
-    elif topology.is_writer and not request.log_json:
-        print_plan(session, job.root, console, sampled)
-    if request.dry_run:
-        console.print("Dry run: everything checked, nothing written.")
-        return
-    with topology.peers.telling(), ExitStack() as opened:
-        if stop is None:
-            stop = opened.enter_context(stoppable(job.root, console, speaks=topology.is_writer))
-        run = events(session, job, stop, overwrite=request.overwrite)
-        if not topology.is_writer:
-            for _ in run:
-                pass
-            return
-        if request.log_json and not console.quiet:
-            summary = log(run, session, tell, stop=stop)
-        else:
-            summary = watch(run, session, console, stop=stop)
-    if request.as_json:
-        tell(json.dumps(summary, indent=1))
-
-
-def prepared(request: Request, job: Job, topology: "Topology") -> "Session":
-    """Return the session of this process when all processes have theirs; raises the error of any of them."""
-    quieten_libraries()
-    from agilerl.training.setup import build
-
-    checkpoint = None if job.saved is None else job.saved.checkpoint
-    with topology.world.telling():
-        session = build(job.resolved, checkpoint, allow_code=request.allow_code, topology=topology)
-        topology.world.all(None)  # all are ready
-    loading_done()
-    return session
-
-
-def events(session: "Session", job: Job, stop: "StopRequest", *, overwrite: bool = False) -> Iterator["Event"]:
-    """Train or resume, and return the events, in each process."""
-    from agilerl.training.loop import resume, train
-
-    if job.saved is not None or session.saved is not None:
-        run = None if job.saved is None else job.saved.run
-        return resume(session, run, root=job.root, stop=stop)
-    command = ["agilerl", *sys.argv[1:]]
-    return train(session, job.root, command=command, stop=stop, overwrite=overwrite)
-
-
 # -- on Ray -----------------------------------------------------------------------------------------------------------
 
 
-def _on_ray(config: RunConfig, request: Request, root: Path) -> None:
+def _on_ray(request: Request) -> None:
     """Start the islands on Ray, and print their output."""
-    from agilerl.distributed.ray_launcher import launch, serving
+    from agilerl.distributed.ray_launcher import launch as launch_on_ray
+    from agilerl.distributed.ray_launcher import serving
     from agilerl.runs.stopping import stop_on_signals
 
-    d = config.distributed
+    config = request.config
+    assert isinstance(config, RunConfig)
+    assert request.root is not None
+    root, d = request.root.absolute(), config.distributed
     if d.islands > config.training.pop_size:
         raise ConfigError(
             f"there are more islands than agents: distributed.islands={d.islands}, "
             f"training.pop_size={config.training.pop_size}; lower the first, or raise the second"
         )
-    if request.overwrite:  # now: whoever goes on after a lost process must not meet the old run
+    if request.overwrite:  # now: whoever resumes after a lost process must not meet the old run
         from agilerl.runs.directory import delete_run
 
         check_place(root, overwrite=True)
@@ -448,7 +317,7 @@ def _on_ray(config: RunConfig, request: Request, root: Path) -> None:
     # After a lost process there is a run to resume, or nothing at all.
     width = shutil.get_terminal_size().columns
     works = [partial(work_on_ray, r, os.getcwd(), width) for r in (first, replace(first, resumes=True))]
-    ended = launch(d, works, tell_line, lambda: stop_on_signals(say_at_once), serving(config))
+    ended = launch_on_ray(d, works, tell_line, lambda: stop_on_signals(say_at_once), serving(config))
     if ended.kind == "crashed":
         say(ended.text)
         raise EngineError("a worker crashed; its traceback is above")
@@ -467,11 +336,170 @@ def work_on_ray(
 
     if Path(folder).is_dir():
         os.chdir(folder)  # paths in a manifest may be relative to it
-    with connected(request.distributed, cuda=request.on_cuda, server=url) as topology, ExitStack() as opened:
-        quiet = request.silent or not topology.is_writer
-        console = console_of_lines(say, width, quiet=quiet)
-        if request.log_json:
-            console = _console(request, quiet=quiet, tell=say)
-        job = agreed(request, topology, opened, console, say)
-        if job is not None:
-            _work(request, job, topology, console, stop, say)
+    with connected(request.distributed, cuda=request.on_cuda, server=url) as topology:
+        terminal = Terminal.of(request.form, speaks=topology.is_writer, tell=say, width=width)
+        carry_out(request, topology, terminal, stop)
+
+
+# -- what every process does ------------------------------------------------------------------------------------------
+
+
+def carry_out(request: Request, topology: "Topology", terminal: Terminal, stop: "StopRequest | None" = None) -> None:
+    """Do this process's part: agree with the others on the run, build it, show its plan, and follow it to its end.
+
+    Without a ``stop`` signals ask the run to stop.
+    """
+    with ExitStack() as opened:
+        job = agreed(request, topology, opened, terminal)
+        if job is None:
+            return
+        from agilerl.cli.progress import log, watch
+
+        session = prepared(request, job, topology)
+        _show_plan(request, job, session, topology, terminal)
+        if request.dry_run:
+            return
+        opened.enter_context(topology.peers.telling())
+        if stop is None:
+            stop = opened.enter_context(stoppable(job.root, terminal.console, speaks=topology.is_writer))
+        run = events(session, job, stop, overwrite=request.overwrite)
+        if not topology.is_writer:
+            for _ in run:
+                pass
+        elif terminal.form == "lines":
+            log(run, session, terminal.tell, stop=stop)
+        else:
+            summary = watch(run, session, terminal.console, stop=stop)
+            if terminal.form == "object":
+                terminal.tell(json.dumps(summary, indent=1))
+
+
+def agreed(request: Request, topology: "Topology", opened: ExitStack, terminal: Terminal) -> Job | None:
+    """Return what all processes do; one prints, and all return None, if the run is already finished.
+
+    The directory of a resumed run is closed with ``opened``. An error in any process is raised in all of them.
+    """
+    with topology.world.telling():
+        if isinstance(request.config, ConfigError):
+            raise request.config
+        job = _decided(request, opened, terminal) if topology.is_writer else None
+        decision: dict[str, Any] | None = None
+        if job is not None and topology.world.size > 1:
+            # One date for all processes, whatever their clocks show.
+            date = job.config.date or datetime.now()
+            given = job.config.model_dump(mode="json", exclude_unset=True, exclude={"distributed"})
+            decision = {"config": given, "date": date.isoformat(), "root": str(job.root)}
+        decision = topology.world.all(decision)[0]
+        if topology.is_writer or decision is None:
+            return job
+        config = RunConfig.from_dict(decision["config"]).model_copy(update={"distributed": request.distributed})
+        date = datetime.fromisoformat(decision["date"])
+        return Job(config.dated(date).typed_with(request.typed_addresses), Path(decision["root"]))
+
+
+def _existing(request: Request) -> dict[str, Any] | None:
+    """Return what the run to be resumed says of itself, None for a new run; raises for a directory that cannot be used.
+
+    It takes no time, and writes nothing.
+    """
+    from agilerl.runs.directory import check_not_in_use, read_run
+
+    root = request.root
+    assert root is not None
+    if request.begins:
+        check_place(root, overwrite=request.overwrite)
+        return None
+    info = read_run(root)
+    check_not_in_use(root)  # the lock decides later which process is first
+    return info
+
+
+def _decided(request: Request, opened: ExitStack, terminal: Terminal) -> Job | None:
+    """Decide, in the process that writes, what the run does; print and return None if it is already finished."""
+    info, expected, root = _existing(request), request.config, request.root
+    assert root is not None
+    assert not isinstance(expected, ConfigError)
+    if info is None:
+        assert expected is not None
+        return Job(expected.dated(expected.date or datetime.now()), root)
+    from agilerl.runs.directory import RunLayout
+    from agilerl.training.resolved import resolve
+    from agilerl.training.saved import open_run, recorded
+
+    if expected is not None:
+        recorded(info)
+        wanted = resolve(expected)
+        check_same(info, wanted.document(), wanted.given(), root)
+    if RunLayout(root).is_finished:
+        _show_finished(root, terminal)
+        return None
+    saved = open_run(root, report=say, allow_changes=request.allow_changes)
+    opened.callback(saved.run.close)
+    config = saved.config.typed_with(request.typed_addresses)
+    return Job(config.model_copy(update={"distributed": request.distributed}), root, saved)
+
+
+def prepared(request: Request, job: Job, topology: "Topology") -> "Session":
+    """Return the session of this process when all processes have theirs; raises the error of any of them."""
+    quieten_libraries()
+    from agilerl.training.setup import build
+
+    checkpoint = None if job.saved is None else job.saved.checkpoint
+    with topology.world.telling():
+        session = build(job.config, checkpoint, allow_code=request.allow_code, topology=topology)
+        topology.world.all(None)  # all are ready
+    loading_done()
+    return session
+
+
+def events(session: "Session", job: Job, stop: "StopRequest", *, overwrite: bool = False) -> Iterator["Event"]:
+    """Train or resume, and return the events, in each process."""
+    from agilerl.training.loop import resume, train
+
+    if job.saved is not None or session.saved is not None:
+        run = None if job.saved is None else job.saved.run
+        return resume(session, run, root=job.root, stop=stop)
+    command = ["agilerl", *sys.argv[1:]]
+    return train(session, job.root, command=command, stop=stop, overwrite=overwrite)
+
+
+# -- what the process that writes prints -------------------------------------------------------------------------------
+
+
+def _show_finished(root: Path, terminal: Terminal) -> None:
+    """Print that a run is finished; write its report if its process died after the summary."""
+    from agilerl.runs.directory import RunLayout, check_not_in_use
+    from agilerl.runs.strict_json import read_json
+
+    layout = RunLayout(root)
+    if not layout.report.exists():
+        from agilerl.report import build_report
+        from agilerl.runs.atomic import remove_leftovers
+
+        check_not_in_use(root)  # another process may be writing it
+        remove_leftovers(root)
+        build_report([root], layout.report)
+    terminal.console.print(f"The run in {root} is finished; there is nothing left to do. Results: {layout.summary}")
+    if terminal.form == "object":
+        terminal.tell(json.dumps(read_json(layout.summary), indent=1))
+
+
+def _show_plan(request: Request, job: Job, session: "Session", topology: "Topology", terminal: Terminal) -> None:
+    """Print the plan, with a sampled answer if the run is not carried out, or where a run is resumed."""
+    from agilerl.cli.progress import plan_document, print_plan
+    from agilerl.training.preflight import tried
+
+    sampled = None
+    if request.dry_run:
+        with topology.peers.telling():  # every process samples, one prints
+            sampled = tried(session)
+    if job.saved is not None:
+        terminal.console.print(resume_text(job.root, session))
+    elif topology.is_writer and request.dry_run and terminal.form in ("object", "lines"):
+        document = plan_document(session, job.root, sampled, timed=True)
+        is_line = terminal.form == "lines"
+        terminal.tell(json_line("plan", **document) if is_line else json.dumps(document, indent=1))
+    elif topology.is_writer and terminal.form != "lines":  # there the plan is the first event
+        print_plan(session, job.root, terminal.console, sampled, timed=request.dry_run)
+    if request.dry_run:
+        terminal.console.print("Dry run: everything checked, nothing written.")

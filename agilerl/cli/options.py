@@ -57,6 +57,13 @@ Adapter = Annotated[
         parser=as_path,
     ),
 ]
+Replacements = Annotated[
+    list[str] | None,
+    Argument(
+        metavar="[KEY.PATH=VALUE ...]",
+        help="Settings that replace the run's; for an adapter without a run also a manifest.",
+    ),
+]
 OneRun = Annotated[Path, Argument(metavar="RUN", help="Run directory.", parser=as_path)]
 FinishedRun = Annotated[Path, Argument(metavar="RUN", help="Directory of a finished run.", parser=as_path)]
 Quiet = Annotated[bool, Option("--quiet", "-q", help="Print errors only.")]

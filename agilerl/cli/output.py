@@ -22,6 +22,7 @@ READER_GONE = 141
 """Exit code of a command whose reader is gone: that of a process ended by SIGPIPE."""
 _COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 _SPELT = {"±": "+-", "→": "->", "…": "...", "“": '"', "”": '"', "’": "'", "×": "x", "•": "*"}
+_SPELT |= dict(zip("▁▂▃▄▅▆▇█", "_.-~=+*#"))
 
 
 def prepare_streams() -> TextIO:
@@ -67,6 +68,14 @@ def columns(*headers: str, left: Collection[str] = ("",), gap: int = 3) -> Table
 def genes_text(values: Mapping[str, Any], digits: int = 3) -> str:
     """Return gene values as short text, e.g. ``lr=0.0021, group_size=8``."""
     return ", ".join(f"{k}={v:.{digits}g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
+
+
+def duration(spent: float) -> str:
+    """Return seconds as a short text in a fitting unit: ``2.5 min``."""
+    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
+        if spent >= size:
+            return f"{spent / size:,.1f} {unit}"
+    return f"{spent:,.3g} s"
 
 
 def json_line(event: str, **values: object) -> str:

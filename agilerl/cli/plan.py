@@ -4,21 +4,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import ceil
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Option
 
 from agilerl.cli.options import AllowCode, Arguments, AsJson, Price
-from agilerl.cli.output import columns, console, tell_line
+from agilerl.cli.output import columns, console, duration, tell_line
 from agilerl.cli.running import configuration
+from agilerl.config.named_files import check_allowed
+from agilerl.errors import ConfigError
 from agilerl.planning.footprint import SHARE, gib, money, pass_tokens
 from agilerl.planning.layout import Capacity, Forecast, named, proposed
-from agilerl.planning.machines import COPY_SHARE, CPU_COSTS, GPU_COSTS, GPUS, MATMUL_SHARE, PER_MACHINE, gpu
+from agilerl.planning.machines import PER_MACHINE, gpu
 from agilerl.planning.time import ITERATION
-from agilerl.sizes import CPU_ROWS
-
-if TYPE_CHECKING:
-    pass
 
 
 def run_plan(
@@ -47,45 +45,46 @@ def run_plan(
     """
     arguments = arguments or []
     config = configuration(arguments)
-    known = gpu(kind) if kind != "cpu" else None
+    if kind != "cpu":
+        gpu(kind)  # refuses unknown names
     # Imported after the arguments are checked: a typo should not cost seconds.
     import torch
 
-    from agilerl.cli.forecast import lengths, measured_machine, model_shape, workload
+    from agilerl.cli.forecast import Device, Planned, seen_by_exam, whole_run
     from agilerl.training.resolved import resolve
 
     torch.set_num_threads(config.training.threads)
     resolved = resolve(config)
-    shape = model_shape(resolved, device="cpu" if known is None else "cuda")
-    rows = lengths(resolved, shape, prompt, completion, allow_code=allow_code)
+    planned = Planned(resolved, allow_code)
+    shape = planned.shape("cpu" if kind == "cpu" else "cuda")
+    rows = planned.lengths(shape, prompt, completion)
     checkpointing = resolved.options.gradient_checkpointing
-    if known is None:
-        products = torch.bfloat16 if config.training.dtype == "bfloat16" else torch.float32
-        machine, costs, row_multiple = measured_machine(dtype=products), CPU_COSTS, CPU_ROWS
-        usual = pass_tokens(shape, checkpointing=checkpointing, memory=None)
-        source = "measured on this machine just now"
-    else:
-        machine, costs, row_multiple = known, GPU_COSTS, 1
-        usual = pass_tokens(shape, checkpointing=checkpointing, memory=known.memory)
-        shares = f"{MATMUL_SHARE:.0%} of its matmul and {COPY_SHARE:.0%} of its copy rate, as an H200 reached"
-        source = f"{GPUS[known.name].source}; {shares}"
-    load = workload(resolved, rows, usual, row_multiple=row_multiple)
-    capacity = proposed(shape, load, machine, costs, gpus, vllm=resolved.options.use_vllm)
-    best, settings = (
-        capacity.best,
-        overrides(
-            capacity.best,
-            resolved.algorithm.rows_per_unit,
-            has_micro_batch=bool(config.algorithm.get("micro_batch_size_per_gpu")),
-            has_checkpointing=checkpointing,
-        ),
+    device = Device.of(kind, config.training.dtype)
+    machine, memory = device.machine, None if kind == "cpu" else device.machine.memory
+    usual = pass_tokens(shape, checkpointing=checkpointing, memory=memory)
+    load = planned.workload(rows, usual, row_multiple=device.row_multiple)
+    capacity = proposed(shape, load, machine, device.costs, gpus, vllm=resolved.options.use_vllm)
+    best, seconds = capacity.best, whole_run(planned, rows, capacity.best)
+    settings = overrides(
+        best,
+        resolved.algorithm.rows_per_unit,
+        has_micro_batch=bool(config.algorithm.get("micro_batch_size_per_gpu")),
+        has_checkpointing=checkpointing,
     )
-    document = {  # bytes, seconds, tokens
+    try:
+        check_allowed(config)
+        allow = []
+    except ConfigError:
+        allow = ["--allow-code"]
+    questions = load.exam_prompts // config.training.eval_samples
+    document: dict[str, Any] = {  # bytes, seconds, tokens
         "model": asdict(shape) | {"weight_bytes": shape.weight_bytes},
-        "machine": asdict(machine) | {"source": source, "costs": costs.origin},
+        "machine": asdict(machine) | {"source": device.source, "costs": device.costs.origin},
         "workload": asdict(best.load),
         "assumed": list(rows.notes),
-        "proposal": _facts(best) | {"overrides": settings, "command": _command(best, [*arguments, *settings])},
+        "proposal": _facts(best) | {"overrides": settings, "command": _command(best, [*arguments, *settings, *allow])},
+        "run": {"seconds": seconds, "agent_program": config.environment.agent},
+        "exam": seen_by_exam(questions),
         "reasons": list(capacity.reasons),
         "others": [_facts(other) for other in capacity.others],
         "refused": list(capacity.refused),
@@ -93,6 +92,7 @@ def run_plan(
     price = config.training.price_per_hour if price is None else price
     if price is not None:
         document["cost"] = {"price_per_hour": price, "generation": price * best.generation / 3600}
+        document["cost"]["run"] = price * seconds / 3600
     if as_json:
         print(json.dumps(document, indent=1))
     else:
@@ -149,6 +149,7 @@ def _command(best: Forecast, arguments: Sequence[str]) -> str:
 def _print(document: dict[str, Any], capacity: Capacity) -> None:
     """Print the plan for a person."""
     model, machine, best, load = document["model"], document["machine"], capacity.best, capacity.best.load
+    program = document["run"]["agent_program"]
     rates = f"{machine['flops'] / 1e12:,.3g} TFLOP/s, {machine['bandwidth'] / 1e9:,.3g} GB/s"
     rows = [
         ("model", f"{model['name']}: {model['parameters']:,} parameters, {gib(model['weight_bytes'])}"),
@@ -159,6 +160,8 @@ def _print(document: dict[str, Any], capacity: Capacity) -> None:
             f"{load.agents} agents x {load.prompts} prompts x {load.group} completions, {load.length:,.0f} tokens each",
         ),
         *(("", sentence) for sentence in document["assumed"]),
+        *([("agent", f"{program}; each answer counts as one call of it")] if program else []),
+        ("exam", document["exam"]["sentence"]),
         ("layout", f"{named(best.split)}: {best.split.devices} of the devices"),
         ("start with", document["proposal"]["command"]),
         *(("" if number else "because", reason) for number, reason in enumerate(document["reasons"])),
@@ -174,8 +177,10 @@ def _print(document: dict[str, Any], capacity: Capacity) -> None:
         if size:
             table.add_row(name, gib(size))
     screen.print(table)
-    cost = f", which cost {money(document['cost']['generation'])}" if "cost" in document else ""
-    tell_line(f"\nTime of a generation of {load.iterations} iterations: {_time(best.generation)}{cost}")
+    costs = document.get("cost")
+    whole, cost = (f", which cost {money(costs[part])}" if costs else "" for part in ("run", "generation"))
+    tell_line(f"\nTime of the whole run: about {duration(document['run']['seconds'])}{whole}")
+    tell_line(f"Time of a generation of {load.iterations} iterations: {duration(best.generation)}{cost}")
     table = columns("phase", "seconds", "least possible", "times", "share", left=("phase",), gap=2)
     for phase, spent in best.seconds.items():
         times = load.iterations if phase in ITERATION else 1
@@ -185,14 +190,7 @@ def _print(document: dict[str, Any], capacity: Capacity) -> None:
     screen.print(table)
     tell_line("")
     for other in capacity.others[:4]:
-        tell_line(f"also fits: {named(other.split)}: {_time(other.generation)}, {gib(other.peak)}")
+        tell_line(f"also fits: {named(other.split)}: {duration(other.generation)}, {gib(other.peak)}")
     for sentence in capacity.refused[:4]:
         tell_line(f"does not fit: {sentence}")
     tell_line("Not counted: grading, environments, loading the model. What is assumed: docs/plan.md")
-
-
-def _time(spent: float) -> str:
-    for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
-        if spent >= size:
-            return f"{spent / size:,.1f} {unit}"
-    return f"{spent:,.3g} s"

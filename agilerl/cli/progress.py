@@ -1,12 +1,16 @@
 """What a run shows on the terminal: its plan, its progress (a live table, or plain lines elsewhere) and its result."""
 
 import math
-from collections import Counter
+import shlex
+import sys
+import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from time import perf_counter
 from typing import Any, Literal
 
@@ -16,7 +20,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from agilerl.cli.output import columns, genes_text, json_line, one_line, shown_samples
+from agilerl.cli.forecast import Planned, expected_seconds, seen_by_exam
+from agilerl.cli.output import columns, duration, genes_text, json_line, one_line, shown_samples
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
 from agilerl.envs.graded import exam_grader
@@ -25,6 +30,7 @@ from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.strategies import UNITS
 from agilerl.planning.footprint import money, peak
 from agilerl.population import Population
+from agilerl.report.load import hyperparameter_at, load_run, number
 from agilerl.runs import RunLayout
 from agilerl.runs.diagnosis import Observer, Symptom, told
 from agilerl.runs.hacks import hacks_of_run
@@ -50,13 +56,20 @@ _FEW, _SMALL_SHARE = 32, 0.1
 """Fewer distinct prompts than this, or a smaller share of the rows, are little to train on."""
 _CLEAR = 0.8
 """Probability of being better from which an exam tells two agents apart."""
+_SURE = 0.95
+"""Probability of being better than the base from which the end of a run is called a gain."""
+_MOST_ROWS, _LEAST = 40, 8
+"""Agents in the table at the end; characters that a cut column keeps."""
 _SMALL_EXAM = 50
 """Questions below which the plan says what an exam cannot see."""
 
 
-def plan_document(session: Session, out: Path, sampled: PreflightDone | None = None) -> dict[str, Any]:
-    """Return the plan as plain data, with an answer that was ``sampled``."""
+def plan_document(
+    session: Session, out: Path, sampled: PreflightDone | None = None, *, timed: bool = False
+) -> dict[str, Any]:
+    """Return the plan as plain data, with an answer that was ``sampled``; ``timed``: and the time, for a second."""
     config, population, runtime = session.config, session.population, session.population.runtime
+    e = config.environment
     agents, base, store = population.agents, runtime.base, runtime.store
     iterations = planned_iterations(session)
     groups = population.group_sizes
@@ -85,9 +98,10 @@ def plan_document(session: Session, out: Path, sampled: PreflightDone | None = N
         },
         "algorithm": config.algorithm["name"],
         "task": session.task.name,
-        "answers": str(AnswerFormat.of(config.environment)) * (config.environment.env_type == "reasoning"),
-        "shortcuts": list(shortcuts(config.environment)),
+        "answers": str(AnswerFormat.of(e)) * (e.env_type == "reasoning" and e.agent is None),
+        "shortcuts": list(shortcuts(e)),
         "objectives": list(population.objectives),
+        "agent_program": e.agent,
         "exam_grader": exam_grader(session.task),
         "exam_sampling": {"temperature": population.eval_temperature, "samples": population.eval_samples},
         "stop_sequences": population.runtime.options.stop_sequences,
@@ -117,6 +131,10 @@ def plan_document(session: Session, out: Path, sampled: PreflightDone | None = N
             "test_prompts": len(session.population.places("test")),
             "agents_leave": config.smallest_population < len(indices),
         },
+        "expected_seconds": None
+        if topology.world.size > 1 or not timed
+        else expected_seconds(Planned(session.resolved), fmean(lengths[0].prompts), completion),
+        "exam": seen_by_exam(len(population.places("exam"))),
         "islands": {
             "processes_per_island": topology.island.size,
             "agents": [[indices[position] for position in share] for share in shares],
@@ -133,11 +151,13 @@ def plan_document(session: Session, out: Path, sampled: PreflightDone | None = N
     }
 
 
-def print_plan(session: Session, out: Path, console: Console, sampled: PreflightDone | None = None) -> None:
-    """Print the plan as a table, with an answer that was ``sampled``."""
+def print_plan(
+    session: Session, out: Path, console: Console, sampled: PreflightDone | None = None, *, timed: bool = False
+) -> None:
+    """Print the plan as a table; for the arguments see :func:`plan_document`."""
     table = columns("", "", left=("",), gap=2)
     table.title, table.title_justify = "Plan", "left"
-    for name, text in _plan_rows(plan_document(session, out), session, sampled):
+    for name, text in _plan_rows(plan_document(session, out, timed=timed), session, sampled):
         table.add_row(name, text)
     console.print(table)
     console.print()
@@ -155,6 +175,8 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     size = f"LoRA rank {adapter['rank']} on {adapter['layers']} layers"
     yield "adapters", f"{size}: {adapter['parameters']:,} numbers each"
     yield "task", f"{plan['task']}, reward {session.task.grader}"
+    if (program := plan["agent_program"]) is not None:
+        yield "agent", f"{program if isinstance(program, str) else shlex.join(program)} answers the questions"
     if plan["answers"]:
         yield "answers", f"{plan['answers']} (environment.answer_format)"
         chats = model["chat_template"] and model["name"] != "embedded"
@@ -202,14 +224,11 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         f"{f' (the first after {first})' * (first != every)}; exam {length['exam_prompts']} prompts, test "
         f"{length['test_prompts']}{'; as agents leave, those that stay get their iterations' * length['agents_leave']}",
     )
-    asked = length["exam_prompts"]
-    if environment.eval_prompts is not None and asked < _SMALL_EXAM and plan["compares"]:
-        least = NormalDist().inv_cdf(_CLEAR) * math.sqrt(0.5 / asked)
-        yield (
-            "",
-            f"warning: an exam of {asked} questions tells agents apart only if they differ by about {least:.2f} (in "
-            f"answers right or wrong, P = {_CLEAR:g}); raise environment.eval_prompts",
-        )
+    if plan["compares"]:
+        small = environment.eval_prompts is not None and plan["exam"]["questions"] < _SMALL_EXAM
+        yield "exam", f"{'warning: ' * small}{plan['exam']['sentence']}{' (environment.eval_prompts)' * small}"
+    if (seconds := plan["expected_seconds"]) is not None:
+        yield "time", f"up to about {duration(seconds)} on this device, if completions get that long; besides grading"
     if length["price_per_hour"] is not None:
         hour, seconds = length["price_per_hour"], length["max_seconds"]
         most = f"; at most {money(hour * seconds / 3600)} in {seconds:,.15g} s" if seconds else ""
@@ -224,7 +243,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     if session.config.training.trackers:
         yield "trackers", ", ".join(session.config.training.trackers)
     if sampled is not None:
-        yield from _sample(sampled)
+        yield from sample(sampled)
     if plan["preflight"]:
         yield "preflight", f"before the first update agents answer {QUESTIONS} to {MOST} training questions"
     for sentence in plan["without_effect"]:
@@ -234,10 +253,11 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
 
 def sample_lines(event: PreflightDone) -> list[str]:
     """Return one prompt, as the model reads it, and an answer with its reward, a line each."""
-    return [f"  {name:<8}{text}" for name, text in _sample(event)]
+    return [f"  {name:<8}{text}" for name, text in sample(event)]
 
 
-def _sample(event: PreflightDone) -> list[tuple[str, str]]:
+def sample(event: PreflightDone) -> list[tuple[str, str]]:
+    """Return the names and texts of a prompt and of an answer with its reward, for a table."""
     answer = f"{one_line(event.answer) or '(empty)'}, reward {event.score:g}"
     return [("prompt", one_line(event.prompt)), ("answer", answer)]
 
@@ -281,15 +301,17 @@ def watch(
     view = View(session, console, stop)
     with view:
         summary = _shown(events, view.show, stop)
-    console.print("Last generation")
-    console.print(view.table())
+    console.print("All agents of the run; those that left come last")
+    console.print(view.table(max(_MOST_ROWS, len(session.population.everyone))))
     if summary.get("elite"):
         console.print(view.explained_mark(summary["elite"]), soft_wrap=True)
     console.print()
-    symptoms = told(_symptoms(view.observer, session, view.out))
-    if symptoms:
+    symptoms = _symptoms(view.observer, session, view.out)
+    if (gain := _gain(summary)) is not None and gain[1] >= _SURE:  # something was learned: only alarms count
+        symptoms = {index: [s for s in each if s.samples] for index, each in symptoms.items()}
+    if known := told(symptoms):
         console.print("What may keep agents from learning")
-        for sentence, symptom in symptoms.items():
+        for sentence, symptom in known.items():
             for line in [sentence, *shown_samples(symptom.samples)]:
                 console.print(f"  {line}", soft_wrap=True)
         console.print()
@@ -355,29 +377,48 @@ def _shown(events: Iterator[Event], show: Callable[[Event], None], stop: StopReq
     return summary
 
 
+@dataclass
+class _Row:
+    """What the table says of an agent of the run, living or not."""
+
+    parent: int | None = None
+    genes: Mapping[str, Any] = field(default_factory=dict)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Of its last iteration."""
+    rewards: list[float] = field(default_factory=list)
+    """By iteration; losses, for an algorithm that learns from data."""
+    fitness: Fitness | None = None
+    failures: Counter[str] = field(default_factory=Counter)
+    event: str = "-"
+    """What happened to it last."""
+    left: int | None = None
+    """Generation after which it left."""
+
+
 class View:
-    """One row per agent, a bar for the run and one for the phase."""
+    """The story of a run: a row for every agent that it had, a bar for the run and one for the phase."""
 
     def __init__(self, session: Session, console: Console, stop: StopRequest | None = None) -> None:
         self.session, self.console = session, console
-        self.stopping = _Stopping(stop or StopRequest())
-        self.metrics: dict[int, Mapping[str, float]] = {}
-        self.fitness: dict[int, Fitness] = {}
-        self.failures: dict[int, Counter[str]] = {}
+        self.stop = stop or StopRequest()
+        self.rows = defaultdict[int, _Row](_Row)
         self.best: int | None = None
         self.observer = Observer(session.usual_rate)
         self.shown_symptoms: set[tuple[int, str]] = set()
         self.notes: list[Text] = []
-        self.left: list[Text] = []
         self.iteration = 0
         self.out = Path()
         self.started = perf_counter()
         self.resumed_at = 0.0 if session.saved is None else session.saved.progress.spent(session.config.training)
+        self.what = "reward" if session.resolved.algorithm.env_type == "reasoning" else "loss"
         clocks = TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()
         self.bars = Progress(TextColumn("{task.description:<10}"), BarColumn(), *clocks, console=console)
         self.run = self.bars.add_task("run", total=1.0)
         self.phase = self.bars.add_task("start", total=None)
-        self.live = Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self.shown = Group()
+        live = partial(Live, console=console, refresh_per_second=4, transient=True)
+        self.live = live(get_renderable=self._drawn) if console.is_terminal else None
+        self._look()
 
     def __enter__(self) -> "View":
         if self.live is not None:
@@ -394,10 +435,12 @@ class View:
         match event:
             case RunStarted():
                 self.out = event.out
+                if self.session.saved is not None:
+                    self._recall()
             case PreflightDone():
                 problem = f"  warning: nothing can be learned from these answers: {event.problem}"
                 for line in [f"Preflight: {event.shown}", *sample_lines(event), *[problem] * bool(event.problem), ""]:
-                    self.console.print(line, soft_wrap=True)
+                    self._line(line)
             case PhaseStarted():
                 total = self.session.generation_steps if event.name == "train" else None
                 # A new task each time: for an existing one, rich reads total=None as "unchanged".
@@ -405,52 +448,100 @@ class View:
                 self.phase = self.bars.add_task(event.name, total=total)
             case IterationDone():
                 self.iteration = event.iteration
-                self.metrics.update(event.metrics)
                 self.observer.add(event.metrics)
                 self.bars.update(self.run, completed=event.progress)
                 self.bars.advance(self.phase)
-                self._line(self._iteration_line(event))
+                for index, metrics in event.metrics.items():
+                    row = self.rows[index]
+                    row.metrics = metrics
+                    row.rewards += [metrics[self.what]] if self.what in metrics else []
+                if self.live is None:  # the table shows it
+                    self._line(self._iteration_line(event))
                 self._note_failures(event)
             case ExamDone():
-                self.fitness.update(event.fitness)
+                for index, fitness in event.fitness.items():
+                    self.rows[index].fitness = fitness
                 first = ranking(event.fitness)[0]
                 self.best = first if event.fitness[first].is_finite else None
                 scores = ", ".join(f"{index}: {_score(f)}" for index, f in event.fitness.items())
-                self._line(f"generation {event.generation}: exam {scores}")
+                if self.live is None:
+                    self._line(f"generation {event.generation}: exam {scores}")
                 self._note_symptoms()
             case Evolved():
-                births = ", ".join(f"{b.parent} -> {b.child}" for b in event.plan.births) or "none"
-                changes = ", ".join(f"{i}: {m}" for i, m in event.mutations.items() if m != "None") or "none"
-                self.best = event.elite
-                elite = "no elite, because no agent is fit" if event.elite is None else f"elite {event.elite}"
-                self._line(f"generation {event.generation}: {elite}; born {births}; mutated {changes}")
-                if event.deaths:
-                    left = ", ".join(f"{i} ({why.removeprefix('left: ')})" for i, why in event.deaths.items())
-                    self._line(f"generation {event.generation}: left {left}")
-                    self.left = [Text(f"generation {event.generation}: left {left}")]
+                self._evolved(event)
             case RunFinished():
                 self.best = (event.summary["elite"] or {}).get("index")
         if self.live is not None:
-            self.live.update(Group(self.table(), *self.left, *self.notes, self.bars, self.stopping), refresh=True)
+            height = self.console.height - 6 - len(self.notes)  # without the header, the bars and what stops the run
+            table = self.table(max(height, len(self.session.population.everyone)))
+            self.shown = Group(table, *self.notes, self.bars)
+            self.live.refresh()
+
+    def _drawn(self) -> Group:
+        """Return what the terminal shows; rich asks for it four times a second, so a signal is answered at once."""
+        return Group(self.shown, Text(self.stop.sentence, style="bold")) if self.stop.sentence else self.shown
+
+    def _look(self) -> None:
+        """Take down the agents that the population has."""
+        for agent in self.session.population.everyone:
+            row = self.rows[agent.index]
+            row.parent, row.genes = agent.parent, dict(agent.hyperparameters)
+
+    def _recall(self) -> None:
+        """Take down what a run that is resumed has written about its agents."""
+        run = load_run(self.out)
+        for index, agent in run.agents.items():
+            row = self.rows[index]
+            row.parent = agent.parent
+            row.genes = {name: hyperparameter_at(agent, name, sys.maxsize, run) for name in agent.hyperparameters}
+            row.rewards = [value for line in agent.train if (value := number(line.get(self.what))) == value]
+            if agent.exams:
+                row.fitness = Fitness(**asdict(agent.exams[-1].score))
+            if agent.died is not None and index not in {a.index for a in self.session.population.everyone}:
+                row.left, row.event = agent.died, f"left {agent.died}: {agent.reason.removeprefix('left: ')}"
+
+    def _evolved(self, event: Evolved) -> None:
+        """Print what a selection did, and take it down."""
+        generation, self.best = event.generation, event.elite
+        self._look()
+        born = {birth.child: birth.parent for birth in event.plan.births}
+        changes = {index: change for index, change in event.mutations.items() if change != "None"}
+        left = {index: why.removeprefix("left: ") for index, why in event.deaths.items()}
+        for index, parent in born.items():
+            self.rows[index].event = f"born {generation}: copy of {parent}"
+        for index, change in changes.items():
+            self.rows[index].event = f"born {generation}: {change}" if index in born else f"gen {generation}: {change}"
+        for index, why in left.items():
+            row = self.rows[index]
+            row.left, row.event = generation, f"left {generation}: {why}"
+        story = ["no elite, because no agent is fit"]
+        if event.elite is not None:
+            exam = event.fitness.get(event.elite)
+            story = [f"elite {event.elite}" + ("" if exam is None else f" ({exam.mean:.3f})")]
+        story += [f"born {', '.join(f'{parent} -> {child}' for child, parent in born.items())}"] * bool(born)
+        story += [f"mutated {', '.join(f'{index}: {change}' for index, change in changes.items())}"] * bool(changes)
+        self._line(f"generation {generation}: {'; '.join(story)}")
+        if left:
+            reasons = ", ".join(f"{index} ({why})" for index, why in left.items())
+            self._line(f"generation {generation}: left {reasons}")
 
     def _line(self, text: str) -> None:
-        if self.live is None:
-            self.console.print(text, soft_wrap=True)
+        """Print a line of the log, above the table of a terminal, where it is broken between words."""
+        self.console.print(text, soft_wrap=self.live is None)
 
     def _iteration_line(self, event: IterationDone) -> str:
-        what = "reward" if any("reward" in m for m in event.metrics.values()) else "loss"
-        values = ", ".join(f"{i}: {m[what]:.3f}" for i, m in event.metrics.items() if what in m)
+        values = ", ".join(f"{i}: {m[self.what]:.3f}" for i, m in event.metrics.items() if self.what in m)
         left = ""
         if (done := event.progress - self.resumed_at) > 0:  # at the speed of this process
             left = f", about {(perf_counter() - self.started) / done * (1 - event.progress):.0f} s left"
-        return f"iteration {event.iteration} ({event.progress:.0%}{left}): {what} {values}"
+        return f"iteration {event.iteration} ({event.progress:.0%}{left}): {self.what} {values}"
 
     def _note_failures(self, event: IterationDone) -> None:
         """Count failures for the table, and print the first of each agent."""
         for index, outcome in event.failed.items():
-            counts = self.failures.setdefault(index, Counter())
+            counts = self.rows[index].failures
             counts[outcome] += 1
-            if counts[outcome] == 1:
+            if counts[outcome] == 1 and self.live is None:
                 reason = f" ({REMEDIES[outcome]})" if outcome in REMEDIES else ""
                 self._line(f"iteration {event.iteration}: agent {index} {outcome}{reason}")
 
@@ -460,23 +551,22 @@ class View:
         new = {index: [s for s in each if (index, s.name) not in self.shown_symptoms] for index, each in known.items()}
         self.shown_symptoms |= {(index, symptom.name) for index, each in new.items() for symptom in each}
         self.notes = [Text(sentence) for sentence in told(known)]
-        for sentence in told(new):
+        for sentence in told(new) if self.live is None else ():
             self._line(sentence)
 
     def explained_mark(self, elite: Mapping[str, Any]) -> str:
         """Return a sentence about the agent with the mark: why it is the elite, and not one that looks as good."""
         index, step, population = elite["index"], elite["step"], self.session.population
-        indices = [agent.index for agent in population.everyone]
-        mark = "*" if index in indices else "(not in the table)"
         soup = ", mixed with the other candidates" if elite.get("soup", {}).get("is_elite") else ""
-        sentence = f"{mark} elite: agent {index} as it was after iteration {step}{soup}"
+        sentence = f"* elite: agent {index} as it was after iteration {step}{soup}"
         if step != self.iteration:
             second = self.session.config.candidates > 1 and population.places("second")
             panel = "a second panel of questions" if second else "its exam there"
             return f"{sentence}: by {panel} it was better than the best of the last exam"
         sentence += ", the best of the last exam"
-        best = self.fitness.get(index)
-        others = {i: f for i, f in self.fitness.items() if i in indices and i != index and f.is_finite}
+        scores = {agent.index: self.rows[agent.index].fitness for agent in population.everyone}
+        best = scores.pop(index, None)
+        others = {i: f for i, f in scores.items() if f is not None and f.is_finite}
         near = [] if best is None else sorted(i for i, f in others.items() if probability_better(best, f) < _CLEAR)
         if best is None or not near:
             return sentence
@@ -485,47 +575,59 @@ class View:
         rivals = f"agent{'s' * (len(near) > 1)} {', '.join(map(str, near))}"
         return f"{sentence}, whose {best.n} questions do not tell it from {rivals} (P < {_CLEAR:g}){tie}"
 
-    def columns(self) -> "list[Column]":
-        """Return what is shown of each agent, a cell for each."""
-        agents = self.session.population.everyone
-        metrics = [self.metrics.get(agent.index, {}) for agent in agents]
-        what = "loss" if any("loss" in m and "reward" not in m for m in metrics) else "reward"
+    def columns(self, most: int | None = None) -> "list[Column]":
+        """Return what is shown of each agent, a cell for each: first those that live, then the last ones that left."""
+        living = [agent.index for agent in self.session.population.everyone]
+        gone = sorted(self.rows.keys() - set(living), key=lambda index: (-(self.rows[index].left or 0), index))
+        agents = [(index, self.rows[index]) for index in [*living, *gone][:most]]
+        rewards = [reward for _, row in agents for reward in row.rewards if math.isfinite(reward)]
+        ends = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
 
         def cells(key: str, form: str) -> list[str]:
-            return [_cell(m.get(key), form) for m in metrics]
+            return [_cell(row.metrics.get(key), form) for _, row in agents]
 
         shown = [
-            Column("agent", [f"{a.index}{'*' if a.index == self.best else ' '}" for a in agents]),
-            Column("parent", ["-" if a.parent is None else str(a.parent) for a in agents], rank=3),
-            Column("genes", [genes_text(a.hyperparameters, 2) or "-" for a in agents], "left", 1),
-            Column("last mutation", ["-" if a.mut == "None" else a.mut for a in agents], "left", 4),
-            Column(what, cells(what, ".3f")),
-            Column("fitness", [_score(self.fitness[a.index]) if a.index in self.fitness else "-" for a in agents]),
-            Column("failures", [_counts(self.failures.get(a.index, {})) for a in agents], "left"),
-            Column("KL", cells("kl", ".4f"), rank=6),
-            Column("entropy", cells("entropy", ".3f"), rank=5),
+            Column("agent", [f"{index}{'*' if index == self.best else ' '}" for index, _ in agents]),
+            Column("parent", ["-" if row.parent is None else str(row.parent) for _, row in agents], rank=1),
+            Column("genes", [genes_text(row.genes, 2) or "-" for _, row in agents], "left"),
+            Column(self.what, [_cell(row.rewards[-1] if row.rewards else None, ".3f") for _, row in agents]),
+            Column("trend", [sparkline(row.rewards, *ends) for _, row in agents], "left"),
+            Column("fitness", ["-" if row.fitness is None else _score(row.fitness) for _, row in agents]),
+            Column("failures", [_counts(row.failures) for _, row in agents], "left"),
+            Column("last event", [row.event for _, row in agents], "left"),
+            Column("KL", cells("kl", ".4f"), rank=4),
+            Column("entropy", cells("entropy", ".3f"), rank=3),
             Column("tokens/s", cells("tokens_per_second", ",.0f"), rank=2),
         ]
-        return [c for c in shown if c.name not in ("KL", "failures") or set(c.cells) != {"-"}]
+        return [c for c in shown if c.name not in ("KL", "failures", "trend") or set(c.cells) - {"-", ""}]
 
-    def table(self) -> Table:
-        """Return one row per agent, with as many columns as fit the terminal."""
-        return _fitted(self.columns(), self.console.width)
+    def table(self, most: int | None = None) -> Table:
+        """Return a row for each agent, those that left dimmed, with as many columns as fit the terminal."""
+        living = len(self.session.population.everyone)
+        table = _fitted(self.columns(most), self.console.width, living)
+        if most is not None and (hidden := len(self.rows) - most) > 0:
+            table.caption = f"and {hidden} that left earlier: agilerl lineage {self.out}"
+            table.caption_justify = "left"
+        return table
 
 
-class _Stopping:
-    """What happens now that a signal has come, looked up whenever the terminal is drawn anew; nothing before."""
+_BARS = "▁▂▃▄▅▆▇█"
+_TREND = 8
+"""Characters of a sparkline, at most."""
 
-    def __init__(self, stop: StopRequest) -> None:
-        self._stop = stop
 
-    def __rich__(self) -> Group:
-        return Group(Text(self._stop.sentence, style="bold")) if self._stop.sentence else Group()
+def sparkline(values: Sequence[float], low: float, high: float) -> str:
+    """Return the course of values from ``low`` to ``high`` in at most 8 characters, each a mean over neighbours."""
+    finite = [value for value in values if math.isfinite(value)]
+    size = min(_TREND, len(finite))
+    parts = [finite[k * len(finite) // size : (k + 1) * len(finite) // size] for k in range(size)]
+    height = (high - low) or 1.0
+    return "".join(_BARS[round((fmean(part) - low) / height * (len(_BARS) - 1))] for part in parts)
 
 
 @dataclass
 class Column:
-    """Header and cells; columns with a ``rank`` may be left out, the highest first."""
+    """Header and cells; columns with a ``rank`` may be left out, the highest first. Texts begin on the left."""
 
     name: str
     cells: list[str]
@@ -538,17 +640,32 @@ class Column:
         return max(map(len, [self.name, *self.cells])) + _GAP
 
 
-def _fitted(columns: Sequence[Column], width: int) -> Table:
-    """Return a table that never wraps: if it is too wide, columns are left out first, then texts are cut."""
+def _fitted(columns: Sequence[Column], width: int, bright: int | None = None) -> Table:
+    """Return a table that never wraps: if it is too wide, columns are left out first, then texts end after a word.
+
+    Rows from number ``bright`` on are dimmed.
+    """
     shown = list(columns)
     while sum(c.width for c in shown) > width and any(c.rank for c in shown):
         shown.remove(max(shown, key=lambda c: c.rank))
+    while sum(c.width for c in shown) - _GAP > width:
+        widest = max((c for c in shown if c.justify == "left"), key=lambda c: c.width)
+        room = widest.width - _GAP - 1
+        if room < max(_LEAST, len(widest.name)):
+            break
+        shown[shown.index(widest)] = replace(widest, cells=[_cut(cell, room) for cell in widest.cells])
     table = Table(box=None, header_style="bold", padding=(0, _GAP, 0, 0), pad_edge=False)
     for column in shown:
         table.add_column(column.name, justify=column.justify, no_wrap=True, overflow="ellipsis")
-    for row in zip(*(column.cells for column in shown)):
-        table.add_row(*row)
+    for line, row in enumerate(zip(*(column.cells for column in shown))):
+        table.add_row(*row, style="dim" if bright is not None and line >= bright else None)
     return table
+
+
+def _cut(text: str, width: int) -> str:
+    """Return a text of at most so many characters, cut between words if it has several."""
+    short = text if len(text) <= width else textwrap.shorten(text, width, placeholder="...")
+    return f"{text[: width - 3]}..." if short == "..." else short
 
 
 def _counts(failures: Mapping[str, int]) -> str:
@@ -566,6 +683,18 @@ def _score(fitness: Fitness) -> str:
     return f"{fitness.mean:.3f} ± {fitness.stderr:.3f}{costs}"
 
 
+def _gain(summary: Mapping[str, Any]) -> tuple[float, float] | None:
+    """Return by how much the elite is better than the base in the test, and the probability that it is better.
+
+    Both took the same test, but a summary has no score of each question: as for independent tests, which is cautious.
+    """
+    base, elite = (summary["test"].get(who) for who in ("base", "elite"))
+    if base is None or elite is None or None in (base["mean"], elite["mean"]):
+        return None
+    gain, error = elite["mean"] - base["mean"], math.hypot(base["stderr"] or 0, elite["stderr"] or 0)
+    return gain, NormalDist().cdf(gain / error) if error else float(gain > 0)
+
+
 def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampling: str) -> None:
     table, elite = columns("", "mean", "stderr", "n"), summary["elite"]
     rows = {"base": "base model", "median_first_generation": "median agent of generation 0", "elite": "elite"}
@@ -578,6 +707,9 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampl
             table.add_row(label, _cell(result["mean"], ".3f"), _cell(result["stderr"], ".3f"), str(result["n"]))
     console.print(f"Held-out test ({sampling})")
     console.print(table)
+    if (gain := _gain(summary)) is not None:
+        verdict = "The elite is better than the base" if gain[1] >= _SURE else "No clear gain over the base"
+        console.print(f"{verdict}: {gain[0]:+.3f}, P {'> 0.999' if gain[1] > 0.999 else f'= {gain[1]:.3f}'}")
     if elite is None:
         console.print("\nNo agent is fit (a finite fitness, and not sick), so there is no elite.")
     else:

@@ -19,7 +19,6 @@ from agilerl.errors import CheckpointError, ConfigError, WriteError
 
 if TYPE_CHECKING:
     from agilerl.runs.stopping import StopRequest
-    from agilerl.training.resolved import Resolved
     from agilerl.training.setup import Session
 
 _LONGEST_NAME = 255
@@ -138,37 +137,26 @@ def resume_text(root: Path, session: "Session") -> str:
     )
 
 
-def check_same(info: Mapping[str, Any], expected: "Resolved", root: Path) -> None:
+def check_same(info: Mapping[str, Any], wanted: Mapping[str, Any], given: Mapping[str, Any], root: Path) -> None:
     """Raise ConfigError, naming the setting, if a run was started with other settings.
 
-    A value that the base or the task supplied, such as the learning rate, is in ``config`` of ``run.json`` but was not
-    asked for; so the request is compared with the request.
+    ``wanted`` are all settings now, ``given`` those that were set. A value that the base or the task supplied, such as
+    the learning rate, is in ``config`` of ``run.json`` but was not asked for; so the request is compared with the
+    request.
     """
+    from agilerl.report.load import flat
     from agilerl.training.resolved import document_of
 
-    asked = document_of(RunConfig.from_dict(info.get("given") or info["config"]))
-    wanted, given = expected.document(), expected.given()
-    different = [
-        (section, name)
-        for section, settings in wanted.items()
-        for name in {**settings, **asked.get(section, {})}
-        if settings.get(name) not in (info["config"].get(section, {}).get(name), asked.get(section, {}).get(name))
-    ]
-    if not different:
-        return
-    # What was set comes before what follows from it, as the seed of the algorithm does.
-    section, name = min(different, key=lambda setting: setting[1] not in given.get(setting[0], {}))
-    before, now, path = info["config"].get(section, {}).get(name), wanted[section].get(name), f"{section}.{name}"
-    while isinstance(before, Mapping) and isinstance(now, Mapping):
-        key = next((key for key in {**now, **before} if before.get(key) != now.get(key)), None)
-        if key is None:
-            break
-        before, now, path = before.get(key), now.get(key), f"{path}.{key}"
-    now_is = shown(now) if name in given.get(section, {}) else "left out"
-    raise ConfigError(
-        f"the run in {str(root)!r} was started with {path}={shown(before)}, now it is {now_is}; use the same settings, "
-        "or another directory"
-    )
+    request = document_of(RunConfig.from_dict(info.get("given") or info["config"]))
+    recorded, asked, now, was_set = (dict(flat(part)) for part in (info["config"], request, wanted, given))
+    different = [name for name in {**now, **asked} if now.get(name) not in (recorded.get(name), asked.get(name))]
+    if different:
+        # What was set comes before what follows from it, as the seed of the algorithm does.
+        name = min(different, key=lambda name: name not in was_set)
+        raise ConfigError(
+            f"the run in {str(root)!r} was started with {name}={shown(recorded.get(name))}, now it is "
+            f"{shown(now.get(name)) if name in was_set else 'left out'}; use the same settings, or another directory"
+        )
 
 
 def say_at_once(sentence: str) -> None:

@@ -17,11 +17,10 @@ from typing import Annotated
 from typer import Argument, Option
 
 from agilerl.checks.arguments import shown
-from agilerl.cli.adapter import subject
+from agilerl.cli.adapter import Subject, subject
 from agilerl.cli.options import Adapter
 from agilerl.cli.output import say, tell_line
 from agilerl.config.base_model import NetworkConfig
-from agilerl.config.run import RunConfig
 from agilerl.config.training import TrainingConfig
 from agilerl.config.vllm import adapter_options, how_to_install_vllm, installed_vllm, lora_capacity
 from agilerl.errors import CheckpointError, ConfigError
@@ -74,7 +73,7 @@ def run_serve(
         *adapter_options({name: str(folder) for name, folder in folders.items()}, _room(folders.values())),
     ]
     command = [*program, servable_base(adapter.base), *options, *(more or ())]
-    for sentence in _differences(adapter.config, adapter.run):
+    for sentence in _differences(adapter):
         say(f"note: {sentence}")
     if dry_run:
         print(_written(command))
@@ -161,11 +160,11 @@ def _template(run: Path | None) -> Path | None:
     return file if file is not None and file.is_file() else None
 
 
-def _differences(config: RunConfig, run: Path | None) -> Iterator[str]:
+def _differences(adapter: Subject) -> Iterator[str]:
     """Yield in words what the run did with prompts and answers that a server does not do by itself."""
     from agilerl.envs.answer_format import AnswerFormat
 
-    environment, algorithm = config.environment, config.algorithm
+    environment, algorithm, network = adapter.config.environment, adapter.config.algorithm, adapter.config.network
     for message in environment.conversation_template or ():
         if message.get("role") == "system":
             text = shown(" ".join(message.get("content", "").split()))
@@ -176,7 +175,7 @@ def _differences(config: RunConfig, run: Path | None) -> Iterator[str]:
         yield "the run's prompts have no chat template: ask client.completions, not client.chat"
     if stops := algorithm.get("stop_sequences") or (algorithm.get("vllm_config") or {}).get("stop_sequences"):
         yield f"the run ended its answers at {shown(stops)}: send that as stop"
-    if config.network.chat_template_path is not None and _template(run) is None:
+    if network.chat_template_path is not None and _template(adapter.run) is None:
         yield "the run has a chat template of its own, which will be in its elite/: name it after --, --chat-template"
     if overrides := algorithm.get("config_overrides"):
         yield f"the run changed the base's configuration: -- --hf-overrides {shlex.quote(json.dumps(overrides))}"

@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import yaml
 
 from agilerl.cli import main
-from agilerl.cli.init import sample_rows
+from agilerl.cli.init import proposed, sample_rows
 from agilerl.config.manifest import load_manifest
 from agilerl.runs.completions import read_completions
 from tests.cli.outcome import Outcome
@@ -49,6 +50,58 @@ def test_the_reward_function_that_it_writes_tells_answers_apart(agilerl: Agilerl
     own: dict[str, Any] = {}
     exec((tmp_path / "my_reward.py").read_text(), own)
     assert [own["reward"](said, "7") for said in (" 7 ", "8", "-12", "seven", "")] == [1.0, 0.1, 0.1, 0.0, 0.0]
+
+
+PROPOSED = {
+    "numbers": (["1", "-2.5", "1,000", "$7"], ("accuracy", "answer_format: after")),
+    "a choice": (["yes", "no"] * 4, ("exact", "Answer with one of these, and nothing else: no, yes.")),
+    "short texts": ([f"the number {k}" for k in range(9)], ("exact", "Give only the answer, without an explanation.")),
+    "long texts": ([f"it was {k} and he said so to everyone" for k in range(9)], ("function", "")),
+}
+
+
+@pytest.mark.parametrize("case", PROPOSED)
+def test_what_is_proposed_follows_from_the_answers(case: str) -> None:
+    answers, (reward, asked) = PROPOSED[case]
+    proposal = proposed(answers, chats=True)
+    assert proposal.reward == reward
+    assert asked in "".join(proposal.form(reward))
+    assert bool(asked) == bool(proposal.form(reward))
+    assert proposed(answers, chats=False).form(reward) == []  # the embedded model follows no instruction
+    room = proposal.tokens - 128 * proposal.after
+    assert max(map(len, answers)) / 2 < room <= max(map(len, answers)) / 2 + 12
+
+
+@pytest.mark.model
+def test_rows_are_read_and_the_base_is_asked(agilerl: Agilerl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = [{"problem": f"{i} + {i} =", "solution": str(2 * i)} for i in range(100)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    made = agilerl("init", "--data", "rows.jsonl")
+    assert (made.code, made.errors) == (0, "")
+    assert made.output.startswith("100 rows: all answers are numbers, so the reward accuracy is proposed\n")
+    assert re.search(r"\nprompt +<bos>\d+ \+ \d+ =<sep> *\nanswer +.*, reward [01] *\n", made.output)
+    assert "exam    20 questions tell two agents apart" in made.output
+    assert re.search(r"\ntime +up to about [\d.]+ (s|min|h)", made.output)
+    assert max(map(len, made.output.splitlines())) <= 80
+    e = load_manifest(tmp_path / "my.yaml").environment
+    assert [grader.name for grader in e.graders or ()] == ["accuracy"]
+    assert (e.eval_prompts, e.test_prompts) == (20, 25)
+
+
+@pytest.mark.model
+def test_what_cannot_run_is_a_warning_and_the_files_are_there(agilerl: Agilerl, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("question,answer\n1,2\n")
+    made = agilerl("init", "--data", "rows.csv", "--reward", "exact")
+    assert made.code == 0
+    assert "\nwarning  " in made.output
+    assert (tmp_path / "my.yaml").is_file()
+
+
+def test_a_model_on_the_hub_is_not_downloaded(agilerl: Agilerl) -> None:
+    made = agilerl("init", "--model", "org/model")
+    assert (made.code, made.errors) == (0, "")
+    assert "\nmodel  not tried here, because it may have to be downloaded" in made.output
 
 
 ANSWERED = {

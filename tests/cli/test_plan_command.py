@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from math import ceil
+from math import ceil, floor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
+from agilerl.cli.forecast import questions_for, smallest_difference
 from agilerl.config.manifest import load_manifest
+from agilerl.hpo.fitness import Fitness, probability_better
 from agilerl.training.setup import build
 from tests.cli.outcome import Outcome
 from tests.cli.test_start import started
@@ -237,6 +239,49 @@ def test_a_micro_batch_that_does_not_fit_is_not_left_to_the_agents(agilerl: Agil
 
 def micro_batches(overrides: list[str]) -> list[int]:
     return [int(o.partition("=")[2]) for o in overrides if o.startswith("algorithm.micro_batch_size_per_gpu=")]
+
+
+def test_twelve_questions_cannot_see_twenty_points(agilerl: Agilerl) -> None:
+    text = " ".join(agilerl("plan", "--gpu", "l4", "environment.eval_prompts=12").output.split())
+    assert "12 questions tell two agents apart (P = 0.95) only if their shares of right answers differ by 0.3" in text
+    assert "to see 0.2 it takes 32 questions" in text
+
+
+@pytest.mark.parametrize("difference", [0.2, 0.1, 0.05])
+def test_an_exam_of_as_many_questions_as_said_sees_the_difference(difference: float) -> None:
+    questions = questions_for(difference)
+    assert smallest_difference(questions) <= difference < smallest_difference(questions - 1)
+    # A panel on which half of the answers differ, by just so much: the exam's own comparison agrees.
+    half, alike = questions // 2, [1.0] * (questions - questions // 2)
+    sure = []
+    for right in (floor(half / 2 + questions * difference / 2), ceil(half / 2 + questions * difference / 2)):
+        first = [1.0] * right + [0.0] * (half - right)
+        other = [1 - score for score in first]
+        sure.append(probability_better(Fitness.from_scores(first + alike), Fitness.from_scores(other + alike)))
+    assert sure[0] < 0.955
+    assert sure[1] > 0.945
+
+
+def test_the_time_of_a_run_is_that_of_its_generations_and_tests(agilerl: Agilerl) -> None:
+    once, twice = (planned(agilerl, "--gpu", "l4", f"training.max_steps={n * 49152}") for n in (1, 2))
+    generation = once["proposal"]["seconds"]["generation"]
+    assert 48 / once["workload"]["iterations"] * generation < once["run"]["seconds"] < 60 * generation
+    assert 1.5 < twice["run"]["seconds"] / once["run"]["seconds"] < 2.1
+    text = agilerl("plan", "--gpu", "l4", "--price", "7200", "training.max_seconds=1").output
+    assert "Time of the whole run: about 1 s, which cost 2.00\n" in text
+
+
+def test_an_agent_program_appears_and_the_command_allows_its_code(agilerl: Agilerl, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("raise SystemExit('planning runs no code')\n")
+    (tmp_path / "my.yaml").write_text("environment: {agent: 'agent.py:agent', task: 'reasoning_gym:spell_backward'}\n")
+    found = planned(agilerl, "my.yaml", "--gpu", "l4")
+    assert found["run"]["agent_program"].endswith("agent.py:agent")
+    assert found["proposal"]["command"].endswith(" --allow-code")
+    assert "the agent program writes them" in found["assumed"][0]
+    assert "agent.py:agent; each answer counts as one call of it" in "".join(
+        agilerl("plan", "my.yaml", "--gpu", "l4").output.split("\n            ")
+    )
+    assert "--allow-code" not in planned(agilerl, "--gpu", "l4")["proposal"]["command"]
 
 
 @pytest.mark.parametrize("overrides", [(), ("training.max_steps=2048",), ("environment.eval_prompts=40",)], ids=str)

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from agilerl.cli.output import genes_text
-from agilerl.cli.progress import _print_answers, log, watch
+from agilerl.cli.progress import _print_answers, log, sparkline, watch
 from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness
 from agilerl.runs.completions import read_completions
@@ -33,6 +34,7 @@ from agilerl.training.events import (
 )
 from agilerl.training.loop import train
 from agilerl.training.setup import Session, build
+from agilerl.training.start import reopen
 from tests.training.small_runs import SMALL, lines
 
 pytestmark = pytest.mark.model
@@ -56,7 +58,7 @@ def written(screen: Console) -> str:
     return screen.file.getvalue()
 
 
-def story(session: Session, *, sick: bool = False) -> Iterator[Event]:
+def story(session: Session, *, sick: bool = False, result: float = 0.9) -> Iterator[Event]:
     """A made-up run."""
     metrics = {"reward": 0.25, "kl": 0.0123, "entropy": 0.5, "tokens_per_second": 12345.6}
     yield RunStarted(Path("runs/[red]x[/red]"), 2, 1)
@@ -70,7 +72,7 @@ def story(session: Session, *, sick: bool = False) -> Iterator[Event]:
         fitness = {index: Fitness(math.nan, math.nan, 9) for index in fitness}
     yield ExamDone(0, fitness)
     elite = None if sick else {"index": 2, "step": 2, "hyperparameters": {}}
-    test = {"base": {"mean": 0.4, "stderr": 0.02, "n": 9}, "elite": {"mean": 0.9, "stderr": 0.01, "n": 9}}
+    test = {"base": {"mean": 0.4, "stderr": 0.02, "n": 9}, "elite": {"mean": result, "stderr": 0.01, "n": 9}}
     yield RunFinished(
         Path("runs/[red]x[/red]"),
         {
@@ -101,7 +103,7 @@ def test_one_line_an_agent_at_any_width(width: int, session: Session) -> None:
     assert "0.700 ± 0.030" in rows[2]
     if width >= 140:
         assert header.split() == [
-            "agent", "parent", "genes", "last", "mutation", "reward", "fitness", "KL", "entropy", "tokens/s",
+            "agent", "parent", "genes", "reward", "trend", "fitness", "last", "event", "KL", "entropy", "tokens/s",
         ]  # fmt: skip
         assert "lr=1e-05, temperature=1, group_size=4" in rows[0]
         assert rows[0].endswith("12,346")
@@ -205,10 +207,13 @@ def test_plain_lines_where_there_is_no_terminal(session: Session) -> None:
     assert "1 generation, 1,520 tokens, 10 s\n" in text
 
 
+@pytest.mark.parametrize("result", [0.41, 0.9])
 @pytest.mark.parametrize("terminal", [False, True])
-def test_what_may_keep_agents_from_learning_is_said_once_and_at_the_end(terminal: bool, session: Session) -> None:
+def test_what_may_keep_agents_from_learning_is_said_once_and_at_an_end_without_gain(
+    terminal: bool, result: float, session: Session
+) -> None:
     screen = console(200, terminal=terminal)
-    events = list(story(session))
+    events = list(story(session, result=result))
     ok, cut = {"reward": 0.5, "completions/clipped_ratio": 0.1}, {"completions/clipped_ratio": 0.9}
     metrics = {0: ok, 1: ok | cut | {"completions/max_length": 16.0}, 2: {**ok, "learning_rate": 1e-5}}
     iterations = [IterationDone(0, number, number / 4, metrics) for number in (1, 2, 3)]
@@ -217,7 +222,9 @@ def test_what_may_keep_agents_from_learning_is_said_once_and_at_the_end(terminal
     progress, _, end = written(screen).partition("What may keep agents from learning")
     for sentence in ("agent 1: 90% of the completions were cut", "agent 2: the learning rate is 1e-05"):
         assert terminal or progress.count(sentence) == 1
-        assert end.count(sentence) == 1
+        assert end.count(sentence) == (result < 0.5)
+    assert ("better than the base: +0.500, P > 0.999\n" in written(screen)) == (result > 0.5)
+    assert ("No clear gain over the base: +0.010, P = 0.673\n" in written(screen)) == (result < 0.5)
     assert "agent 0:" not in progress.replace("exam", "") + end
 
 
@@ -242,6 +249,55 @@ def test_a_terminal_sees_bars_that_move_and_named_phases(width: int, session: Se
     rows = text.replace("\r", "\n").split("\n")
     assert {row[:10].strip() for row in rows if "━" in row} == {"run", "start", "base test", "train", "exam"}
     assert max(map(len, rows)) <= width
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_every_agent_stays_in_the_table_with_its_trend_and_why_it_left(
+    width: int, session: Session, tmp_path: Path
+) -> None:
+    screen, root = console(width, terminal=True), tmp_path / "r"
+    watch(train(session, root, command=["test"]), session, screen)
+    ended = written(screen)[written(screen).rindex("All agents of the run") :].partition("* elite")[0]
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", ended)
+    deaths = {line["agent"]: line for line in lines(root / "lineage.jsonl") if line["event"] == "death"}
+    births = {line["agent"] for line in lines(root / "lineage.jsonl") if line["event"] == "birth"}
+    rows = {int(row.split()[0].strip("*")): row for row in plain.splitlines()[2:] if row.split()}
+    assert rows.keys() == births
+    assert deaths
+    dim = {int(match) for match in re.findall(r"\x1b\[2m *(\d+)", ended)}
+    assert dim == deaths.keys()
+    for index, death in deaths.items():
+        reason = f"left {death['generation']}: {death['reason'].removeprefix('left: ')}"
+        shown, _, rest = rows[index][rows[index].index("left ") :].rstrip().partition("...")
+        assert reason.startswith(shown)
+        assert not rest
+        assert reason.removeprefix(shown)[:1] in ("", " ")  # no word is broken
+    assert all(set("▁▂▃▄▅▆▇█") & set(row) for row in rows.values())
+    assert max(map(len, plain.splitlines())) <= width
+
+
+def test_a_resumed_run_shows_who_left_before(tmp_path: Path) -> None:
+    def table(events: Iterator[Event], session: Session) -> list[str]:
+        screen = console(200, terminal=False)
+        watch(events, session, screen)
+        text = written(screen)[written(screen).rindex("All agents of the run") :].partition("* elite")[0]
+        return [row.partition(" ± ")[0] for row in text.splitlines()[2:]]
+
+    root, whole = tmp_path / "run", build(load_manifest(None, SMALL))
+    expected = table(train(whole, tmp_path / "whole", command=["test"]), whole)
+    with closing(train(build(load_manifest(None, SMALL)), root, command=["test"])) as events:
+        assert any(isinstance(event, IterationDone) and event.iteration == 3 for event in events)  # and no further
+    with reopen(root, report=print) as run:
+        assert table(run.events, run.session) == expected
+    deaths = [line for line in lines(root / "lineage.jsonl") if line["event"] == "death"]
+    assert {int(row.split()[0]) for row in expected[-len(deaths) :]} == {death["agent"] for death in deaths}
+
+
+def test_a_sparkline_has_the_course_of_the_values() -> None:
+    assert sparkline([], 0, 1) == ""
+    assert sparkline([0.0, math.nan, 0.5, 1.0], 0, 1) == "▁▅█"
+    assert sparkline([*[0.0] * 8, *[1.0] * 8], 0, 1) == "▁▁▁▁████"
+    assert sparkline([3.0, 3.0], 3, 3) == "▁▁"
 
 
 def test_no_elite_is_said(session: Session) -> None:

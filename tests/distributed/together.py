@@ -20,8 +20,7 @@ import json, sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from agilerl.cli.launch import Request, agreed, events, prepared
-from agilerl.cli.output import console
+from agilerl.cli.launch import Request, Terminal, agreed, events, prepared
 from agilerl.distributed.topology import connected
 from agilerl.errors import AgileRLError
 from agilerl.config.manifest import load_manifest
@@ -34,7 +33,7 @@ with connected(DistributedConfig(**json.loads(sys.argv[2])), cuda=False) as topo
         config = load_manifest(None, job["overrides"])
         request = Request(config, Path(job["out"]), job["goes_on"], allow_code=job["allow_code"])
         with ExitStack() as opened, topology.world.telling():
-            what = agreed(request, topology, opened, console(quiet=True))
+            what = agreed(request, topology, opened, Terminal.of("nothing"))
             run = events(prepared(request, what, topology), what, StopRequest())
             for event in run:
                 if isinstance(event, IterationDone) and event.iteration == job["leave_after"]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from agilerl.cli.forecast import Lengths, model_shape, workload
+from agilerl.cli.forecast import Lengths, Planned
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.manifest import load_manifest
 from agilerl.config.vllm import VLLMConfig
@@ -141,9 +141,10 @@ def test_what_is_planned_is_what_is_checked(overrides: tuple[str, ...]) -> None:
     config = load_manifest(None, [*SMALL, *overrides])
     found, row = parts(*overrides), longest_row(*overrides)
     # The check supposes rows of the longest length, all of whose tokens may be actions.
-    load = workload(resolve(config), Lengths(prompt=0, completion=row, longest=row, notes=()))
+    planned = Planned(resolve(config))
+    load = planned.workload(Lengths(prompt=0, completion=row, longest=row, notes=()))
     found.pop("rollouts")  # which lie in the host's memory
-    assert footprint.memory(model_shape(resolve(config), device="cpu"), load) == found
+    assert footprint.memory(planned.shape("cpu"), load) == found
 
 
 @pytest.mark.model
