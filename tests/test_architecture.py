@@ -83,7 +83,7 @@ CEILINGS = {
     "hpo": 2_940,
     "models": 3_860,
     "planning": 960,
-    "report": 2_570,
+    "report": 2_590,
     "rewards": 3_000,
     "rollouts": 4_200,
     "runs": 2_140,
