@@ -83,7 +83,7 @@ CEILINGS = {
     "hpo": 2_910,
     "models": 3_870,
     "planning": 960,
-    "report": 2_570,
+    "report": 2_590,
     "rewards": 3_000,
     "rollouts": 4_200,
     "runs": 2_130,

@@ -52,7 +52,7 @@ _GREY = "rgba(135,140,150,0.75)"
 _MOST_POINTS = 1000
 _MANY = 40
 """Points from which a line is drawn without a mark at each."""
-_LEAST_FREEDOM = 5
+_LEAST_FREEDOM = 5  # with fewer, two standard deviations of noise are nearly the whole range of a correlation
 _PHASES = ("rollout", "reward", "logprob", "update", "eval", "evolve")
 
 
@@ -448,7 +448,7 @@ def parallel_figure(run: RunRecord, family: Family, names: Sequence[str]) -> Fig
     ]
     texts = {"text": [text for _, _, text in marks], "textposition": "middle right", "textfont": {"size": 11}}
     xaxis = {"tickvals": list(range(len(columns))), "ticktext": [plain(name) for name in columns]}
-    xaxis["range"] = [-0.3, len(columns) - 0.5]
+    xaxis["range"] = [-0.3, len(columns) - 0.5]  # room for the labels of the last column
     data.append(_scatter("text", marks, **texts))
     return _figure(data, height=300, xaxis=xaxis, yaxis={"visible": False, "range": [-0.06, 1.06]})
 

@@ -13,6 +13,11 @@ from agilerl.checks.arguments import Location, shown
 from agilerl.checks.redaction import without_keys
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.fitness import Fitness, is_accuracy, pareto_front, within_range
+<<<<<<< HEAD
+=======
+from agilerl.hpo.strategies import UNITS
+from agilerl.redaction import without_keys
+>>>>>>> h-report32
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.diagnosis import Symptom, symptoms, told
 from agilerl.runs.directory import as_written
@@ -193,6 +198,7 @@ def load_run(path: Path, price: float | None = None) -> RunRecord:
         agents: dict[int, AgentRecord] = {}
         elites = _read_lineage(layout, agents)
         unassigned = _read_train(kinds["train"], agents)
+        _read_exams(kinds["eval"], agents)
         training, environment = (info["config"].get(section) or {} for section in ("training", "environment"))
         run = RunRecord(
             path=path,
@@ -309,6 +315,24 @@ def _read_train(lines: Iterable[Line], agents: dict[int, AgentRecord]) -> int:
     for index, of_agent in steps.items():
         agents.setdefault(index, AgentRecord(index)).train = [of_agent[step] for step in sorted(of_agent)]
     return unassigned
+
+
+def _read_exams(lines: Iterable[Line], agents: dict[int, AgentRecord]) -> None:
+    """Fill in exams that are missing from the lineage, from the eval lines."""
+    for line in lines:
+        index, generation, step = (_whole(line.get(key)) for key in ("agent", "generation", "step"))
+        if index is None or generation is None or step is None:
+            continue
+        agent = agents.setdefault(index, AgentRecord(index))
+        if generation not in {exam.generation for exam in agent.exams}:
+            costs = {
+                name: score_of({**line, "stderr": line.get(f"eval/{name}_stderr"), "n": line.get("eval/n")}, mean=key)
+                for name in UNITS
+                if (key := f"eval/{name}") in line
+            }
+            agent.exams.append(Exam(generation, step, score_of(line, "eval/", "reward_mean"), costs))
+    for agent in agents.values():
+        agent.exams.sort(key=lambda exam: exam.step)
 
 
 def _tests(lines: Iterable[Line], summary: Line) -> dict[str, tuple[int | None, Score]]:

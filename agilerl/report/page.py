@@ -215,6 +215,7 @@ def _content_policy(*scripts: str) -> str:
 # -- sampled completions: the best and the worst of each group, within a size limit -----------------------------------
 
 
+# Limits that keep the page at about a megabyte, which can be sent by mail, however long the run.
 _MOST_STEPS = 20
 _MOST_GROUPS = 1200
 _MOST_GROUPS_A_STEP = 6

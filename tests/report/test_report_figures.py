@@ -416,3 +416,11 @@ def test_a_damaged_front_and_odd_costs_still_give_figures(load, front):
     assert front_exams(run).keys() <= {0}
     assert front_table(run, trace_family(run)) == []
     assert [objective_figure(run, trace_family(run), name) for name in cost_names(run)] == [None, None]
+
+
+def test_eval_lines_stand_in_for_a_lineage(load):
+    line = {"kind": "eval", "agent": 0, "generation": 0, "step": 8, "eval/reward_mean": 0.5, "eval/stderr": 0.1}
+    run = load(metrics=[{**line, "eval/n": 9, "eval/kl": 0.25, "eval/kl_stderr": 0.5}])
+    (exam,) = run.agents[0].exams
+    assert (exam.costs["kl"].mean, exam.costs["kl"].stderr, exam.costs["kl"].n) == (0.25, 0.5, 9)
+    assert load(metrics=[line]).agents[0].exams[0].costs == {}
