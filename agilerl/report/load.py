@@ -13,11 +13,7 @@ from agilerl.checks.arguments import Location, shown
 from agilerl.checks.redaction import without_keys
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.fitness import Fitness, is_accuracy, pareto_front, within_range
-<<<<<<< HEAD
-=======
 from agilerl.hpo.strategies import UNITS
-from agilerl.redaction import without_keys
->>>>>>> h-report32
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.diagnosis import Symptom, symptoms, told
 from agilerl.runs.directory import as_written

@@ -294,7 +294,7 @@ def test_what_is_no_override(override: str) -> None:
         (["environment.task=reasoning_gym:gcd", "environment.params.max_value=abc"], "expected a whole number"),
         (["environment.task=reasoning_gym:gcd", "environment.params.max_value=-5"], "max_value must be > min_value"),
         (["environment.params.size=5"], "is set by the run"),
-        (["environment.task=reasoning_gym:composite"], "expects params.datasets to be a list"),
+        (["environment.task=reasoning_gym:composite"], "expected a list for params.datasets"),
         (
             ["environment.task=reasoning_gym:composite", "environment.params={datasets: [{name: gcd, weight: -1}]}"],
             "for the weight of gcd, found -1",
