@@ -144,7 +144,7 @@ def test_the_front_is_printed(run: tuple[Path, str], summary: dict[str, Any]) ->
 
 def test_the_report_shows_the_front(run: tuple[Path, str], summary: dict[str, Any], tmp_path: Path) -> None:
     page = build_report([run[0]], tmp_path / "report.html").read_text(encoding="utf-8")
-    (block,) = re.findall('<script type="application/json" class="figures">(.*?)</script>', page)
+    block, *_ = re.findall('<script type="application/json" class="figures">(.*?)</script>', page)
     figures = json.loads(block)
     for place, name in enumerate(("kl", "length")):
         figure = figures[f"objective{place}-0"]
