@@ -498,7 +498,7 @@ class View:
             if agent.exams:
                 row.fitness = Fitness(**asdict(agent.exams[-1].score))
             if agent.died is not None and index not in {a.index for a in self.session.population.everyone}:
-                row.left, row.event = agent.died, f"left {agent.died}: {agent.reason.removeprefix('left: ')}"
+                row.left, row.event = agent.died, f"left in {agent.died}: {agent.reason.removeprefix('left: ')}"
 
     def _evolved(self, event: Evolved) -> None:
         """Print what a selection did, and take it down."""
@@ -513,7 +513,7 @@ class View:
             self.rows[index].event = f"born {generation}: {change}" if index in born else f"gen {generation}: {change}"
         for index, why in left.items():
             row = self.rows[index]
-            row.left, row.event = generation, f"left {generation}: {why}"
+            row.left, row.event = generation, f"left in {generation}: {why}"
         story = ["no elite, because no agent is fit"]
         if event.elite is not None:
             exam = event.fitness.get(event.elite)

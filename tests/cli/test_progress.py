@@ -267,7 +267,7 @@ def test_every_agent_stays_in_the_table_with_its_trend_and_why_it_left(
     dim = {int(match) for match in re.findall(r"\x1b\[2m *(\d+)", ended)}
     assert dim == deaths.keys()
     for index, death in deaths.items():
-        reason = f"left {death['generation']}: {death['reason'].removeprefix('left: ')}"
+        reason = f"left in {death['generation']}: {death['reason'].removeprefix('left: ')}"
         shown, _, rest = rows[index][rows[index].index("left ") :].rstrip().partition("...")
         assert reason.startswith(shown)
         assert not rest
