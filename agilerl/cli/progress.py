@@ -203,6 +203,9 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     yield "algorithm", f"{plan['algorithm']}, {agents} agent{'s' * (agents != 1)}"
     for index, values in plan["population"].items():
         yield f"  agent {index}", genes_text(values) or "fixed hyperparameters"
+    if trusted := getattr(session.selection, "seeded", 0):
+        usual = f"agent {trusted} has the usual rate of this base, which is far from yours, and stays in doubt"
+        yield "", f"{usual} (training.usual_founder)"
     yield "genes", ", ".join(f"{k} in {v}" for k, v in plan["genes"].items()) or "none: nothing evolves"
     completions = f"{_span(batch['group_size'])} completions = {_span(batch['completions_per_agent'])} for each agent"
     per_step = f"{_span(batch['rows_per_optimizer_step'])} an optimizer step"

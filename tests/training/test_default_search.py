@@ -1,12 +1,15 @@
 """What a manifest gets that says nothing about the search, and what the knockout leaves in the run directory."""
 
 from collections.abc import Mapping
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from agilerl.cli.progress import print_plan
 from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
@@ -201,6 +204,9 @@ def test_where_the_configured_rate_is_far_from_the_usual_one_a_founder_has_that(
     assert (rates[1] == 1e-3) is usual
     if isinstance(session.selection, KnockoutSelection):
         assert session.selection.seeded == usual
+    console = Console(file=StringIO(), width=300)
+    print_plan(session, Path("run"), console)
+    assert ("agent 1 has the usual rate of this base" in console.file.getvalue()) is usual  # type: ignore[attr-defined]
 
 
 def test_another_base_takes_the_formula() -> None:
