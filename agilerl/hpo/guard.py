@@ -33,8 +33,10 @@ class Vitals:
     """Mean rewards of the agent, or of the agent it was cloned from, in the generation before."""
     equal: Sequence[float] = ()
     """Share of the groups whose completions all earned the same, from which nothing is learned."""
+    reward_first: Sequence[float] = ()
+    """Mean reward in the first iteration of the agent's ancestor, before it had learned anything."""
     equal_first: Sequence[float] = ()
-    """The same in the first iteration of the agent's ancestor, before it had learned anything."""
+    """``equal`` in that iteration."""
 
 
 def collapsed(vitals: Mapping[int, Vitals], elite: int) -> dict[int, str]:
@@ -77,13 +79,17 @@ def collapsed(vitals: Mapping[int, Vitals], elite: int) -> dict[int, str]:
 def stuck(vitals: Vitals, groups: int) -> bool:
     """Return whether an agent can learn no more, ``groups`` being those of an iteration.
 
-    It is stuck if in the later half of this generation all completions of each group earned the same, though before
-    training so many groups differed that chance explains it with a probability below one percent.
+    It is stuck if in the later half of this generation it earned less than before any training, and all completions of
+    each group the same, though then so many groups differed that chance explains it with a probability below one
+    percent. An agent that has nothing more to learn has equal groups, too, but earns more.
     """
-    late, first = _finite(vitals.equal[len(vitals.equal) // 2 :]), _finite(vitals.equal_first)
-    if not (late.size and first.size and late.min() == 1):
+    half = len(vitals.equal) // 2
+    late, first = _finite(vitals.equal[half:]), _finite(vitals.equal_first)
+    if not (late.size and first.size and late.min() == 1 and _mean(vitals.reward[half:]) < _mean(vitals.reward_first)):
         return False
-    return bool(first[0] ** (groups * late.size) < _CHANCE)
+    # One more group of each kind, as few groups that differ do not prove that all do (Laplace's rule).
+    chance = (groups * first[0] + 1) / (groups + 2)
+    return bool(chance ** (groups * late.size) < _CHANCE)
 
 
 def quarantined(fitness: Mapping[int, Fitness], sick: Collection[int]) -> dict[int, Fitness]:

@@ -69,7 +69,7 @@ def test_workers_are_its_processes_or_threads_and_begin_early(tmp_path: Path, is
     made = task(load_manifest(manifest(tmp_path, grader, {"name": "exact_match"})), allow_code=True)
     try:
         (waiting,) = waiting_graders(made, exam=False)
-        assert (waiting.at_once, waiting.in_order, waiting.name) == (3, False, "own")
+        assert (waiting.workers, waiting.in_order, waiting.name) == (3, False, "own")
         assert grade_completions(made, ROWS[:3], ["a", "b", "a"]).scores["own"] == [1.0, 0.0, 1.0]
     finally:
         made.close()

@@ -116,7 +116,7 @@ def test_a_tokenizer_is_what_has_its_methods(tokenizer: Any, shown: str) -> None
 def test_a_torch_dataset_is_a_dataset() -> None:
     rows = read_dataset(Items([{"question": "a", "answer": "b"}, {"question": "c", "answer": "d", "more": 1}]))
     assert (len(rows), rows[1]["answer"], rows.columns) == (2, "d", ["question", "answer", "more"])
-    with pytest.raises(EnvError, match="dicts"):
+    with pytest.raises(EnvError, match="row 0 of the dataset: expected an object"):
         read_dataset(Items([["a", "b"]]))
     with pytest.raises(EnvError, match="at least one"):
         read_dataset(Items([]))
