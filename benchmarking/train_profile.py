@@ -80,7 +80,7 @@ CLOCKS = (
     Clocked("agilerl.runtime", "Runtime._without_gradient", "update: fixed log-probs", "update"),
     Clocked("agilerl.algorithms.exams", "Exams.evaluate", EXAMS),
     Clocked("agilerl.algorithms.exams", "Exams.evaluate_base", EXAMS),
-    Clocked("agilerl.training.loop", "before_and_after", EXAMS),
+    Clocked("agilerl.training.finish", "before_and_after", EXAMS),
     Clocked("agilerl.algorithms.exams", "Exams.evaluate_agent", EXAMS),
     Clocked("agilerl.population", "Population.sick", EVOLUTION),
     Clocked("agilerl.population", "Population.state_of", EVOLUTION),
@@ -91,7 +91,7 @@ CLOCKS = (
     Clocked("agilerl.training.records", "RunWriter.checkpoint", RECORDS),
     Clocked("agilerl.training.records", "RunWriter.elite", RECORDS),
     Clocked("agilerl.training.records", "RunWriter.finish", RECORDS),
-    Clocked("agilerl.training.loop", "_completions", RECORDS),
+    Clocked("agilerl.training.loop", "completion_rows", RECORDS),
 )
 PHASES = tuple(dict.fromkeys((START, *(c.phase for c in CLOCKS), REST)))
 _ALL = 10**9

@@ -230,6 +230,9 @@ def run_chat(
                 )
             )
             continue
+        if line.startswith("/") and line != "/new" and " " not in line:
+            say(f"There is no command {shown(line)}; /help lists them.")
+            continue
         if line in ("", "/new"):
             conversations = {who: list(system) for who in slots}
             console.print("(a new conversation)")

@@ -292,7 +292,7 @@ def questions_for(difference: float) -> int:
 def seen_by_exam(questions: int) -> dict[str, Any]:
     """Return what an exam can see, as numbers and as a sentence that says what it would take to see more."""
     least = smallest_difference(questions)
-    finer = next((d for d in (0.2, 0.1, 0.05, 0.02, 0.01) if d < least), 0.005)
+    finer = next((d for d in (0.2, 0.1, 0.05, 0.02, 0.01) if d < 0.9 * least), 0.005)
     sentence = (
         f"{questions} questions tell two agents apart (P = 0.95) only if their shares of right answers differ by "
         f"{least:.2g} or more; to see {finer:g} it takes {questions_for(finer):,} questions"

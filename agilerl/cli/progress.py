@@ -27,6 +27,8 @@ from agilerl.envs.answer_format import AnswerFormat
 from agilerl.envs.graded import exam_grader
 from agilerl.envs.scorers import shortcuts
 from agilerl.hpo.fitness import Fitness, probability_better, ranking
+from agilerl.hpo.mutation import LEARNING_RATES
+from agilerl.hpo.spread import RATE_UP
 from agilerl.hpo.strategies import UNITS
 from agilerl.planning.footprint import money, peak
 from agilerl.population import Population
@@ -201,11 +203,16 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
             advice = "give more rows, or lower eval_prompts and test_prompts"
             yield "", f"warning: only {distinct:,} distinct prompts are left for training; {advice}"
     yield "algorithm", f"{plan['algorithm']}, {agents} agent{'s' * (agents != 1)}"
+    first, usual = session.population.agents[0], session.usual_rate
+    rates = {name: rate for name in LEARNING_RATES if (rate := getattr(first, name, None))}
     for index, values in plan["population"].items():
-        yield f"  agent {index}", genes_text(values) or "fixed hyperparameters"
+        yield f"  agent {index}", genes_text(values) or f"{genes_text(rates)}, fixed".removeprefix(", ")
+    for name, rate in rates.items():
+        if usual and not 1 / RATE_UP <= rate / usual <= RATE_UP:
+            times = f"{rate / usual:.2g} times" if rate > usual else f"1/{usual / rate:.2g} of"
+            yield "", f"algorithm.{name}={rate:.3g} is {times} the usual rate of this base, {usual:.3g}"
     if trusted := getattr(session.selection, "seeded", 0):
-        usual = f"agent {trusted} has the usual rate of this base, which is far from yours, and stays in doubt"
-        yield "", f"{usual} (training.usual_founder)"
+        yield "", f"agent {trusted} starts with that, and stays unless an exam proves another to be better"
     yield "genes", ", ".join(f"{k} in {v}" for k, v in plan["genes"].items()) or "none: nothing evolves"
     completions = f"{_span(batch['group_size'])} completions = {_span(batch['completions_per_agent'])} for each agent"
     per_step = f"{_span(batch['rows_per_optimizer_step'])} an optimizer step"
@@ -695,7 +702,7 @@ def _gain(summary: Mapping[str, Any]) -> tuple[float, float] | None:
     if base is None or elite is None or None in (base["mean"], elite["mean"]):
         return None
     gain, error = elite["mean"] - base["mean"], math.hypot(base["stderr"] or 0, elite["stderr"] or 0)
-    return gain, NormalDist().cdf(gain / error) if error else float(gain > 0)
+    return gain, NormalDist().cdf(gain / error) if error else 0.5 + 0.5 * ((gain > 0) - (gain < 0))
 
 
 def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampling: str) -> None:
@@ -711,8 +718,9 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampl
     console.print(f"Held-out test ({sampling})")
     console.print(table)
     if (gain := _gain(summary)) is not None:
-        verdict = "The elite is better than the base" if gain[1] >= _SURE else "No clear gain over the base"
-        console.print(f"{verdict}: {gain[0]:+.3f}, P {'> 0.999' if gain[1] > 0.999 else f'= {gain[1]:.3f}'}")
+        better, worse = gain[1] >= _SURE, gain[1] <= 1 - _SURE
+        verdict = f"{'better' if better else 'worse'} than" if better or worse else "not clearly better than"
+        console.print(f"The elite is {verdict} the base: {gain[0]:+.3f}")
     if elite is None:
         console.print("\nNo agent is fit (a finite fitness, and not sick), so there is no elite.")
     else:

@@ -252,7 +252,7 @@ class Evidence:
         against = f", but worse in {self.against}" if self.against else ""
         if self.about:
             return f"{comparison}{self.needed:.3g} in {self.about}{against}"
-        return f"{comparison}{self.needed:g}"
+        return f"{comparison}{self.needed:.3g}"
 
 
 @checked

@@ -99,7 +99,7 @@ class PulseSelection(Strategy):
         else:
             verdicts[present] = f"kept: P = {sure:.3f} < {self.challenge:g} that agent {best} is better"
             winner = present
-            verdicts[best] = f"left: better than agent {present} with P = {sure:.3f} < {self.challenge:g} only"
+            verdicts[best] = f"left: not surely better than agent {present}, P = {sure:.3f} < {self.challenge:g}"
         verdicts |= contest.places([winner], verdicts)
         return winner
 
@@ -204,7 +204,7 @@ class KnockoutSelection(Strategy):
             # The agent that is not beaten stays beside the others or, if places decide, in the rival's place.
             kept.append(index)
             if not evidently:
-                verdicts[rival] = f"left: better than agent {self.seeded} with {proof} only"
+                verdicts[rival] = f"left: not surely better than agent {self.seeded}, {proof}"
                 kept.remove(rival)
         return kept
 

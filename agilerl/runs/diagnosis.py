@@ -131,8 +131,11 @@ def _equal_groups(window: _Window) -> str:
 
 def _no_gradient(window: _Window) -> str:
     # An update from which every row was left out has no norm.
+    # Of equal groups it is 0, too, and rightly so.
     updates = [
-        {"grad_norm": 0.0, **line} for line in window.lines if "loss" in line and line.get("outcome", "ok") == "ok"
+        {"grad_norm": 0.0, **line}
+        for line in window.lines
+        if "loss" in line and line.get("outcome", "ok") == "ok" and line.get("frac_reward_zero_std", 0) < 1
     ]
     norms, spread = _values(updates, "grad_norm"), window.mean("reward_std")
     if len(norms) < FEWEST or max(norms) > 1e-9 or spread is None or spread <= 1e-9:

@@ -58,7 +58,8 @@ def genes_of(
         if not gene.contains(value := values_of(start, [name])[name]):
             raise ConfigError(
                 f"{where}: the range {gene.span()} excludes the start, algorithm.{name}={value!r}"
-                f"{'' if name in written else ', which is the default'}; widen the range or move the start"
+                f"{'' if name in written else ', which is the default'}; widen the range "
+                f"({where}={{min: ..., max: ...}}), or move the start{' or leave it out' * (name in written)}"
             )
     return start, genes
 

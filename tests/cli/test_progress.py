@@ -223,8 +223,8 @@ def test_what_may_keep_agents_from_learning_is_said_once_and_at_an_end_without_g
     for sentence in ("agent 1: 90% of the completions were cut", "agent 2: the learning rate is 1e-05"):
         assert terminal or progress.count(sentence) == 1
         assert end.count(sentence) == (result < 0.5)
-    assert ("better than the base: +0.500, P > 0.999\n" in written(screen)) == (result > 0.5)
-    assert ("No clear gain over the base: +0.010, P = 0.673\n" in written(screen)) == (result < 0.5)
+    assert ("The elite is better than the base: +0.500\n" in written(screen)) == (result > 0.5)
+    assert ("The elite is not clearly better than the base: +0.010\n" in written(screen)) == (result < 0.5)
     assert "agent 0:" not in progress.replace("exam", "") + end
 
 

@@ -181,7 +181,7 @@ def test_the_better_challenger_takes_over_and_the_rest_leave() -> None:
     assert kept.births == ()
     assert kept.verdicts[2].startswith("kept: P = ")
     numbers = kept.verdicts[2].removeprefix("kept: ").removesuffix(" that agent 4 is better")
-    assert kept.verdicts[4] == f"left: better than agent 2 with {numbers} only"
+    assert kept.verdicts[4] == f"left: not surely better than agent 2, {numbers}"
     assert kept.verdicts[5] == "left: place 3 of 3, 0.025"
 
 

@@ -206,7 +206,7 @@ def test_where_the_configured_rate_is_far_from_the_usual_one_a_founder_has_that(
         assert session.selection.seeded == usual
     console = Console(file=StringIO(), width=300)
     print_plan(session, Path("run"), console)
-    assert ("agent 1 has the usual rate of this base" in console.file.getvalue()) is usual  # type: ignore[attr-defined]
+    assert ("agent 1 starts with that" in console.file.getvalue()) is usual  # type: ignore[attr-defined]
 
 
 def test_another_base_takes_the_formula() -> None:
