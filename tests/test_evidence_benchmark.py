@@ -232,3 +232,11 @@ def test_the_readme_shows_the_committed_results() -> None:
         shown = next(line for line in readme.splitlines() if line.startswith(f"| {name} |"))
         cells = [float(cell) for cell in shown.split("|")[2:5]]
         assert cells == pytest.approx([interquartile_mean(own) for own in tests], abs=6e-4), name
+
+
+def test_the_page_shows_the_showcase() -> None:
+    result = json.loads((ROOT / "benchmarking" / "results" / "showcase.json").read_text())
+    page = (ROOT / "docs" / "expected.md").read_text()
+    for who in ("base", "elite"):
+        assert f"{result['test'][who]['mean']:.3f} ± {result['test'][who]['stderr']:.3f}" in page
+    assert set(result["sha256"]) == {"adapter_model.safetensors", "README.md"}

@@ -268,7 +268,8 @@ def _show_lives(histories: Sequence[dict[str, Any]], line: Sequence[int]) -> Non
 
 def _show_life(life: dict[str, Any]) -> None:
     became = "stayed to the end" if life["left"] is None else f"left after generation {life['left']}"
-    tell_line(f"Agent {life['agent']} trained in {life['iterations']} iteration(s) and {became}.")
+    count = life["iterations"]
+    tell_line(f"Agent {life['agent']} trained for {count} iteration{'s' * (count != 1)} and {became}.")
     tell_line(f"Its hyperparameters at the end: {genes_text(life['hyperparameters']) or 'none evolved'}")
     table = columns("", "", left=("",), gap=2)
     table.columns[0].no_wrap = True
