@@ -228,11 +228,14 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         f"{length[key]:,.15g} {unit}" for key, unit in (("max_tokens", "tokens"), ("max_seconds", "s")) if length[key]
     )
     every, first = length["iterations_per_generation"], length["iterations_of_first_generation"]
+    most = length["iterations"] * agents
     yield (
         "length",
-        f"{length['iterations']} iterations{', ending after ' * bool(limits)}{limits}, selection every {every}"
+        f"{length['iterations']} iterations{' of all agents' * length['agents_leave']}"
+        f"{', ending after ' * bool(limits)}{limits}, selection every {every}"
         f"{f' (the first after {first})' * (first != every)}; exam {length['exam_prompts']} prompts, test "
-        f"{length['test_prompts']}{'; as agents leave, those that stay get their iterations' * length['agents_leave']}",
+        f"{length['test_prompts']}"
+        f"{f'; those that stay get the iterations of those that leave, up to {most} in all' * length['agents_leave']}",
     )
     if plan["compares"]:
         small = environment.eval_prompts is not None and plan["exam"]["questions"] < _SMALL_EXAM
