@@ -727,7 +727,8 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampl
     if elite is None:
         console.print("\nNo agent is fit (a finite fitness, and not sick), so there is no elite.")
     else:
-        line = " -> ".join(f"{a['agent']} ({genes_text(a['hyperparameters'])})" for a in summary["lineage"])
+        values = ((a["agent"], genes_text(a["hyperparameters"])) for a in summary["lineage"])
+        line = " -> ".join(f"{agent} ({genes})" if genes else str(agent) for agent, genes in values)
         console.print(f"\nWinning lineage  {line}")
         console.print(f"Elite adapter    {out / 'elite'}", soft_wrap=True)
     _print_front(summary.get("front", ()), out, console)
