@@ -89,7 +89,7 @@ test: lint ## Style, types and every test but the long ones
 quick: $(READY)
 	$(BIN)/pytest $(DIVIDED) $(QUICK) $(ARGS)
 
-test-all: lint types unit ## Run every check, as the continuous integration does
+test-all: lint types unit ## Run every check, the long tests as well
 
 check: $(READY) ## Is the installation sound? A small run that is stopped, resumed, evaluated and exported
 	$(BIN)/pytest -q tests/test_sound_installation.py

@@ -107,10 +107,10 @@ def test_continuous_integration_runs_the_test_command_and_passes_its_failure_on(
     script.parent.mkdir()
     shutil.copy(ROOT / ".ci" / "run", script)
     makefile = tmp_path / "Makefile"
-    makefile.write_text("test-all:\n\t@echo tested here: $(CURDIR)\n")
+    makefile.write_text("test:\n\t@echo tested here: $(CURDIR)\n")
     done = subprocess.run([script], cwd="/", env=OUTSIDE, capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, f"tested here: {tmp_path}")
-    makefile.write_text("test-all:\n\t@false\n")
+    makefile.write_text("test:\n\t@false\n")
     assert subprocess.run([script], cwd="/", env=OUTSIDE, capture_output=True).returncode != 0
     assert os.access(ROOT / ".ci" / "run", os.X_OK)
 

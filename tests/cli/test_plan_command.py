@@ -278,9 +278,10 @@ def test_an_agent_program_appears_and_the_command_allows_its_code(agilerl: Agile
     assert found["run"]["agent_program"].endswith("agent.py:agent")
     assert found["proposal"]["command"].endswith(" --allow-code")
     assert "the agent program writes them" in found["assumed"][0]
-    # A long path breaks the sentence anywhere.
-    shown = "".join(agilerl("plan", "my.yaml", "--gpu", "l4").output.split())
-    assert "agent.py:agent;eachanswercountsasonecallofit" in shown
+    # The path, which may be long, is cut to the width.
+    lines = " ".join(agilerl("plan", "my.yaml", "--gpu", "l4").output.split())
+    assert "each answer counts as one call of it" in lines
+    assert "\nagent " in agilerl("plan", "my.yaml", "--gpu", "l4").output
     assert "--allow-code" not in planned(agilerl, "--gpu", "l4")["proposal"]["command"]
 
 
