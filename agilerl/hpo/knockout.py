@@ -114,7 +114,7 @@ class PulseSelection(Strategy):
         sure, needed = probability_better(best.fitness, present), 1 - (1 - self.guard) / (generation + 1)
         if winner in standing.stuck and best.fitness.mean > present.mean:
             verdicts[winner] = (
-                f"left: all its completions earn the same, {present.mean:.3f} in the exam against "
+                f"left: rewards differ within no group, {present.mean:.3f} in the exam against "
                 f"{best.fitness.mean:.3f} of agent {best.agent}; back at {STUCK_FACTOR:g} times the learning rate"
             )
             return best.agent, STUCK_FACTOR

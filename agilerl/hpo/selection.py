@@ -49,7 +49,7 @@ class Standing:
     best: Best | None = None
     """The best exam before this one; None at the first exam, and if no copy was kept."""
     stuck: frozenset[int] = frozenset()
-    """Agents that can learn no more: all completions of each group earn the same since the last selection."""
+    """Agents that can learn no more (``agilerl.hpo.guard.stuck``)."""
 
 
 AT_THE_START = Standing()
