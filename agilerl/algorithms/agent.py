@@ -792,7 +792,7 @@ class LLMAlgorithm(Learner):
         starts = initial_hyperparameters(ranges, self.hyperparameters, size, self.config.seed, init)
         agents = [self, *(self.clone(index) for index in places[1:])]
         for agent in agents:
-            # Clones because that is how agents are copied, but nobody's children.
+            # They are copied as clones are, but founders have no parent.
             agent.parent = None
             if agent.index:
                 agent.set_hyperparameters(starts[agent.index])

@@ -1,4 +1,4 @@
-"""``agilerl init``: three questions, and the files of a run of one's own that runs at once.
+"""``agilerl init``: ask three questions, and write the files of a run that can start at once.
 
 What it proposes follows from the answers in the rows: how they are asked for and graded, and how long they may get.
 """
@@ -225,7 +225,9 @@ def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
     from agilerl.training.setup import build
 
     config = configuration([str(manifest)])
-    if is_of_hub(config.network.pretrained_model_name_or_path):  # gigabytes, for which nobody has asked yet
+    if is_of_hub(
+        config.network.pretrained_model_name_or_path
+    ):  # a download of gigabytes, which nobody has agreed to yet
         yield "model", "not tried here, because it may have to be downloaded; the dry run does that"
         return
     try:

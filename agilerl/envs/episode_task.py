@@ -181,7 +181,7 @@ class Episode:
         if self.error is not None or not rewards:
             rewards = [float("nan")] * max(len(rewards), 1)
         question = "\n".join(str(m["content"]) for m in self._opening)
-        # A limit of turns is no end that the policy chose, as little as a full completion.
+        # The policy did not choose to end at the limit of turns, nor where a completion is full.
         finish: Any = "length" if self._truncated in ("turns", "environment") else self._truncated or self._finish
         return [
             row.trajectory(

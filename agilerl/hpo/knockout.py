@@ -240,7 +240,7 @@ class Pace:
     steps: int
     """Iterations of a generation."""
     iteration: float
-    """An iteration; 0 if nobody knows before how many there are."""
+    """An iteration; 0 if the number of iterations is not known before the run."""
     exam: float
     """An exam; 0 if exams cost nothing of what limits the run."""
     given: bool = False

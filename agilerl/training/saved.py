@@ -111,7 +111,7 @@ def open_run(path: str | Path, *, report: Callable[[str], None], allow_changes: 
             if lost := lost_completions(run.completions, read_lines(run.metrics), before=done + 1):
                 report(lost)
         return SavedRun(run, config, checkpoint)
-    # The lock must not outlive a refusal: in a notebook the process goes on.
+    # The lock must not outlive a refusal: in a notebook the process continues.
     except BaseException:
         run.close()
         raise

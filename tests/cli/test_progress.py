@@ -228,6 +228,12 @@ def test_what_may_keep_agents_from_learning_is_said_once_and_at_an_end_without_g
     assert "agent 0:" not in progress.replace("exam", "") + end
 
 
+def test_a_loss_is_not_called_a_small_gain(session: Session) -> None:
+    screen = console(200, terminal=False)
+    watch(iter(story(session, result=0.0)), session, screen)
+    assert "The elite is worse than the base: -0.400\n" in written(screen)
+
+
 @pytest.mark.parametrize("width", [60, 80, 140])
 def test_a_terminal_sees_bars_that_move_and_named_phases(width: int, session: Session) -> None:
     screen = console(width, terminal=True)

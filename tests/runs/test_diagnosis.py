@@ -51,6 +51,12 @@ def test_what_has_passed_or_is_too_short_is_not_told(changed: dict[str, Any]) ->
         assert symptoms(run(**changed) + run(WINDOW), usual_rate=1e-3) == []
 
 
+def test_rewards_that_differ_between_groups_only_have_rightly_no_gradient() -> None:
+    changed: dict[str, Any] = {"grad_norm": 0.0, "reward_std": 0.2}
+    assert "no gradient" in [one.name for one in symptoms(run(**changed, frac_reward_zero_std=0.5))]
+    assert "no gradient" not in [one.name for one in symptoms(run(**changed, frac_reward_zero_std=1.0))]
+
+
 def test_a_healthy_run_has_no_symptoms() -> None:
     assert symptoms(run(), usual_rate=1e-3) == []
     assert symptoms([], usual_rate=1e-3) == []

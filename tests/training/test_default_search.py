@@ -206,6 +206,9 @@ def test_where_the_configured_rate_is_far_from_the_usual_one_a_founder_has_that(
         assert session.selection.seeded == usual
     console = Console(file=StringIO(), width=300)
     print_plan(session, Path("run"), console)
+    rate = rates[0] / 1e-3
+    far = f"is {rate:.2g} times the usual rate" if rate > 3 else f"is 1/{1 / rate:.2g} of the usual rate"
+    assert (far in console.file.getvalue()) is (not 1 / 3 <= rate <= 3)  # type: ignore[attr-defined]
     assert ("agent 1 starts with that" in console.file.getvalue()) is usual  # type: ignore[attr-defined]
 
 
@@ -386,3 +389,16 @@ def test_an_agent_that_broke_at_the_end_is_replaced_by_an_earlier_one(tmp_path: 
 
 def test_generations_are_longer_where_exams_would_cost_much() -> None:
     assert [made("training.max_steps=64", f"environment.eval_prompts={size}").evo_steps for size in (8, 160)] == [2, 49]
+
+
+def test_a_population_knows_who_can_learn_no_more() -> None:
+    population = made("training.pop_size=1", "environment.data_batch_size_per_gpu=16").population
+    (agent,) = population.agents
+    agent.note_outcome("ok", {"reward": 0.5, "frac_reward_zero_std": 0.25})
+    agent.after_selection()
+    for reward, stuck in ((0.5, set()), (0.0, {0})):
+        agent.note_outcome("ok", {"reward": reward, "frac_reward_zero_std": 1.0})
+        assert population.stuck() == stuck
+    child = agent.clone(1)
+    child.note_outcome("ok", {"reward": 0.0, "frac_reward_zero_std": 0.5})
+    assert child.vitals["reward_first"] == [0.5]
