@@ -51,18 +51,19 @@ class _Reports:
 
     def __init__(self, price: float | None) -> None:
         self._price, self._lock = price, Lock()
-        self._pages: dict[Path, tuple[float, float, str]] = {}
-        """By run: what the page shows was written by then, when it may be rendered again, the page."""
+        self._pages: dict[Path, tuple[tuple[float, str], float, str]] = {}
+        """By run: when it last wrote and its status on the page, when that may be rendered again, the page."""
 
     def page(self, run: Path) -> str:
         """Return the report of a run; rendering takes at most a tenth of a core from the run."""
         with self._lock:  # browsers ask for pages at the same time
-            changed, now = _changed(run), time.monotonic()
-            shown_until, again, page = self._pages.get(run, (-1.0, 0.0, ""))
-            if changed != shown_until and now >= again:
+            with as_written(run):
+                state, now = (_changed(run), RunLayout(run).status), time.monotonic()
+            shown_state, again, page = self._pages.get(run, (None, 0.0, ""))
+            if state != shown_state and now >= again:
                 record = load_run(run, self._price)
                 page = render([record], None if record.is_finished else RELOAD)
-                self._pages[run] = changed, now + 9 * (time.monotonic() - now), page
+                self._pages[run] = state, now + 9 * (time.monotonic() - now), page
             return page
 
 
@@ -79,7 +80,7 @@ def _rows(runs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
                     "task": task_of(config),
                     "model": config["network"]["pretrained_model_name_or_path"],
                     "algorithm": config["algorithm"]["name"],
-                    "status": summary.get("status", "not finished"),
+                    "status": layout.status,
                     **{who: f"{score_of(score).mean:.3f}" for who, score in (summary.get("test") or {}).items()},
                 }
         except AgileRLError as error:

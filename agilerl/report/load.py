@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,8 @@ class RunRecord:
     path: Path
     info: dict[str, Any]
     """run.json"""
+    status: str
+    """As in ``RunLayout``."""
     summary: dict[str, Any]
     """summary.json; empty while the run is running."""
     agents: dict[int, AgentRecord]
@@ -141,8 +144,8 @@ class RunRecord:
 
     @property
     def is_finished(self) -> bool:
-        """True if the summary says so."""
-        return bool(self.summary.get("status") == "finished")
+        """True if its results are there."""
+        return self.status == "finished"
 
 
 def check_different(runs: Sequence[Location]) -> None:
@@ -199,6 +202,7 @@ def load_run(path: Path, price: float | None = None) -> RunRecord:
         run = RunRecord(
             path=path,
             info=info,
+            status=layout.status,
             summary=summary,
             agents=dict(sorted(agents.items())),
             evolutions=[line for line in kinds["evolution"] if _whole(line.get("generation")) is not None],
@@ -344,10 +348,13 @@ def _tests(lines: Iterable[Line], summary: Line) -> dict[str, tuple[int | None, 
 
 
 def _notes(run: RunRecord, has_metrics: bool, unassigned: int) -> Iterator[str]:
-    if not run.summary:
-        yield "This run has not finished: there is no summary yet, and the report shows what is available so far."
+    if run.status == "running":
+        yield "This run has not finished: it is running, and the report shows what is available so far."
+    elif run.status == "stopped":
+        command = shlex.join(["agilerl", "resume", str(run.path)])
+        yield f"This run has not finished: it was stopped, and the report shows what is there. To continue: {command}"
     elif not run.is_finished:
-        yield f"This run did not finish; its status is “{run.summary.get('status')}”."
+        yield f"This run did not finish; its status is “{run.status}”."
     if not has_metrics and any(agent.exams for agent in run.agents.values()):
         yield "metrics.jsonl is missing or empty, although there were exams: it was deleted, and there are no curves."
     elif not has_metrics:

@@ -9,7 +9,7 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -86,6 +86,7 @@ def render(runs: Sequence[RunRecord], reload: int | None = None) -> str:
         title="agilerl: " + ", ".join(names),
         runs=views,
         reload=reload,
+        now=datetime.now(UTC).strftime("%H:%M:%S"),
         comparison=comparison(runs, names) if len(runs) > 1 else None,
         overlay={"overlay": overlay} if overlay and len(runs) > 1 else {},
         style=resource("style.css.jinja"),
@@ -344,7 +345,8 @@ def _sentence(run: RunRecord, family: Family, accuracy: bool) -> str:
     if "base" not in run.tests or "elite" not in run.tests:
         best = run.agents[family.winner].best if family.winner is not None else None
         so_far = f" So far agent {family.winner} leads with a fitness of {life.plus(best.score)}." if best else ""
-        return f"There are no test results for base and elite yet.{so_far}"
+        missing = "The elite has not been tested yet." if "base" in run.tests else "There are no test results yet."
+        return missing + so_far
     base, (agent, elite) = run.tests["base"][1], run.tests["elite"]
     who = "The elite" + (f", agent {agent}," if agent is not None else "")
     gain = elite.mean - base.mean
@@ -390,7 +392,7 @@ def facts(run: RunRecord) -> dict[str, str]:
     began, left = training.get("pop_size") or "", summary.get("agents") or ""
     peak = max((number_or(line.get("memory/peak"), 0.0) for a in run.agents.values() for line in a.train), default=0.0)
     named = {
-        "Status": "finished" if run.is_finished else summary.get("status", "not finished"),
+        "Status": run.status,
         "Algorithm": algorithm.get("name"),
         "Population": f"{began}, at the end {left}" if began and left and began != left else began or left,
         "Generations": summary.get("generations") or len(generations),

@@ -91,6 +91,13 @@ class RunLayout:
             )
         return True
 
+    @property
+    def status(self) -> str:
+        """``finished`` or what else the summary says; without one ``running``, or ``stopped``: no process is at it."""
+        if self.summary.exists():
+            return str(strict_json.read_json(self.summary).get("status", "stopped"))
+        return "running" if _in_use(self.root / _LOCK) else "stopped"
+
     def _lacks(self, summary: Mapping[str, Any]) -> str:
         """Return in words what is missing from a run that ``summary`` calls finished; "" if nothing is."""
         if not isinstance(summary.get("generations"), int):
@@ -470,6 +477,20 @@ class DirectoryLock:
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _in_use(path: Path) -> bool:
+    """Return whether the process that a lock file names is alive; one on another machine counts as alive."""
+    import psutil
+
+    # Taking the lock would tell for certain, but a run that starts at this moment would be refused.
+    try:
+        owner = path.read_text().split()
+    except FileNotFoundError:
+        return False
+    except OSError:  # on Windows a locked file cannot be read
+        return True
+    return len(owner) == 2 and (owner[1] != socket.gethostname() or psutil.pid_exists(int(owner[0])))
 
 
 def _owner(descriptor: int) -> str:

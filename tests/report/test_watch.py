@@ -14,6 +14,7 @@ from agilerl.errors import CheckpointError, ConfigError
 from agilerl.report import live
 from agilerl.report.live import Watch, runs_below
 from agilerl.runs import JsonLines
+from agilerl.runs.directory import DirectoryLock
 from agilerl.runs.strict_json import dumps
 from tests.programs import Program
 from tests.report.browser import CHROMIUM, Browser
@@ -63,6 +64,15 @@ def test_a_list_of_runs_leads_to_their_reports(runs, tmp_path, serve):
     assert "<b>" not in page
     assert "whole &lt;b&gt;" in page
     assert "cannot be read" in page
+    assert page.count("<td>stopped</td>") == 1
+    lock = DirectoryLock(tmp_path / "all" / "of" / "unfinished" / ".lock")
+    assert "<td>running</td>" in get(server)[1]
+    assert "it is running" in get(server, "/of/unfinished/")[1]
+    lock.release()
+    end = time.monotonic() + 60
+    while "it was stopped" not in get(server, "/of/unfinished/")[1]:  # a process that ends writes nothing more
+        assert time.monotonic() < end
+        time.sleep(0.1)
     status, report = get(server, "/whole%20%3Cb%3E/")
     assert status == 200
     assert "<h1>Run whole &lt;b&gt;</h1>" in report

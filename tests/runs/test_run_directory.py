@@ -1,6 +1,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -43,6 +44,20 @@ def other(tmp_path):
 
 def tree(root):
     return sorted(p.relative_to(root).as_posix() for p in root.rglob("*"))
+
+
+def test_the_status_of_a_run(tmp_path):
+    with RunDirectory.create(tmp_path / "run", CONFIG, 7) as run:
+        assert run.status == "running"
+    assert run.status == "stopped"
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    (run.root / ".lock").write_text(f"{ended.pid} {socket.gethostname()}\n")  # as a kill leaves it
+    assert run.status == "stopped"
+    (run.root / ".lock").write_text(f"{ended.pid} elsewhere\n")
+    assert run.status == "running"
+    run.summary.write_text('{"status": "interrupted"}')
+    assert run.status == "interrupted"
 
 
 def test_create_writes_what_the_run_was_started_with(tmp_path):
