@@ -503,6 +503,11 @@ def _result(run: Any) -> dict[str, Any]:
     }
 
 
+def _ends(text: str) -> str:
+    """Return a text of at most 40 characters; of a longer one the beginning and, as in paths, more of the end."""
+    return text if len(text) <= 40 else f"{text[:12]}...{text[-25:]}"
+
+
 def _show_comparison(
     names: Sequence[str], differ: Mapping[str, Sequence[Any]], results: Sequence[Mapping[str, Any]]
 ) -> None:
@@ -511,8 +516,6 @@ def _show_comparison(
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.overflow = "fold"
-    for setting, values in differ.items():
-        table.add_row(one_line(setting), *("-" if value is None else one_line(str(value)) for value in values))
     for who in ("base", "elite"):
         tests = [result["test"].get(who) for result in results]
         scores = [None if test is None else (test["mean"], *test["ci95"]) for test in tests]
@@ -520,4 +523,6 @@ def _show_comparison(
         table.add_row(f"test of the {who}", *cells)
     for key, form in (("tokens", ",d"), ("seconds", ".0f")):
         table.add_row(key, *("-" if result[key] is None else f"{result[key]:{form}}" for result in results))
+    for setting, values in differ.items():
+        table.add_row(one_line(setting), *("-" if value is None else _ends(one_line(str(value))) for value in values))
     new_console().print(table)

@@ -6,7 +6,9 @@ What it proposes follows from the answers in the rows: how they are asked for an
 import json
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -219,7 +221,7 @@ def _read(path: Path) -> tuple[dict[str, str], list[str]]:
 def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
     """Yield what a run begins with: a prompt, an answer of the base, its reward; and how long the run may take."""
     from agilerl.cli.forecast import Planned, expected_seconds, seen_by_exam
-    from agilerl.cli.progress import sample
+    from agilerl.cli.progress import trial
     from agilerl.models.base import is_of_hub
     from agilerl.training.preflight import tried
     from agilerl.training.setup import build
@@ -240,7 +242,7 @@ def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
     except AgileRLError as error:
         yield "warning", str(error)
         return
-    yield from () if sampled is None else sample(sampled)
+    yield from () if sampled is None else trial(sampled)
     yield "exam", seen_by_exam(len(prompts))["sentence"]
     if seconds is not None:
         yield "time", f"up to about {duration(seconds)} for the run on this device, besides grading"
@@ -255,16 +257,18 @@ def sample_rows() -> list[dict[str, str]]:
 
 def _answer(question: str, default: str, given: str | None, asks: bool, check: Callable[[str], object]) -> str:
     """Return what an option says, else what the user answers, else the default; ``check`` refuses wrong answers."""
+    width = shutil.get_terminal_size().columns  # a terminal breaks words
 
     def checked(text: str) -> str:
         try:
             check(text.strip())
         except AgileRLError as error:
-            raise typer.BadParameter(str(error)) from error  # typer asks again
+            # Typer prints "Error: " before it, and asks again.
+            raise typer.BadParameter(textwrap.fill(str(error), width, initial_indent=" " * 7)[7:]) from error
         return text.strip()
 
     if given is None and asks:
-        return str(typer.prompt(question, default=default, value_proc=checked))
+        return str(typer.prompt(f"{textwrap.fill(question, width)}\n", default=default, value_proc=checked))
     answer = default if given is None else given.strip()
     if not answer:
         raise ConfigError(f"expected an answer, found an empty text: {question}")

@@ -256,7 +256,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     if session.config.training.trackers:
         yield "trackers", ", ".join(session.config.training.trackers)
     if sampled is not None:
-        yield from sample(sampled)
+        yield from trial(sampled)
     if plan["preflight"]:
         yield "preflight", f"before the first update agents answer {QUESTIONS} to {MOST} training questions"
     for sentence in plan["without_effect"]:
@@ -273,6 +273,14 @@ def sample(event: PreflightDone) -> list[tuple[str, str]]:
     """Return the names and texts of a prompt and of an answer with its reward, for a table."""
     answer = f"{one_line(event.answer) or '(empty)'}, reward {event.score:g}"
     return [("prompt", one_line(event.prompt)), ("answer", answer)]
+
+
+def trial(event: PreflightDone) -> Iterator[tuple[str, str]]:
+    """Yield the names and texts of what a plan shows of the base."""
+    yield from sample(event)
+    yield "base", event.shown
+    if event.problem:
+        yield "warning", event.problem
 
 
 def _exam_sampling(population: Population) -> str:

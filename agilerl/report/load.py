@@ -162,11 +162,14 @@ def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
     columns = []
     for run in runs:
         settings = dict(flat(run.info["config"]))
+        for name in [name for name, value in settings.items() if isinstance(value, list)]:
+            if all(isinstance(entry, Mapping) for entry in settings[name]):  # graders or datasets: which part differs
+                settings |= flat(dict(enumerate(settings.pop(name))), f"{name}.")
         if settings.get("algorithm.seed") == settings.get("training.seed"):
             settings.pop("algorithm.seed", None)  # not a second difference: it is the run's seed unless it is set
         files = (run.info.get("files") or {}).values()
         columns.append(settings | {f"{_DIGEST}{Path(n).name}": sha[:12] for kind in files for n, sha in kind.items()})
-    rows = {name: [column.get(name) for column in columns] for name in dict.fromkeys(n for c in columns for n in c)}
+    rows = {name: [column.get(name) for column in columns] for name in sorted({n for c in columns for n in c})}
     return {name: values for name, values in rows.items() if len(set(map(json.dumps, values))) > 1}
 
 

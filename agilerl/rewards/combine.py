@@ -31,19 +31,18 @@ class CombinedGrader(BaseGrader):
     name = "combined"
 
     @checked
-    def __init__(self, graders: Sequence[Any] | Mapping[str, Any], *, name: Name = "combined") -> None:
+    def __init__(self, graders: Sequence[Any] | Mapping[str, Any], *, name: Name | None = None) -> None:
         """Combine graders.
 
         Args:
             graders: graders or pairs ``(grader, weight)``; the keys of a mapping replace their names.
-            name: the name of the combination in messages and metrics.
+            name: the name of the combination in messages and metrics; None: that of its grader if there is one only.
 
         Raises ConfigError for no grader, two of one name, one that cannot be called, a weight that is not a number.
         """
         named = list(graders.items()) if isinstance(graders, Mapping) else [(None, part) for part in graders]
         if not named:
             raise ConfigError("expected at least one grader in a CombinedGrader, found none")
-        self.name = name
         self.graders: dict[str, Grader] = {}
         self.weights: dict[str, float] = {}
         for key, part in named:
@@ -55,6 +54,10 @@ class CombinedGrader(BaseGrader):
                 raise ConfigError(f"two graders are called {key!r}; rename one: CombinedGrader({{'first': ..., ...}})")
             self.graders[key], self.weights[key] = grader, weight
         check_weights(self.weights, self.graders)
+        if name is not None:
+            self.name = name
+        elif len(self.graders) == 1:
+            (self.name,) = self.graders
 
     def __repr__(self) -> str:
         return f"CombinedGrader({', '.join(f'{weight:g} * {name}' for name, weight in self.weights.items())})"

@@ -180,8 +180,8 @@ _RULES: Mapping[str, tuple[Callable[[_Window], str], str]] = {
     ),
     "fallen reward": (
         _fallen_reward,
-        "usually the steps are too large and the policy is broken: lower algorithm.lr, or the upper end of its range "
-        "(mutation.rl_hp_selection.lr)",
+        "usually the steps are too large and the policy is broken: lower algorithm.lr, and if it evolves the "
+        "upper end of its range (mutation.rl_hp_selection.lr)",
     ),
     "cut answers": (
         _cut_answers,

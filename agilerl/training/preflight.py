@@ -76,16 +76,27 @@ def _problem(session: Session, probed: Probe) -> str:
 
 
 def tried(session: Session) -> PreflightDone | None:
-    """Return one question with one answer, for a plan; None if agents do not sample, or if it could take long."""
+    """Return an answer to each of some questions, for a plan; None if agents do not sample, or if it could take long.
+
+    As many as are cheap, ``QUESTIONS`` at most; of episodes one.
+    """
     population = session.population
     if population.learns_from_data:
         return None
     base, lengths = population.runtime.base, population.lengths("exam")
     longest = lengths.row(population.eval_max_new_tokens or population.context_length, population.context_length)
-    if 2 * base.parameters * longest > CHEAP * (1 if base.device.type == "cpu" else 100):
+    affordable = CHEAP * (1 if base.device.type == "cpu" else 100) // (2 * base.parameters * longest)
+    if not affordable:
         return None
     with at_date(session.date):
-        return event_of(probe(population, 1, 1))
+        probed = probe(population, 1 if population.task.multi_turn else int(min(affordable, QUESTIONS)), 1)
+    count, alike = len(probed.answers), probed.reward == 0 and len(probed.answers) == QUESTIONS
+    sentence = (
+        f"mean reward {probed.reward:.3f} of {count} answer{'s' * (count > 1)}, {probed.cut:.0%} cut at the limit"
+    )
+    gives_up = f"; the run asks up to {MOST} questions before it gives up" * is_due(session)
+    warning = f"{_problem(session, probed)}{gives_up}"
+    return replace(event_of(probed, warning * alike), shown=sentence)
 
 
 def problem(e: EnvironmentConfig, algorithm: str, population: Population, probed: Probe) -> str:
@@ -93,11 +104,12 @@ def problem(e: EnvironmentConfig, algorithm: str, population: Population, probed
     groups = f"all {len(probed.answers)} answers to {len(probed.groups)} training questions"
     limit = getattr(population.agents[0].config, "max_output_tokens", None)
     scored = e.task is not None and e.env_type == "reasoning" and e.graders is None and e.reward == "exact"
+    where = " (environment.params)" * (e.task is not None)
     easier = ", a reward that also pays partly right answers (environment.reward=score)" if scored else ""
     if math.isnan(probed.reward):
         return f"none of {groups} has a grade; check the graders"
     if probed.reward and not probed.differ:
-        return f"{groups} earn alike ({probed.reward:g}); take harder questions (environment.params), or another reward"
+        return f"{groups} earn alike ({probed.reward:g}); take harder questions{where}, or another reward"
     if probed.cut == 1:
         return f"{groups} earn {probed.reward:g} and are cut at {limit or 'the end of the context'}" + (
             " tokens; raise algorithm.max_output_tokens" if limit else "; shorten the prompts or raise max_model_len"
@@ -110,8 +122,8 @@ def problem(e: EnvironmentConfig, algorithm: str, population: Population, probed
     formats = e.answer_format == "whole" and e.env_type == "reasoning" and e.graders is None
     asked = "let the prompt ask for a format (environment.answer_format=after), " if formats else ""
     return (
-        f"{groups} earn {probed.reward:g}, so {algorithm} has nothing to compare; {asked}take easier questions "
-        f"(environment.params), a stronger base{easier}, or more answers to each (algorithm.group_size)"
+        f"{groups} earn {probed.reward:g}, so {algorithm} has nothing to compare; {asked}take easier questions{where}, "
+        f"a stronger base{easier}, or more answers to each (algorithm.group_size)"
     )
 
 

@@ -684,7 +684,6 @@ def test_compare_shows_what_differs(run: Path, changed: Any, agilerl: Agilerl) -
     assert [line.split() for line in lines if line.startswith("algorithm.lr")] == [["algorithm.lr", "0.001", "0.5"]]
     assert not any(line.startswith(("algorithm.beta", "algorithm.seed")) for line in lines)
     assert [line.split()[0] for line in lines if "seed" in line] == ["training.seed"]
-    assert Path(lines[-1]).is_file()
     found = json.loads(agilerl("compare", str(run), str(other), "--json").output)
     assert found["settings"]["algorithm.lr"] == [0.001, 0.5]
     assert found["results"][0] == found["results"][1]
@@ -692,6 +691,16 @@ def test_compare_shows_what_differs(run: Path, changed: Any, agilerl: Agilerl) -
     for name in ("x/run", "y/run"):
         shutil.copytree(run, name)
     assert agilerl("compare", "x/run", "y/run").output.split()[:2] == ["x/run", "y/run"]
+
+
+def test_compare_shows_what_differs_inside_lists_and_cuts_long_values(
+    run: Path, changed: Any, agilerl: Agilerl
+) -> None:
+    other = changed(environment={"graders": [{"name": "exact", "label": "x" * 60, "weight": 2.0}]})
+    lines = agilerl("compare", str(run), str(other)).output.splitlines()
+    assert next(line.split() for line in lines if line.startswith("environment.graders.0.weight"))[1:] == ["-", "2.0"]
+    assert f"{'x' * 12}...{'x' * 25}" in "".join(line.split()[-1] for line in lines if "xx" in line)
+    assert Path(lines[-1]).is_file()
 
 
 def test_compare_says_that_the_reward_changed(

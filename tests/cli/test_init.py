@@ -81,12 +81,22 @@ def test_rows_are_read_and_the_base_is_asked(agilerl: Agilerl, tmp_path: Path, m
     assert (made.code, made.errors) == (0, "")
     assert made.output.startswith("100 rows: all answers are numbers, so the reward accuracy is proposed\n")
     assert re.search(r"\nprompt +<bos>\d+ \+ \d+ =<sep> *\nanswer +.*, reward [01] *\n", made.output)
-    assert "exam    20 questions tell two agents apart" in made.output
+    assert re.search(r"\nexam +20 questions tell two agents apart", made.output)
     assert re.search(r"\ntime +up to about [\d.]+ (s|min|h)", made.output)
     assert max(map(len, made.output.splitlines())) <= 80
     e = load_manifest(tmp_path / "my.yaml").environment
     assert [grader.name for grader in e.graders or ()] == ["accuracy"]
     assert (e.eval_prompts, e.test_prompts) == (20, 25)
+
+
+@pytest.mark.model
+def test_a_base_that_gets_nothing_right_is_a_warning(agilerl: Agilerl, tmp_path: Path) -> None:
+    rows = [{"question": f"{i} * 12345678 =", "answer": str(12345678 * i)} for i in range(700000, 700100)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words = " ".join(agilerl("init", "--data", "rows.jsonl").output.split())
+    assert "base mean reward 0.000 of 16 answers" in words
+    assert "warning all 16 answers to 16 training questions earn 0" in words
+    assert "environment.params" not in words  # rows have none
 
 
 @pytest.mark.model

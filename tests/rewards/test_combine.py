@@ -192,6 +192,15 @@ class SomeoneElses:
         return 2.0
 
 
+def test_one_grader_alone_keeps_its_name():
+    def polite(completion):
+        return float("please" in completion)
+
+    assert CombinedGrader([polite]).name == "polite"
+    assert CombinedGrader([polite], name="manners").name == "manners"
+    assert CombinedGrader([polite, len]).name == "combined"
+
+
 def test_setup_and_close_cascade_and_happen_once():
     ours, theirs = Opened(), SomeoneElses()
     grader = CombinedGrader([length, CombinedGrader([ours, theirs])])
