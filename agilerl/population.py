@@ -379,6 +379,10 @@ class Population(Exams):
         self.next_index += len(plan.births)
         return {a.index: dict(a.hyperparameters) for a in agents}
 
+    def keep_first(self, count: int) -> None:
+        """Remove all agents but the first ones, before any of them has learned."""
+        self._replace(self.agents[:count])
+
     def _replace(self, agents: list[LLMAlgorithm]) -> None:
         """Remove agents that are not among the new ones, and close the gaps."""
         alive = {id(agent) for agent in agents}

@@ -246,6 +246,13 @@ class Pace:
     given: bool = False
     """Whether the user chose ``steps``."""
 
+    def founders(self, most: int) -> int:
+        """Return how many of ``most`` founders a knockout starts: those that ``MOST`` of the budget pays an iteration.
+
+        Two at least. Each further one would cost a small budget more than its rate can be worth.
+        """
+        return most if self.given or not self.iteration else min(most, max(2, int(MOST / self.iteration)))
+
     def founders_steps(self, agents: int) -> int:
         """Return the iterations of a generation in which so many of a knockout's founders are left: at least one.
 

@@ -164,7 +164,7 @@ def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
         settings = dict(flat(run.info["config"]))
         for name in [name for name, value in settings.items() if isinstance(value, list)]:
             if all(isinstance(entry, Mapping) for entry in settings[name]):  # graders or datasets: which part differs
-                settings |= flat(dict(enumerate(settings.pop(name))), f"{name}.")
+                settings |= flat({str(i): entry for i, entry in enumerate(settings.pop(name))}, f"{name}.")
         if settings.get("algorithm.seed") == settings.get("training.seed"):
             settings.pop("algorithm.seed", None)  # not a second difference: it is the run's seed unless it is set
         files = (run.info.get("files") or {}).values()

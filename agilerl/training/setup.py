@@ -107,6 +107,13 @@ class Session:
         return Pace(self.evo_steps, 1 / iterations, 0 if t.max_tokens is None else exam / iterations, given)
 
     @property
+    def founders(self) -> int:
+        """Agents that a new run starts with: those asked for; if nothing was, those that the budget pays."""
+        t, strategy = self.config.training, self.selection
+        free = "pop_size" not in t.model_fields_set and isinstance(strategy, KnockoutSelection) and strategy.floor == 1
+        return self.pace.founders(t.pop_size) if free else t.pop_size
+
+    @property
     def without_effect(self) -> list[str]:
         """Sentences about what was asked for and will not happen."""
         sentences = self.resolved.without_effect
@@ -116,14 +123,14 @@ class Session:
         later = strategy.later
         if not isinstance(later, PulseSelection) or not later.factors or not later.until:
             return sentences
-        first = self.pace.first_pulse(t.pop_size, strategy.period, later.every)
+        first = self.pace.first_pulse(self.founders, strategy.period, later.every)
         if first >= later.until:
             due = f"the first is due after {first:.0%} of so small a budget" if first < 1 else "the budget is too small"
             sentences.append(
                 f"selection_strategy.pulses: no copy with a higher rate will be tried: {due}, and none is tried after "
                 f"pulses.until={later.until:g} of it; raise the budget, or lower training.evo_steps"
                 + " or training.pop_size"
-                * (t.pop_size > 1)
+                * (self.founders > 1)
             )
         return sentences
 
@@ -193,7 +200,10 @@ def build(
         resolved = resolved.derived(evo_steps=steps)
     files = digests(named_files(here.config))
     files["code"] |= given_digests(config.environment, config.selection_strategy.strategy, config.training)
-    return Session(resolved, source, population, saved, files, topology, date, trackers)
+    session = Session(resolved, source, population, saved, files, topology, date, trackers)
+    if saved is None and session.founders < config.training.pop_size:
+        population.keep_first(session.founders)
+    return session
 
 
 def _population(

@@ -79,6 +79,16 @@ def test_a_small_budget_is_not_spent_on_founders(iterations: int, steps: int, ex
     assert Pace(steps, 1 / iterations, 0.0, given=True).founders_steps(4) == steps
 
 
+@pytest.mark.parametrize(
+    ("iterations", "asked", "expected"),
+    [(5, 4, 2), (14, 4, 2), (15, 4, 3), (20, 4, 4), (512, 8, 8), (30, 8, 6), (5, 1, 1)],
+)
+def test_a_small_budget_has_fewer_founders(iterations: int, asked: int, expected: int) -> None:
+    assert Pace(1, 1 / iterations, 0.0).founders(asked) == expected
+    assert Pace(1, 1 / iterations, 0.0, given=True).founders(asked) == asked
+    assert Pace(1, 0.0, 0.0).founders(asked) == asked
+
+
 def test_one_founder_stays_once_a_fifth_of_the_budget_is_spent() -> None:
     fitness = {i: solved(right) for i, right in enumerate((20, 30, 10, 25))}
     assert KnockoutSelection(4).plan(fitness, 0, 0, 4, Standing(0.19)).slots == (1, 3)

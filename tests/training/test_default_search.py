@@ -1,6 +1,7 @@
 """What a manifest gets that says nothing about the search, and what the knockout leaves in the run directory."""
 
 from collections.abc import Mapping
+from importlib.resources import files
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,6 +211,25 @@ def test_where_the_configured_rate_is_far_from_the_usual_one_a_founder_has_that(
     far = f"is {rate:.2g} times the usual rate" if rate > 3 else f"is 1/{1 / rate:.2g} of the usual rate"
     assert (far in console.file.getvalue()) is (not 1 / 3 <= rate <= 3)  # type: ignore[attr-defined]
     assert ("agent 1 starts with that" in console.file.getvalue()) is usual  # type: ignore[attr-defined]
+
+
+def test_a_small_budget_starts_with_fewer_agents_unless_their_number_is_given(tmp_path: Path) -> None:
+    manifest = tmp_path / "small.yaml"
+    manifest.write_text((files("agilerl.config") / "default.yaml").read_text().replace("  pop_size: 4\n", ""))
+
+    def planned(*overrides: str) -> tuple[list[int], bool]:
+        session = build(load_manifest(manifest, [*FEW, *overrides]))
+        console = Console(file=StringIO(), width=300)
+        print_plan(session, Path("run"), console)
+        fewer = "no more founders" in console.file.getvalue()  # type: ignore[attr-defined]
+        return [agent.index for agent in session.population.agents], fewer
+
+    assert planned("training.max_steps=240") == ([0, 1, 2], True)  # 15 iterations of 16 completions
+    assert planned("training.max_steps=320") == ([0, 1, 2, 3], False)
+    assert planned("training.max_steps=32") == ([0, 1], True)
+    assert planned("training.max_steps=32", "training.pop_size=4") == ([0, 1, 2, 3], False)
+    assert planned("training.max_steps=32", "selection_strategy.name=tournament") == ([0, 1, 2, 3], False)
+    assert planned("training.max_steps=32", "selection_strategy.floor=2") == ([0, 1, 2, 3], False)
 
 
 def test_another_base_takes_the_formula() -> None:
