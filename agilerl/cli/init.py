@@ -62,7 +62,7 @@ algorithm:
 
 training:
   max_steps: 24576              # completions of all agents together
-  # pop_size: 8                 # agents; without it 4, or fewer where the budget is small
+  # pop_size: 8                 # agents; without it 4, or fewer if the budget is small
 """
 _REWARD = '''\
 """The reward of {manifest}: the function is called for every completion, with columns of the row by their names."""

@@ -133,7 +133,7 @@ class TrainingConfig(Section):
 
     pop_size: Annotated[int, Field(ge=1)] = 4
     """Agents of the population. Unless it is set, a knockout starts with fewer where an iteration of each would take
-    more than a fifth of the budget: two at least."""
+    more than a tenth of the budget: with one, or with two where ``usual_founder`` adds one."""
     max_steps: Annotated[int, Field(ge=1)] = 32768
     """Completions sampled (or read from data, two a pair) for training, all agents together."""
     num_epochs: Annotated[int | None, Field(ge=1)] = None

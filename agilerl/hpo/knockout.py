@@ -221,6 +221,11 @@ MOST = 0.2
 """Share of the budget that the first generation takes at most, and after which place decides and one founder stays."""
 
 
+FOUNDERS = 0.1
+"""Share of the budget that an iteration of every founder takes at most. In smaller budgets a founder costs more than its
+rate can be worth, and challengers try other rates, too."""
+
+
 def on_evidence(agents: int, spent: float) -> bool:
     """Return whether founders leave only on evidence where ``spent`` of the budget, in [0, 1], is spent."""
     return agents > FIELD and spent < MOST
@@ -246,12 +251,9 @@ class Pace:
     given: bool = False
     """Whether the user chose ``steps``."""
 
-    def founders(self, most: int) -> int:
-        """Return how many of ``most`` founders a knockout starts: those that ``MOST`` of the budget pays an iteration.
-
-        Two at least. Each further one would cost a small budget more than its rate can be worth.
-        """
-        return most if self.given or not self.iteration else min(most, max(2, int(MOST / self.iteration)))
+    def founders(self, least: int, most: int) -> int:
+        """Return with how many founders a knockout starts: as many as ``FOUNDERS`` of the budget pays an iteration."""
+        return most if self.given or not self.iteration else min(most, max(least, int(FOUNDERS / self.iteration)))
 
     def founders_steps(self, agents: int) -> int:
         """Return the iterations of a generation in which so many of a knockout's founders are left: at least one.

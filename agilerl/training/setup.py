@@ -108,10 +108,14 @@ class Session:
 
     @property
     def founders(self) -> int:
-        """Agents that a new run starts with: those asked for; if nothing was, those that the budget pays."""
+        """Agents that a new run starts with: those asked for; if nothing was, those that the budget pays.
+
+        A small budget has one, and the usual rate beside a configured one that is far from it.
+        """
         t, strategy = self.config.training, self.selection
         free = "pop_size" not in t.model_fields_set and isinstance(strategy, KnockoutSelection) and strategy.floor == 1
-        return self.pace.founders(t.pop_size) if free else t.pop_size
+        least = 2 if getattr(strategy, "seeded", 0) else 1
+        return self.pace.founders(least, t.pop_size) if free else t.pop_size
 
     @property
     def without_effect(self) -> list[str]:

@@ -80,13 +80,22 @@ def test_a_small_budget_is_not_spent_on_founders(iterations: int, steps: int, ex
 
 
 @pytest.mark.parametrize(
-    ("iterations", "asked", "expected"),
-    [(5, 4, 2), (14, 4, 2), (15, 4, 3), (20, 4, 4), (512, 8, 8), (30, 8, 6), (5, 1, 1)],
+    ("iterations", "least", "asked", "expected"),
+    [
+        (5, 1, 4, 1),
+        (5, 2, 4, 2),
+        (19, 1, 4, 1),
+        (20, 1, 4, 2),
+        (32, 2, 4, 3),
+        (40, 1, 4, 4),
+        (512, 2, 8, 8),
+        (5, 2, 1, 1),
+    ],
 )
-def test_a_small_budget_has_fewer_founders(iterations: int, asked: int, expected: int) -> None:
-    assert Pace(1, 1 / iterations, 0.0).founders(asked) == expected
-    assert Pace(1, 1 / iterations, 0.0, given=True).founders(asked) == asked
-    assert Pace(1, 0.0, 0.0).founders(asked) == asked
+def test_a_small_budget_has_fewer_founders(iterations: int, least: int, asked: int, expected: int) -> None:
+    assert Pace(1, 1 / iterations, 0.0).founders(least, asked) == expected
+    assert Pace(1, 1 / iterations, 0.0, given=True).founders(least, asked) == asked
+    assert Pace(1, 0.0, 0.0).founders(least, asked) == asked
 
 
 def test_one_founder_stays_once_a_fifth_of_the_budget_is_spent() -> None:

@@ -221,12 +221,13 @@ def test_a_small_budget_starts_with_fewer_agents_unless_their_number_is_given(tm
         session = build(load_manifest(manifest, [*FEW, *overrides]))
         console = Console(file=StringIO(), width=300)
         print_plan(session, Path("run"), console)
-        fewer = "no more founders" in console.file.getvalue()  # type: ignore[attr-defined]
+        fewer = "no more, because" in console.file.getvalue()  # type: ignore[attr-defined]
         return [agent.index for agent in session.population.agents], fewer
 
-    assert planned("training.max_steps=240") == ([0, 1, 2], True)  # 15 iterations of 16 completions
-    assert planned("training.max_steps=320") == ([0, 1, 2, 3], False)
-    assert planned("training.max_steps=32") == ([0, 1], True)
+    assert planned("training.max_steps=480") == ([0, 1, 2], True)  # 30 iterations of 16 completions
+    assert planned("training.max_steps=640") == ([0, 1, 2, 3], False)
+    assert planned("training.max_steps=32") == ([0], True)
+    assert planned("training.max_steps=32", "algorithm.lr=9e-3") == ([0, 1], True)  # the second at the usual rate
     assert planned("training.max_steps=32", "training.pop_size=4") == ([0, 1, 2, 3], False)
     assert planned("training.max_steps=32", "selection_strategy.name=tournament") == ([0, 1, 2, 3], False)
     assert planned("training.max_steps=32", "selection_strategy.floor=2") == ([0, 1, 2, 3], False)
