@@ -89,7 +89,7 @@ CEILINGS = {
     "runs": 2_110,
     "safety": 810,
     "text": 310,
-    "training": 4_540,
+    "training": 4_550,
     "utils": 40,
 }
 """Most lines of each package; ".": the files beside them. What grows takes something away, or raises its ceiling in a

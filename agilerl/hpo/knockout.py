@@ -222,8 +222,8 @@ MOST = 0.2
 
 
 FOUNDERS = 0.1
-"""Share of the budget that an iteration of every founder takes at most. In smaller budgets a founder costs more than its
-rate can be worth, and challengers try other rates, too."""
+"""Share of the budget that an iteration of every founder takes at most. In smaller budgets one costs more than its rate
+can be worth, and challengers try other rates, too."""
 
 
 def on_evidence(agents: int, spent: float) -> bool:
