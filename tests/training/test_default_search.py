@@ -1,7 +1,6 @@
 """What a manifest gets that says nothing about the search, and what the knockout leaves in the run directory."""
 
 from collections.abc import Mapping
-from importlib.resources import files
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -213,12 +212,9 @@ def test_where_the_configured_rate_is_far_from_the_usual_one_a_founder_has_that(
     assert ("agent 1 starts with that" in console.file.getvalue()) is usual  # type: ignore[attr-defined]
 
 
-def test_a_small_budget_starts_with_fewer_agents_unless_their_number_is_given(tmp_path: Path) -> None:
-    manifest = tmp_path / "small.yaml"
-    manifest.write_text((files("agilerl.config") / "default.yaml").read_text().replace("  pop_size: 4\n", ""))
-
+def test_a_small_budget_starts_with_fewer_agents_unless_their_number_is_given() -> None:
     def planned(*overrides: str) -> tuple[list[int], bool]:
-        session = build(load_manifest(manifest, [*FEW, *overrides]))
+        session = made(*overrides)
         console = Console(file=StringIO(), width=300)
         print_plan(session, Path("run"), console)
         fewer = "no more, because" in console.file.getvalue()  # type: ignore[attr-defined]
