@@ -70,29 +70,29 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 CEILINGS = {
-    ".": 2_250,
-    "algorithms": 6_400,
-    "checks": 780,
-    "cli": 4_700,
-    "compat": 2_680,
-    "config": 2_350,
+    ".": 2_240,
+    "algorithms": 6_350,
+    "checks": 770,
+    "cli": 4_650,
+    "compat": 2_670,
+    "config": 2_340,
     "data": 650,
-    "distributed": 740,
-    "envs": 7_820,
-    "functional": 1_650,
-    "hpo": 2_990,
-    "models": 3_870,
-    "planning": 960,
-    "report": 2_600,
-    "rewards": 2_980,
-    "rollouts": 4_200,
-    "runs": 2_110,
+    "distributed": 730,
+    "envs": 7_740,
+    "functional": 1_630,
+    "hpo": 2_940,
+    "models": 3_810,
+    "planning": 950,
+    "report": 2_570,
+    "rewards": 2_950,
+    "rollouts": 4_150,
+    "runs": 2_090,
     "safety": 810,
     "text": 310,
-    "training": 4_550,
+    "training": 4_490,
     "utils": 40,
 }
-"""Most lines of each package; ".": the files beside them. What grows takes something away, or raises its ceiling in a
+"""Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises its ceiling in a
 commit that says why."""
 
 
@@ -127,12 +127,17 @@ def test_no_exception_outlives_its_reason(rule: str) -> None:
     assert set(ALLOWED[rule]) <= found
 
 
+def lines_of(path: Path) -> int:
+    """Return the lines of a file but those with nothing but a comment: a ceiling should cost nobody a reason."""
+    return sum(not line.lstrip().startswith("#") for line in path.read_text(encoding="utf-8").splitlines())
+
+
 def test_packages_keep_their_ceilings() -> None:
     lines: dict[str, int] = {}
     for path in (ROOT / "agilerl").rglob("*.py"):
         parts = path.relative_to(ROOT / "agilerl").parts
         package = parts[0] if len(parts) > 1 else "."
-        lines[package] = lines.get(package, 0) + len(path.read_text(encoding="utf-8").splitlines())
+        lines[package] = lines.get(package, 0) + lines_of(path)
     assert {name: count for name, count in lines.items() if count > CEILINGS.get(name, 0)} == {}
     assert {name: most for name, most in CEILINGS.items() if lines.get(name, 0) < 0.97 * most} == {}  # lower it
 
@@ -151,7 +156,7 @@ def test_the_reading_list_is_true() -> None:
             folder, braces, rest = name.partition("{")
             for part in rest.partition("}")[0].split(",") if braces else ("",):
                 path = ROOT / "agilerl" / (f"{folder}{part}{rest.partition('}')[2]}" if braces else name)
-                count += len(path.read_text(encoding="utf-8").splitlines())
+                count += lines_of(path)
         assert abs(count - int(stated.replace(",", ""))) <= 0.05 * count, (names, count)
 
 
