@@ -268,7 +268,7 @@ def test_the_page_shows_what_is_printed(agilerl: Agilerl, monkeypatch: pytest.Mo
         if language == "python":
             exec(compile(block, "the page", "exec"), {})
             shown += 1
-    assert shown == 11
+    assert shown == 9
 
 
 # -- what a stranger's run may not do ----------------------------------------------------------------------------------

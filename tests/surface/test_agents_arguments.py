@@ -140,7 +140,7 @@ AGENT: dict[str, Entry] = {
     "wrap": NoOp("the base is wrapped once, by its runtime"),
     "clone": NoOp("a clone is made by `agent.clone()`"),
     "calc_position_embeddings": NoOp("positions are always computed; False is refused"),
-    "reduce_memory_peak": NoOp("a pass holds what memory holds, and is cut where it does not"),
+    "reduce_memory_peak": NoOp("the size of a pass follows from the memory"),
     # AdamW, and how an update is cut
     "lr": to(1e-3),
     "batch_size": to(4),
@@ -564,7 +564,7 @@ def pushed(batch: int = 0, dloss_dlogp: float = 1.0) -> Any:
 
 
 FROZEN = NoOp("the base is frozen: no mode, wrapping or compilation of it changes")
-TEXT = NoOp("text has no spaces, and goes to the model as it is")
+TEXT = NoOp("text has no spaces, and is not preprocessed")
 DONE: dict[str, tuple[Callable[..., Any] | None, dict[str, Entry]]] = {
     "get_action": (acts, {"obs": to(PROMPTS[:1]), "training": to(False), "repeat_prompts": to(False)}),
     "learn": (
