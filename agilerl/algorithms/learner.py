@@ -75,7 +75,7 @@ MEASURES = {
     "frac_reward_zero_std": "equal",
 }
 """Metrics of an update that the guards read, with their names for them."""
-KEPT = ("reward_before", "reward_first", "equal_first")
+KEPT = ("reward_before", "equal_first")
 """What the guards read of earlier generations."""
 
 
@@ -303,15 +303,14 @@ class Learner:
         self.outcomes[outcome] += 1
         for metric, name in MEASURES.items():
             self.vitals[name].append(metrics.get(metric, math.nan))
-        for name in ("reward", "equal"):
-            self.vitals[f"{name}_first"] = self.vitals[f"{name}_first"] or self.vitals[name][:1]
+        self.vitals["equal_first"] = self.vitals["equal_first"] or self.vitals["equal"][:1]
 
     def after_selection(self) -> None:
         """Begin a generation: selection has acted on the findings so far, as far as it could."""
         self.sick = ""
         self.vitals = {name: [] for name in MEASURES.values()} | {
             "reward_before": self.vitals["reward"] or self.vitals["reward_before"],
-            **{name: self.vitals[name] for name in ("reward_first", "equal_first")},
+            "equal_first": self.vitals["equal_first"],
         }
 
     def present_vitals(self, *, with_rewards: bool = True) -> Vitals:

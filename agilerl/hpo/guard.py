@@ -33,10 +33,8 @@ class Vitals:
     """Mean rewards of the agent, or of the agent it was cloned from, in the generation before."""
     equal: Sequence[float] = ()
     """Share of the groups whose completions all earned the same, from which nothing is learned."""
-    reward_first: Sequence[float] = ()
-    """Mean reward in the first iteration of the agent's ancestor, before it had learned anything."""
     equal_first: Sequence[float] = ()
-    """``equal`` in that iteration."""
+    """``equal`` in the first iteration of the agent's ancestor, before it had learned anything."""
 
 
 def collapsed(vitals: Mapping[int, Vitals], elite: int) -> dict[int, str]:
@@ -79,13 +77,13 @@ def collapsed(vitals: Mapping[int, Vitals], elite: int) -> dict[int, str]:
 def stuck(vitals: Vitals, groups: int) -> bool:
     """Return whether an agent can learn no more, ``groups`` being those of an iteration.
 
-    It is stuck if in the later half of this generation it earned less than before any training, and all completions of
-    each group the same, though then so many groups differed that chance explains it with a probability below one
-    percent. An agent that has nothing more to learn has equal groups, too, but earns more.
+    It is stuck if in the later half of this generation all completions of each group earned the same, though before any
+    training so many groups differed that chance explains it with a probability below one percent. An agent that answers
+    everything right is stuck, too; only its exams tell.
     """
     half = len(vitals.equal) // 2
     late, first = _finite(vitals.equal[half:]), _finite(vitals.equal_first)
-    if not (late.size and first.size and late.min() == 1 and _mean(vitals.reward[half:]) < _mean(vitals.reward_first)):
+    if not (late.size and first.size and late.min() == 1):
         return False
     # One more group of each kind, as few groups that differ do not prove that all do (Laplace's rule).
     chance = (groups * first[0] + 1) / (groups + 2)

@@ -14,6 +14,9 @@ Sureness = Annotated[float, Within(least=0.5, most=1)]
 """A probability that one agent is better than another, from a coin's on."""
 
 
+TRUST = 0.95
+"""Least ``confidence`` against a founder whose rate is known to be usual: one that is too high often leads the first exam,
+before it collapses."""
 STUCK_FACTOR = 0.1
 """Factor on the learning rate of an agent that comes back because it, or its successor, could learn no more."""
 
@@ -31,8 +34,8 @@ class PulseSelection(Strategy):
     Guard: if the run's best exam is better than the agent's present one with certainty, the agent of that exam comes
     back as it was then, at ``guard_factor`` times the learning rates of the one that fell. The best of n exams exceeds
     the next one by chance, and is compared with many, so the probability must be at least 1 - (1 - ``guard``) / n
-    (Bonferroni). An agent whose fitness is not finite has fallen. So has one that is stuck (``Standing.stuck``) below
-    the best exam, whatever the evidence, because waiting can only lose; its rate was far too high, so it comes back at
+    (Bonferroni). An agent whose fitness is not finite has fallen. For one that is stuck (``Standing.stuck``) below the
+    best exam ``challenge`` is enough, because waiting can only lose; its rate was far too high, so it comes back at
     ``STUCK_FACTOR`` times that. ``guard=1`` never brings anything back.
     Raises ConfigError for factors that are not positive or are 1, and probabilities outside [0.5, 1].
     """
@@ -112,7 +115,7 @@ class PulseSelection(Strategy):
             return None
         # The best of as many exams as there were is above the next one by luck alone.
         sure, needed = probability_better(best.fitness, present), 1 - (1 - self.guard) / (generation + 1)
-        if winner in standing.stuck and best.fitness.mean > present.mean:
+        if winner in standing.stuck and sure >= self.challenge and sure > 0.5:
             verdicts[winner] = (
                 f"left: rewards differ within no group, {present.mean:.3f} in the exam against "
                 f"{best.fitness.mean:.3f} of agent {best.agent}; back at {STUCK_FACTOR:g} times the learning rate"
@@ -168,9 +171,9 @@ class KnockoutSelection(Strategy):
         self.seeded = 0
 
     def seeding(self, agent: int) -> "KnockoutSelection":
-        """Return the same strategy with another agent that is trusted most."""
+        """Return the same strategy with another agent that is trusted most, and leaves on more evidence."""
         strategy = copy(self)
-        strategy.seeded = agent
+        strategy.seeded, strategy.confidence = agent, max(self.confidence, TRUST)
         return strategy
 
     def decide(self, contest: Contest) -> Plan:

@@ -111,6 +111,11 @@ def test_in_doubt_the_agent_stays_that_is_trusted_most() -> None:
     assert strategy.plan(alike, 0, 0, 4, Standing(0.3)).slots == (0,)
     better = alike | {2: solved(35)}
     assert strategy.seeding(1).plan(better, 0, 0, 4, Standing(0.3)).slots == (2,)
+    # A rate that is too high often leads the first exam: the usual one leaves on more evidence.
+    two = {0: solved(6, start=17), 1: solved(3)}
+    assert 0.8 < probability_better(two[0], two[1]) < 0.95
+    assert KnockoutSelection(4).plan({0: two[1], 1: two[0]}, 0, 0, 4, Standing(0.3)).slots == (1,)
+    assert strategy.seeding(1).plan(two, 0, 0, 4, Standing(0.3)).slots == (1,)
 
 
 def test_the_best_of_several_needs_more_evidence_than_one_rival() -> None:
@@ -128,6 +133,7 @@ def test_an_agent_that_can_learn_no_more_gives_way_to_the_best_exam_at_a_tenth_o
         (Standing(0.4, best, frozenset({0})), (Birth(4, 0, 0, 0.1, from_best=True),)),
         (Standing(0.4, best), ()),
         (Standing(0.4, Best(0, solved(0)), frozenset({0})), ()),
+        (Standing(0.4, Best(0, solved(1)), frozenset({0})), ()),
     ):
         plan = KnockoutSelection(4).plan({0: solved(0)}, 1, 0, 4, standing)
         assert (plan.births, plan.reason) == (births, "guard" if births else "")

@@ -413,9 +413,9 @@ def test_a_population_knows_who_can_learn_no_more() -> None:
     (agent,) = population.agents
     agent.note_outcome("ok", {"reward": 0.5, "frac_reward_zero_std": 0.25})
     agent.after_selection()
-    for reward, stuck in ((0.5, set()), (0.0, {0})):
-        agent.note_outcome("ok", {"reward": reward, "frac_reward_zero_std": 1.0})
+    for equal, stuck in ((0.9, set()), (1.0, {0})):
+        agent.note_outcome("ok", {"reward": 0.1, "frac_reward_zero_std": equal})
         assert population.stuck() == stuck
     child = agent.clone(1)
     child.note_outcome("ok", {"reward": 0.0, "frac_reward_zero_std": 0.5})
-    assert child.vitals["reward_first"] == [0.5]
+    assert child.vitals["equal_first"] == [0.25]
