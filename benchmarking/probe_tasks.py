@@ -96,7 +96,7 @@ def row(config: RunConfig, bases: Bases, questions: int, samples: int, longest: 
 
 
 def table(document: dict[str, Any]) -> str:
-    """Return a table of the tasks where groups differ, most first; the other tasks and the formats in short."""
+    """Return a table of the tasks where learning starts at once; the other tasks and the formats in short."""
     asked = {name: one for name, one in document["rows"].items() if "reason" not in one}
     main = {name.partition(" ")[0]: one for name, one in asked.items() if name.endswith(" after")}
 
@@ -106,20 +106,24 @@ def table(document: dict[str, Any]) -> str:
     def names(found: Iterable[str]) -> str:
         return ", ".join(f"`{name}`" for name in sorted(found))
 
-    counts = [sum(one[kind]["differ"] >= OFTEN for one in main.values()) for kind in ("exact", "score")]
+    def reached(level: float, *kinds: str) -> set[str]:
+        return {name for name, one in main.items() if any(one[kind]["differ"] >= level for kind in kinds)}
+
+    at_once, by_score, at_all = reached(OFTEN, "exact"), reached(OFTEN, "score"), reached(1e-9, "exact", "score")
     lines = [
-        f"Of {len(main)} tasks that were asked, learning would start at once on {counts[0]} with `exact` and on "
-        f"{counts[1]} with `score`.",
+        f"Of {len(main)} tasks that were asked, learning would start at once on {len(at_once)} with `exact` and on "
+        f"{len(by_score)} with `score`.",
         "",
         "| task | exact | differ | score | differ | cut |",
         "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    differing = [name for name in sorted(main, key=order) if any(order(name)[:2])]
-    for name in differing:
+    for name in sorted(at_once, key=order):
         one = main[name]
         both = " | ".join(f"{one[kind]['reward']:.3f} | {one[kind]['differ']:.0%}" for kind in ("exact", "score"))
         lines.append(f"| `{name}` | {both} | {one['cut']:.0%} |")
-    lines += ["", f"No question differed, with either reward: {names(main.keys() - set(differing))}."]
+    lines += ["", f"At once with `score` only: {names(by_score - at_once)}."]
+    lines += ["", f"Slowly: {names(at_all - by_score - at_once)}."]
+    lines += ["", f"No signal with either: {names(main.keys() - at_all)}."]
     others = [name.partition(" ")[0] for name in document["rows"] if name.endswith(" after") and name not in asked]
     if others:
         lines += ["", f"Not asked, because their prompts are too long: {names(others)}."]
