@@ -12,6 +12,7 @@ average have the reason in place of results. ``--page`` writes the table to the 
 
 import argparse
 import json
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -95,36 +96,46 @@ def row(config: RunConfig, bases: Bases, questions: int, samples: int, longest: 
 
 
 def table(document: dict[str, Any]) -> str:
-    """Return the rows as tables, those where most groups differ first: all tasks, then the formats of a few."""
+    """Return a table of the tasks where learning starts at once; the other tasks and the formats in short."""
     asked = {name: one for name, one in document["rows"].items() if "reason" not in one}
     main = {name.partition(" ")[0]: one for name, one in asked.items() if name.endswith(" after")}
 
     def order(name: str) -> tuple[float, float, str]:
         return -main[name]["exact"]["differ"], -main[name]["score"]["differ"], name
 
-    counts = [sum(one[kind]["differ"] >= OFTEN for one in main.values()) for kind in ("exact", "score")]
+    def names(found: Iterable[str]) -> str:
+        return ", ".join(f"`{name}`" for name in sorted(found))
+
+    def reached(level: float, *kinds: str) -> set[str]:
+        return {name for name, one in main.items() if any(one[kind]["differ"] >= level for kind in kinds)}
+
+    at_once, by_score, at_all = reached(OFTEN, "exact"), reached(OFTEN, "score"), reached(1e-9, "exact", "score")
     lines = [
-        f"Of {len(main)} tasks that were asked, learning would start at once on {counts[0]} with `exact` and on "
-        f"{counts[1]} with `score`.",
+        f"Of {len(main)} tasks that were asked, learning would start at once on {len(at_once)} with `exact` and on "
+        f"{len(by_score)} with `score`.",
         "",
-        "| task | prompt | exact | differ | score | differ | cut |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| task | exact | differ | score | differ | cut |",
+        "| --- | ---: | ---: | ---: | ---: | ---: |",
     ]
-    for name in sorted(main, key=order):
+    for name in sorted(at_once, key=order):
         one = main[name]
         both = " | ".join(f"{one[kind]['reward']:.3f} | {one[kind]['differ']:.0%}" for kind in ("exact", "score"))
-        lines.append(f"| `{name}` | {one['prompt_tokens']} | {both} | {one['cut']:.0%} |")
-    others = [name for name in document["rows"] if name.endswith(" after") and name not in asked]
-    reasons = (f"`{name.partition(' ')[0]}` ({document['rows'][name]['reason']})" for name in others)
-    lines += ["", f"Not asked: {', '.join(reasons)}."] if others else []
-    formats = sorted({name for name in asked if not name.endswith(" after")})
+        lines.append(f"| `{name}` | {both} | {one['cut']:.0%} |")
+    lines += ["", f"At once with `score` only: {names(by_score - at_once)}."]
+    lines += ["", f"Slowly: {names(at_all - by_score - at_once)}."]
+    lines += ["", f"No signal with either: {names(main.keys() - at_all)}."]
+    others = [name.partition(" ")[0] for name in document["rows"] if name.endswith(" after") and name not in asked]
+    if others:
+        lines += ["", f"Not asked, because their prompts are too long: {names(others)}."]
+    formats = sorted({name.partition(" ")[2] for name in asked} - {"after"})
     if formats:
-        lines += ["", "The same questions in other formats:", ""]
-        lines += ["| task | format | exact | differ | no answer | cut |", "| --- | --- | ---: | ---: | ---: | ---: |"]
-    for name in formats:
-        one, (task, _, kind) = asked[name], name.partition(" ")
-        numbers = f"{one['exact']['reward']:.3f} | {one['exact']['differ']:.0%} | {one['no_answer']:.0%}"
-        lines.append(f"| `{task}` | `{kind}` | {numbers} | {one['cut']:.0%} |")
+        lines += ["", f"In other formats, the mean of {len(FEW)} tasks:", ""]
+        lines += ["| format | exact | differ | no answer | cut |", "| --- | ---: | ---: | ---: | ---: |"]
+    for kind in formats:
+        rows = [asked[name] for name in asked if name.partition(" ")[2] == kind]
+        reward, differ = (fmean(one["exact"][key] for one in rows) for key in ("reward", "differ"))
+        silent, cut = (fmean(one[key] for one in rows) for key in ("no_answer", "cut"))
+        lines.append(f"| `{kind}` | {reward:.3f} | {differ:.0%} | {silent:.0%} | {cut:.0%} |")
     return "\n".join(lines) + "\n"
 
 
