@@ -217,6 +217,7 @@ def _state(env: TextEnv, seed: int) -> str:
 
     seed += 10**9  # a number that nothing else is likely to be
     env.reset(seed=seed)
+    # What an adapter remembers, and what its environment does.
     text = json.dumps({**vars(env.unwrapped), **vars(env)}, default=plain, skipkeys=True)
     return text.replace(str(seed), "seed")
 
@@ -235,7 +236,7 @@ def _check_odd_actions(env: TextEnv) -> Iterator[Finding]:
 
 def _check_end(env: TextEnv) -> Iterator[Finding]:
     if not _play(env, 0)[-1].endswith("over True"):
-        return
+        return  # it has no step after the end
     try:
         env.step(_actions(env, 1)[0])
     except Exception:

@@ -137,6 +137,7 @@ class Episode:
 
         Raises EnvError for a step that is no five-tuple, a reward that is no finite number, or what is not text.
         """
+        # There are as many rewards as earlier turns, so their number is that of this one.
         self._rows[-1].append(completion.token_ids, len(self.rewards), completion.logprobs)
         self._turns.append(list(completion.token_ids))
         self._messages.append({"role": "assistant", "content": text})
@@ -225,6 +226,7 @@ class Episode:
         first = self._rows[0].prompt_ids
         kept: list[int] = []
         for turn in reversed(self._turns):
+            # At least the latest turn, even if the prompt is then over its budget, which ends the episode.
             if kept and len(first) + len(turn) + len(kept) > budget:
                 break
             kept = turn + kept

@@ -132,6 +132,7 @@ def _render(
     text, ids, marks = "", [], list[bool]()
     for index in learned:
         _check_text(tokenizer, messages[index]["content"])
+        # With a prefill the prompt ends inside the assistant's message.
         context = [*messages[:index], *([{"role": "assistant", "content": prefill}] if prefill else [])]
         before = render_text(tokenizer, context, tools=tools, prompts=not prefill, continues=bool(prefill))
         after = render_text(tokenizer, messages[: index + 1], tools=tools, prompts=False)

@@ -222,7 +222,7 @@ def _apply_template(
         return apply_chat_template(
             tokenizer,
             messages,
-            # None, not an empty list: some templates announce tools unless `tools` is none.
+            # None, not an empty list: Llama 3's templates announce tools unless `tools` is none.
             tools=[dict(tool) for tool in tools] or None,
             tokenize=tokenize,
             add_generation_prompt=prompts,

@@ -135,7 +135,7 @@ class _Worker:
             limits = {"memory_bytes": self.settings["memory_bytes"], "disk_bytes": WRITTEN, "readable": readable}
             environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
         settings = json.dumps({**self.settings, "path": paths})
-        # -I: nothing of the user's site-packages; -B: no bytecode beside modules, where it may not write.
+        # -I: no folder of the script or the user precedes the paths above; -B: no bytecode, which it may not write.
         command = [sys.executable, *(["-I", "-B"] if confined else []), str(WORKER), settings]
         with tempfile.TemporaryFile() as messages:  # not the terminal, to which a text could make the worker write
             stderr = messages if confined else None

@@ -86,7 +86,7 @@ class Contained:
                 raise RewardError(f"cannot start {sys.executable}: {error}") from error
             raise
         finally:
-            # The child alone may hold its end: with a copy open here, the channel would not end with the supervisor.
+            # The child alone may hold its end: with a copy open here, reading would not end when the supervisor does.
             theirs.close()
         self.end = weakref.finalize(self, _end, self.process, self.channel, folder, os.getpid(), patience)
         """End it and all its descendants."""
@@ -199,7 +199,7 @@ def run_python(
             },
             files={"main.py": code.encode(errors="surrogatepass")},
             environment={"PATH": os.defpath, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"},
-            patience=0.0,  # _read has already waited for GRACE
+            patience=0.0,  # _read has waited, for the report or for GRACE
             stdin=given,
             stderr=subprocess.PIPE,
         )

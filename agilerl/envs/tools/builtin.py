@@ -274,6 +274,7 @@ class SearchTool:
         client = httpx2.Client(
             # Waiting for one of num_workers connections is not a server failure.
             timeout=httpx2.Timeout(self.timeout, pool=None),
+            # Only connections are tried again; a request is sent once.
             transport=httpx2.HTTPTransport(retries=RECONNECTS, limits=httpx2.Limits(max_connections=self.num_workers)),
             follow_redirects=True,
         )

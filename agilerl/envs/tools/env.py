@@ -142,6 +142,7 @@ class ToolEnv(TextEnv):
         schemas = [tool.schema for tool in self._tools.values()]
         question = [{"role": "user", "content": "x"}]
         with_tools = _rendered(tokenizer, question, schemas)
+        # Empty: the template refuses the tools. The same text: it ignores them.
         self._in_template = self._announce == "auto" and with_tools not in ("", _rendered(tokenizer, question))
         self.tools = schemas if self._in_template else ()
         results = [{"role": "tool", "name": "f", "content": _PROBE, "tool_call_id": f"call0000{n}"} for n in range(2)]

@@ -127,6 +127,7 @@ class TextTagParser:
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
         """Return the call between each pair of tags."""
         unclosed = MalformedCall(f"expected {self._end} after the call that {self._begin} begins, found none")
+        # What stands before the first tag is for the user.
         parts = [part.partition(self._mark + self._end) for part in text.split(self._mark + self._begin)[1:]]
         return [self.read(content) if end else unclosed for content, end, _ in parts]
 
@@ -231,6 +232,7 @@ class MistralParser:
         values = json_or_text(content if named else head)
         # Without [ARGS] the names are in the JSON.
         if not named:
+            # json_call() also says what is wrong with anything but a list.
             return [call_of(value) for value in values] if values and isinstance(values, list) else [json_call(head)]
         name, _, call_id = (piece.strip() for piece in head.partition(MARK + CALL_ID))
         if name and isinstance(values, dict):
@@ -311,6 +313,7 @@ def _marked(tokenizer: Any, ids: Sequence[int], *tags: str) -> str:
 
 def _after_thinking(marked: str, begin: str, end: str) -> str:
     """Remove the thinking, also one that never ended: a call that is only considered does not count."""
+    # Behind the last end, and before a beginning that has none.
     return marked.rpartition(MARK + end)[2].partition(MARK + begin)[0]
 
 
