@@ -17,11 +17,15 @@ Format = Literal["whole", "tags", "last_number", "after", "boxed"]
 PHRASE = "The answer is"
 
 # Every pattern is linear in the length of a text: no two of its repetitions match the same characters.
+# A minus is a sign unless it follows a word or a bracket (5-3 ends with 3). Commas count between groups of three.
+# Digits inside a word (x2) are no number.
 _NUMBER = re.compile(
     r"(?:(?<![\w)\].])[-−])?"
     r"(?:(?<!\w)(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 )
+# A full stop ends a sentence only before a blank or a closing mark: 3.5 goes on.
 _SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*\"')\]]|$)")
+# An escaped character is a match of its own, so \{ and \} neither open nor close.
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 
 _FORMATS: dict[Format, tuple[str, str]] = {
@@ -88,6 +92,7 @@ class AnswerFormat:
             "after": _following(text, self.phrase),
             "last_number": (match.span() for match in _NUMBER.finditer(text)),
         }[self.kind]
+        # The last span; (0, 0), which ends within any prefill, stands for none.
         (start, end), *_ = [*deque(spans, maxlen=1), (0, 0)]
         if end <= len(prefill):
             return None
@@ -109,9 +114,10 @@ def _boxed(text: str) -> Iterable[tuple[int, int]]:
     for match in _BRACES.finditer(text):
         if match[0] == "}" and opened:
             start = opened.pop()
+            # Of nested boxes the inner one begins later, although it ends first.
             last = last if start is None else max(last, (start, match.start()))
         elif match[0].endswith("{") and match[0] != r"\{":
-            opened.append(match.end() if len(match[0]) > 1 else None)
+            opened.append(match.end() if len(match[0]) > 1 else None)  # None: a plain brace
     yield last
 
 
@@ -119,6 +125,7 @@ def _following(text: str, phrase: str) -> Iterable[tuple[int, int]]:
     """Yield the span after the last occurrence of a phrase up to the end of its line or sentence."""
     *_, last = [None, *deque(re.finditer(re.escape(phrase), text, re.IGNORECASE), maxlen=1)]
     if last is not None:
+        # Blanks, colons and emphasis after the phrase are no part of the answer: **The answer is:** 5.
         start = len(text) - len(text[last.end() :].lstrip(" \t\r\n:*"))
         end = _SENTENCE_END.search(text, start)
         line = text[start : len(text) if end is None else end.start()]
@@ -183,5 +190,6 @@ class AnswerFormatTask(TaskWrapper):
 
     def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
         """Let the task leave out what does not fit with the instruction."""
+        # The task measures its prompts without the instruction, so they get that much less room.
         room = len(text_ids(tokenizer, f"\n\n{self.format.instruction}")) if self.format.instruction else 0
         super().fit(tokenizer, None if max_tokens is None else max(max_tokens - room, 1))

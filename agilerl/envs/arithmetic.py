@@ -47,6 +47,7 @@ class GCD(_Dataset):
     """Greatest common divisors; numbers without one above 1 are drawn again, twice at most."""
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        # As in reasoning_gym, where each index has its own generator.
         c, rng = self.config, Random(self.seed + index)
         for _ in range(3):
             count = rng.randint(c.min_numbers, c.max_numbers)
@@ -98,6 +99,7 @@ class ChainSum(_Dataset):
         count = rng.randint(c.min_terms, c.max_terms)
         digits = rng.randint(c.min_digits, c.max_digits)
         highest = 10**digits - 1
+        # A single digit may be 0; several begin with another one.
         lowest = -highest if c.allow_negation else 0 if digits == 1 else 10 ** (digits - 1)
         terms = [rng.randint(lowest, highest) for _ in range(count)]
         signs = [rng.choice(["+", "-"]) for _ in range(count - 1)]

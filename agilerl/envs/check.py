@@ -63,6 +63,7 @@ def check_env(env_or_factory: Any, tokenizer: Any = None) -> list[Finding]:
             that returns one; then two instances are compared as well.
         tokenizer: of the model that will play.
     """
+    # An instance may be callable as well; what has step() is one.
     is_factory = isinstance(env_or_factory, type) or (callable(env_or_factory) and not hasattr(env_or_factory, "step"))
 
     def instance() -> TextEnv:
@@ -88,6 +89,7 @@ def check_env(env_or_factory: Any, tokenizer: Any = None) -> list[Finding]:
         if tokenizer is not None:
             findings += _check_tokenizer(env, tokenizer)
     except BaseException as error:
+        # sys.exit() in an environment is a finding as well; left() raises Ctrl-C again.
         findings.append(_raised("leaves-the-process", "the environment ended the process", left(error)))
     finally:
         try:
@@ -131,6 +133,7 @@ def _check_first_episode(env: TextEnv) -> Iterator[Finding]:
         if turns <= LONGEST:
             never = f"expected the episode to end after at most max_turns = {turns} actions"
             yield _error("never-ends", f"{never}, but terminated and truncated are still False")
+    # Without the reset, and the median: what is loaded once may take its time.
     if (seconds := median(times[1:])) > SLOW:
         advice = "training takes thousands: load what is slow once, not in each step"
         yield _warning("slow", f"a step takes {seconds:.1f} s; {advice}")
@@ -214,6 +217,7 @@ def _state(env: TextEnv, seed: int) -> str:
 
     seed += 10**9  # a number that nothing else is likely to be
     env.reset(seed=seed)
+    # What an adapter remembers, and what its environment does.
     text = json.dumps({**vars(env.unwrapped), **vars(env)}, default=plain, skipkeys=True)
     return text.replace(str(seed), "seed")
 
@@ -232,7 +236,7 @@ def _check_odd_actions(env: TextEnv) -> Iterator[Finding]:
 
 def _check_end(env: TextEnv) -> Iterator[Finding]:
     if not _play(env, 0)[-1].endswith("over True"):
-        return
+        return  # it has no step after the end
     try:
         env.step(_actions(env, 1)[0])
     except Exception:

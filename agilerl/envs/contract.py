@@ -57,6 +57,7 @@ def episodes_are_functions_of_seed_and_actions(factory: Factory) -> None:
 
     def law(seeds: list[int], actions: list[str]) -> None:
         played = {seed: _episode(env, seed, actions) for seed in seeds}
+        # In the opposite order, so that what an episode leaves behind for the next one shows.
         for seed in reversed(seeds):
             assert _episode(other, seed, actions) == played[seed]
 
@@ -73,6 +74,7 @@ def instances_do_not_disturb_each_other(factory: Factory) -> None:
     together = [_episode(env, seed, ()) for seed, env in enumerate(envs)]
     for turn, action in enumerate(actions, 1):
         for seed, env in enumerate(envs):
+            # An episode that is over takes no further step; the other one goes on.
             if turn < len(alone[seed]):
                 together[seed].append(env.step(action))
     assert together == alone
@@ -96,6 +98,7 @@ def _fuzz(env: TextEnv, law: Callable[..., None], **strategies: st.SearchStrateg
     samples = [str(env.action_space.sample()) for _ in range(20)]
     one = st.one_of(st.sampled_from(samples), st.sampled_from(ODD_ACTIONS), st.text(max_size=40))
     actions = st.lists(one, min_size=1, max_size=min(env.max_turns, 20))
+    # The same examples everywhere, and no files left behind; environments may be slow.
     same = settings(
         max_examples=25, deadline=None, database=None, derandomize=True, suppress_health_check=list(HealthCheck)
     )

@@ -82,6 +82,7 @@ class Task(ABC):
     """Size of the test panel."""
     train_size: int | None = None
     """Rows of one training epoch; None for an endless stream without epochs."""
+    # Read-only: a default that all tasks share.
     counts: Mapping[str, int] = MappingProxyType({})
     """How many rows were read, used, and left out, by reason; empty if nothing is read."""
     labelled: bool = False
@@ -175,6 +176,7 @@ class Task(ABC):
         """
 
         def rendered(row: Row) -> list[int]:
+            # At least one token is left for the completion.
             return render_prompt(tokenizer, self.messages(row), max_tokens=context_length - 1)
 
         if split == "train":
@@ -225,6 +227,7 @@ def _of_inner(name: str) -> Any:
 class TaskWrapper(Task):
     """A task around another one: what a subclass does not override is the inner task's."""
 
+    # Assigned by name: Task defines all of these, so __getattr__ would never be asked for them.
     row, messages, reward = map(_of_inner, ("row", "messages", "reward"))
     grade, grade_exam = map(_of_inner, ("grade", "grade_exam"))
     level, demonstration, counterexample = map(_of_inner, ("level", "demonstration", "counterexample"))
@@ -247,6 +250,7 @@ class TaskWrapper(Task):
     def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
         """Let the task leave out what does not fit."""
         self.task.fit(tokenizer, max_tokens)
+        # Its sizes change with the rows that it leaves out.
         self._describe()
 
 
@@ -311,7 +315,9 @@ class TrainingOrder:
                 f"expected weights that give every dataset at least 1 of {BLOCK} rows, found {tuple(weights)}; raise "
                 "the smallest, or remove it"
             )
+        # By source, the latest epoch and the permutation of its rows.
         self._epochs: dict[int, tuple[int, Sequence[int]]] = {}
+        # The latest block: for each position its source and how many earlier ones have that source.
         self._block: tuple[int, Sequence[tuple[int, int]]] = (-1, ())
 
     def __call__(self, position: int) -> int:
@@ -333,6 +339,7 @@ class TrainingOrder:
         if self._block[0] != block:
             pattern = np.repeat(np.arange(len(self.sizes)), self._shares)
             pattern = stream(self.seed, "dataset/mixture", block).permutation(pattern)
+            # Every block holds `share` of each source, so the counts at its start are known.
             numbers = [count(block * share) for share in self._shares]
             self._block = (block, [(source, next(numbers[source])) for source in pattern.tolist()])
         return self._block[1][index]
@@ -365,6 +372,7 @@ def fewer(exam: int, test: int, available: int) -> tuple[int, int] | None:
 
     Each gets half of the questions; if one needs fewer, the rest goes to the other.
     """
+    # Half, rounded up, or all that the test leaves over.
     exam_fits = min(exam, max(-(-available // 2), available - test))
     test_fits = min(test, available - exam_fits)
     enough = exam_fits >= min(exam, LEAST) and test_fits >= min(test, LEAST)

@@ -96,6 +96,7 @@ class Form:
         sample = self._read(row)
         if self.labelled:
             sample = replace(sample, desirable=label_of(row))
+        # No tokenizer reads such a text, and the error would come in the middle of a run.
         if any(HALF.search(text) for text in sample.texts()):
             raise RowFaultError("not_text", "expected text, found half of a character in it (a lone surrogate)")
         return sample
@@ -105,6 +106,7 @@ class Form:
             prompt, chosen, rejected = _shared_prompt(row)
             return Sample(prompt, chosen, rejected if self.pairs else None)
         if self.prompt == "messages":
+            # Calls of tools can only be learned; _conversation refuses them.
             return (self.learned and _calling(row)) or _conversation(row, self.needs == "text")
         if self.prompt == "text":
             if not isinstance(text := _value(row, "text"), str):
@@ -116,6 +118,7 @@ class Form:
             _check_differing(chosen, rejected)
             return Sample(prompt, chosen, rejected)
         value = None if self.response is None else row.get(self.response)
+        # _answer() refuses what is no text; other values stay in the row, for the grader.
         if self.response is not None and (self.needs == "text" or (self.needs == "any" and value is None)):
             return Sample(prompt, _answer(row, self.response, prompt))
         return Sample(prompt, value if isinstance(value, str) else None)
@@ -287,6 +290,7 @@ def _calling(row: Mapping[str, Any]) -> Sample | None:
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools or []
         messages = [_without_none({"content": "", **message}) for message in value]
+        # Again: a content of None, common beside calls, has just been removed, and templates want text.
         messages = [{"content": "", **message} if message.get("tool_calls") else message for message in messages]
         for call in (call for message in messages for call in message.get("tool_calls", ())):
             function = call.get("function", call)
@@ -328,8 +332,10 @@ def _shared_prompt(row: Mapping[str, Any]) -> tuple[str | list[Message], str, st
 def _shared_text(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Split two texts after the last whole word that they share; no character is lost."""
     shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
+    # Not inside a word: its two halves are other tokens than the word.
     while shared and not chosen[shared - 1].isspace():
         shared -= 1
+    # The blank between goes to the answers, since most tokens of words begin with it.
     prompt = chosen[:shared].rstrip()
     if not prompt:
         expected = "texts in chosen and rejected that begin alike"
@@ -455,10 +461,12 @@ def _divided(
             taken |= set(unused)  # rows passed as a test set are never trained on, nor are those of an exam
     rest = [fit for fit in fits["train"] if fit.key not in taken]
     sides["train"] = sources["train"].select(fit.index for fit in rest)
+    # The training rows that are neither left nor in a panel share a prompt with one.
     counts.update(leaking=len(fits["train"]) - len(rest) - len(of_training))
     counts.update(repeated=len(rest) - len({fit.key for fit in rest}))
     counts.update({split: len(rows) for split, rows in sides.items()})
     counted = {name: counts[name] for name in _COUNTED}
+    # Every source of a mixture needs rows of its own, as every block of training has its share.
     empty = [part.name for part in sides["train"].parts if not len(part)]
     if empty:
         raise EnvError(
@@ -474,14 +482,16 @@ def _smaller(sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]]
     exam, test = min(asked.exam, distinct.get("exam", asked.exam)), min(asked.test, distinct.get("test", asked.test))
     rows = sources["train"]
     each = [len({fit.key for fit in fits["train"] if fit.part == number}) for number in range(len(rows.parts))]
+    # A panel of n takes n * weight / total from each part, at most half of its prompts.
     half = int(min(count * sum(rows.weights) / weight for count, weight in zip(each, rows.weights))) // 2
     if "exam" not in sources and "test" not in sources:
-        exam, test = fewer(exam, test, half) or (0, 0)
+        exam, test = fewer(exam, test, half) or (0, 0)  # (0, 0) ends the loop below
     else:
         exam = exam if "exam" in sources else min(exam, half)
         test = test if "test" in sources else min(test, half)
     while exam >= min(asked.exam, LEAST) and test >= min(asked.test, LEAST):
         yield Sizes(exam, test)
+        # A tenth, rounded up, so that small panels shrink as well.
         exam, test = exam - -(-exam // 10), test - -(-test // 10)
 
 
@@ -498,8 +508,10 @@ def _usable(
     rows: Rows, form: Form, converse: Converse, tokenizer: Any, max_tokens: int | None, bad_rows: BadRows
 ) -> tuple[list[_Fit], Counter[str]]:
     """Return the well-formed rows that fit, and the counts of all others."""
+    # An added token may be special without being one of all_special_tokens, which have a role.
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     special = {*getattr(tokenizer, "all_special_tokens", ()), *(token.content for token in added if token.special)}
+    # (?!) matches nothing, while an empty pattern matches everywhere.
     pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
     fits, first = [], ""
     faults: Counter[str] = Counter()
@@ -521,6 +533,7 @@ def _usable(
             if max_tokens is not None and len(ids) > max_tokens:
                 counts["too_long"] += 1
                 continue
+            # By tokens, which is what a model sees: different texts may become the same prompt.
             key = _digest(" ".join(map(str, ids)))
         fits.append(_Fit(index, rows.part_of(index), key, rank, sample.desirable))
     if faults and bad_rows == "raise":
@@ -557,4 +570,5 @@ def _listed(counts: Mapping[str, int]) -> str:
 
 
 def _digest(text: str) -> bytes:
+    # 128 bits: no two prompts ever share a digest by chance.
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

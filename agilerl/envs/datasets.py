@@ -77,6 +77,7 @@ class DatasetTask(Task):
             EnvError: an empty dataset, a missing column, a malformed row.
             ConfigError: a malformed template, or one without a placeholder for a column.
         """
+        # read_dataset refuses what has no rows. Only of a list or tuple is the truth value known: a DataFrame has none.
         without_test = isinstance(test, list | tuple) and not test
         sides: dict[Split, Rows] = {
             "train": read_dataset(train, name="the train dataset"),
@@ -114,6 +115,7 @@ class DatasetTask(Task):
         row: Row = self._sides[split][self._order(index) if split == "train" else index]
         sample = self._form.read(row)
         row.setdefault("question", sample.question)
+        # A bad response is nothing to compare with.
         if row.get("answer") is None and sample.desirable:
             row["answer"] = sample.response
         return row
@@ -215,6 +217,7 @@ class CuratedTask(DatasetTask):
         self._curate = partial(
             curate, sources, self._form, self._asked, self._converse, bad_rows=bad_rows, shrink=shrink_panels
         )
+        # Shows now what is wrong with the rows; the tokenizer comes later, and divides them again.
         self.fit(None, None)
 
     def fit(self, tokenizer: Any, max_tokens: int | None) -> None:
@@ -222,6 +225,7 @@ class CuratedTask(DatasetTask):
         sides, self.counts = self._curate(tokenizer=tokenizer, max_tokens=max_tokens)
         self._use(sides)
         sizes = Sizes(self.exam_prompts, self.test_prompts)
+        # fit() is called repeatedly, and warns of the same sizes once.
         if sizes != self._announced:
             self._announced = sizes
             rows = f"{self.counts['read']:,} rows, {self.counts['train']:,} of them for training"
@@ -255,6 +259,7 @@ def checked_template(template: Template | None, columns: Iterable[str]) -> Templ
 def needs_answer(grader: Grader) -> Needs:
     """Return whether a grader needs an ``answer``, and whether as text."""
     if isinstance(grader, CombinedGrader):
+        # The strictest of all; Needs lists them from weak to strict.
         return max(map(needs_answer, grader.graders.values()), key=get_args(Needs).index)
     try:
         parameters = inspect.signature(grader).parameters.values()
@@ -263,6 +268,7 @@ def needs_answer(grader: Grader) -> Needs:
     required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for parameter in required:
         if parameter.name == "answer":
+            # The annotation is a text in modules with postponed annotations.
             return "text" if parameter.annotation in (str, "str") else "any"
     # Three arguments with other names are a completion, an answer and a question.
     return "any" if len(required) == 3 and OF_A_BATCH.isdisjoint(p.name for p in required) else "no"

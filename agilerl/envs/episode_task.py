@@ -137,6 +137,7 @@ class Episode:
 
         Raises EnvError for a step that is no five-tuple, a reward that is no finite number, or what is not text.
         """
+        # There are as many rewards as earlier turns, so their number is that of this one.
         self._rows[-1].append(completion.token_ids, len(self.rewards), completion.logprobs)
         self._turns.append(list(completion.token_ids))
         self._messages.append({"role": "assistant", "content": text})
@@ -161,6 +162,7 @@ class Episode:
         if not self.done:
             self._continue(_observed(observation), completion.token_ids)
         elif isinstance(observation, str) and observation:
+            # Only for the log: no completion follows.
             self._log.append(f"< {observation}")
         return score
 
@@ -201,6 +203,7 @@ class Episode:
         """Make the prompt of the next turn from the environment's messages."""
         self._messages += messages
         self._log += [f"< {m['content']}" for m in messages]
+        # After the opening alone, which takes as long in the last turn as in the first.
         between = self.chat.between(self._opening, completion, messages)
         self._turns[-1] += between
         budget = self.limits.prompt_length
@@ -212,8 +215,9 @@ class Episode:
         if budget is not None and len(prompt) > budget:
             self.stop("context")
         elif prompt[: len(current.ids)] == current.ids:
+            # The context only grew, so the row goes on; a window or a rewrite begins another.
             written = prompt[len(current.ids) :]
-            current.append(written, -1, [0.0] * len(written))
+            current.append(written, -1, [0.0] * len(written))  # masked: these enter no loss
         else:
             self._rows.append(TrainingRow(prompt))
 
@@ -222,6 +226,7 @@ class Episode:
         first = self._rows[0].prompt_ids
         kept: list[int] = []
         for turn in reversed(self._turns):
+            # At least the latest turn, even if the prompt is then over its budget, which ends the episode.
             if kept and len(first) + len(turn) + len(kept) > budget:
                 break
             kept = turn + kept
@@ -357,7 +362,7 @@ class EpisodeTask:
                     raise EnvError(f"{self.name} failed in the first turn of an episode: {reason(error)}") from error
                 sizes.append(len(episode.prompt_ids))
             first.append(sizes[0])
-            replies.append(max(sizes[1] - sizes[0] - 1, 0))
+            replies.append(max(sizes[1] - sizes[0] - 1, 0))  # less the completion, an end token
             self.give_back(episode.env)
         return Lengths(first, max(replies, default=0), self.max_turns)
 
@@ -458,11 +463,13 @@ class Stepping:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
+        # Around all calls and not each: they overlap, and most of torch's settings are the process's.
         self._stack.enter_context(torch_restored())
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         failed = kind is not None and issubclass(kind, Exception)  # Ctrl-C does not wait
+        # results() has waited for all that it waits for; after an error, calls that still run get their time.
         self._threads.end((self.timeout or 0.0) if failed else 0.0)
         self._stack.close()
 
@@ -482,6 +489,7 @@ class Stepping:
             error, seconds = None, float("inf")
             while number not in hanging:
                 try:
+                    # In short waits, since any call may run out of time while this one is waited for.
                     error, seconds = outcome.result(min(_POLL, self.timeout))
                     break
                 except TimeoutError:
@@ -494,7 +502,9 @@ class Stepping:
     def _give_up(self, timeout: float, known: set[int]) -> set[int]:
         """Return the calls that have run out of time since, each with a new thread in place of its own."""
         now = monotonic()
+        # A copy, as threads add to it at any time.
         hanging = {number for number, start in dict(self._started).items() if now - start > timeout} - known
+        # A call that has just ended is late, but its thread is free.
         hanging = {number for number in hanging if not self._outcomes[number].done()}
         for _ in hanging:
             self._threads.add()

@@ -101,6 +101,7 @@ def render_whole(tokenizer: Any, text: str, max_tokens: int | None = None) -> Ex
     check_tokenizer(tokenizer)
     begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
     ids = [int(token) for token in tokenizer(text, add_special_tokens=not begun)["input_ids"]]
+    # A lone end token may be the start token, where the two are one.
     ids += [] if ids[-1:] == [tokenizer.eos_token_id] and len(ids) > 1 else [int(tokenizer.eos_token_id)]
     return _fitted(Example(ids, [False] + [True] * (len(ids) - 1), text), max_tokens)
 
@@ -131,6 +132,7 @@ def _render(
     text, ids, marks = "", [], list[bool]()
     for index in learned:
         _check_text(tokenizer, messages[index]["content"])
+        # With a prefill the prompt ends inside the assistant's message.
         context = [*messages[:index], *([{"role": "assistant", "content": prefill}] if prefill else [])]
         before = render_text(tokenizer, context, tools=tools, prompts=not prefill, continues=bool(prefill))
         after = render_text(tokenizer, messages[: index + 1], tools=tools, prompts=False)
@@ -144,6 +146,7 @@ def _render(
         response = messages[index]["content"][len(prefill) :].strip()
         if not after[len(before) :].strip().removeprefix(response):
             answer.append(int(tokenizer.eos_token_id))  # the template does not end messages, so the model must
+        # What a template writes after the end token, such as a line break, is never sampled.
         end = answer.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in answer else len(answer)
         ids += new + answer
         marks += [False] * len(new) + [True] * end + [False] * (len(answer) - end)
@@ -273,6 +276,7 @@ Mistake = Callable[[Row, np.random.Generator], str | None]
 
 BLOCK = 256
 """Wrong answers come from rows in the same block of this many training positions."""
+# Of `mistake`, and of other rows.
 TRIES, MOST_TRIES = 16, 256
 
 
@@ -310,6 +314,7 @@ class PreferenceTask(DataTask):
             if candidate is None or candidate.strip() == right.strip():
                 continue
             score = self.reward(candidate, row)
+            # Without grades to compare, any other answer counts as wrong.
             if score is None or best is None or score < best:
                 return candidate
         raise EnvError(

@@ -137,12 +137,14 @@ class GuessTheNumber(Game):
         self.max_number, self.style = max_number, style
         digits, charset = len(str(max_number)), "0123456789"
         super().__init__(
-            max_number.bit_length() if max_turns is None else max_turns,
+            max_number.bit_length() if max_turns is None else max_turns,  # floor(log2 N) + 1, exactly
             Text(2 * digits + 1, charset=charset + "-hl?=x"),
             Text(digits, charset=charset),
             style == "verbose",
         )
+        # t guesses that halve the range tell 2**t - 1 numbers apart.
         self.best_return = min(max_number, 2**self.max_turns - 1) / max_number
+        # Guesses are drawn with replacement, whatever the hints say.
         self.random_return = 1.0 - (1.0 - 1.0 / max_number) ** self.max_turns
 
     def begin(self) -> str:
@@ -272,25 +274,28 @@ def _codes(length: int, digits: int) -> tuple[str, ...]:
 def _pegs(length: int, digits: int) -> np.ndarray:
     """Return the answer to each guess (row) for each code: ten times the right places, plus the misplaced."""
     codes = np.array([[int(digit) for digit in code] for code in _codes(length, digits)])
-    exact = (codes[:, None] == codes).sum(2)
-    counts = (codes[:, :, None] == np.arange(1, digits + 1)).sum(1)
+    exact = (codes[:, None] == codes).sum(2)  # (guesses, codes)
+    counts = (codes[:, :, None] == np.arange(1, digits + 1)).sum(1)  # (codes, digits): how often a code has a digit
+    # 10 * exact + (common - exact); two codes have a digit in common as often as both have it.
     table: np.ndarray = 9 * exact + np.minimum(counts[:, None], counts).sum(2)
-    table.flags.writeable = False
+    table.flags.writeable = False  # the cache hands one table to all games
     return table
 
 
 @cache
 def _best_guess(length: int, digits: int, possible: tuple[int, ...]) -> int:
     """Return the first guess with the smallest worst-case remainder, preferring possible codes."""
+    # Of two codes, guessing one shows whether it is the other.
     if len(possible) <= 2:
         return possible[0]
-    answers = _pegs(length, digits)[:, possible]
-    kinds, guesses = 10 * length + 1, len(answers)
+    answers = _pegs(length, digits)[:, possible]  # (guesses, possible codes)
+    kinds, guesses = 10 * length + 1, len(answers)  # answers go from 0 to 10 * length
     # Each guess counts in a range of its own, so that one call counts the answers of all.
     flat = (answers + kinds * np.arange(guesses)[:, None]).ravel()
     largest_rest = np.bincount(flat, minlength=kinds * guesses).reshape(guesses, kinds).max(1)
     unlikely = np.ones(guesses, dtype=int)
     unlikely[list(possible)] = 0
+    # The worst case decides; where it is equal, a guess that may be right goes before one that cannot.
     return int(np.argmin(2 * largest_rest + unlikely))
 
 
@@ -305,6 +310,7 @@ def _guesses_needed(length: int, digits: int) -> tuple[int, ...]:
         guess = _best_guess(length, digits, tuple(possible.tolist()))
         answers = pegs[guess, possible]
         for answer in np.unique(answers):
+            # All in the right place: the guess was the code.
             if answer == 10 * length:
                 counts[guess] = used
             else:
@@ -315,6 +321,7 @@ def _guesses_needed(length: int, digits: int) -> tuple[int, ...]:
 Opponent = Literal["random", "minimax"]
 """``random`` moves anywhere; ``minimax`` never loses, and chooses randomly among equally good moves."""
 
+# A free cell shows its own number, so a move replaces one character.
 EMPTY = "123456789"
 LINES = ("012", "345", "678", "036", "147", "258", "048", "246")
 SCORES = {"X": 1.0, "": 0.5, "O": 0.0}
@@ -336,7 +343,7 @@ class TicTacToe(Game):
         self,
         opponent: Opponent = "random",
         begins: Literal["X", "O", "seed"] = "seed",
-        max_turns: Annotated[int, Within(least=5, most=10_000)] = 9,
+        max_turns: Annotated[int, Within(least=5, most=10_000)] = 9,  # X may need five moves
         verbose: bool = False,
     ) -> None:
         self.opponent, self.begins = opponent, begins
@@ -383,6 +390,7 @@ class TicTacToe(Game):
 
     def _reply(self) -> None:
         moves = _replies(self._board, self.opponent)
+        # A stream for each reply; the one without a key decides who begins.
         move = moves[self.draws(1 + self._board.count("O")).integers(len(moves))]
         self._board = self._board.replace(move, "O")
 
@@ -424,6 +432,7 @@ def _value(board: str, turn: str, opponent: Opponent, play: Literal["best", "ran
         return SCORES[_winner(board)]
     if turn == "O":
         moves = _replies(board, opponent)
+        # The mean over the replies, not the worst of them: the opponent may err.
         return sum(_value(board.replace(move, "O"), "X", opponent, play) for move in moves) / len(moves)
     values = [_value(board.replace(cell, "X"), "O", opponent, play) for cell in _free(board)]
     return max(values) if play == "best" else sum(values) / len(values)

@@ -32,6 +32,7 @@ class TaskGrader(BaseGrader):
 
     def waiting(self) -> list[WaitingGrader]:
         """Return the task's graders that may begin before a batch is complete."""
+        # grade() asks the task for training grades, in exams too.
         return waiting_graders(self.task, exam=False)
 
 
@@ -83,7 +84,7 @@ class GradedTask(TaskWrapper):
         """Prepare the task and set up the graders."""
         super().prepare()
         setup(self._grader)
-        setup(self.fitness_grader)
+        setup(self.fitness_grader)  # None has nothing to set up
 
     def close(self) -> None:
         """Close the graders and the task."""

@@ -170,6 +170,7 @@ class ReasoningGymTask(Task):
         # Some scorers read the parameters (decimal_arithmetic its precision), so each level has its own scorer.
         datasets = [self._dataset("panel", 0, level) for level in range(len(self.levels))]
         self._scorers = Scorers(self.name, self.levels, datasets)
+        # Parameters that the constructor accepts may still fail at the first problem.
         self._draw("panel", 0, self._last)
 
     def __repr__(self) -> str:
@@ -231,6 +232,7 @@ class ReasoningGymTask(Task):
     def _train_row(self, position: int) -> Row:
         level = self.level(position) or 0
         if self.holdout == "any":
+            # Training avoids the panels' questions one by one, so these must be known first.
             self._draw_panel()
         failure = "every question drawn belongs to the exam or test panel; lower eval_prompts and test_prompts"
         for purpose, number in self._candidates(position):
@@ -268,6 +270,7 @@ class ReasoningGymTask(Task):
                     row = self._draw("panel", draws - 1, self._last)
                 except EnvError:
                     failures += 1
+                    # A problem may fail now and then; so many failures mean that these parameters give none.
                     if failures >= MOST_ATTEMPTS:
                         raise
                     continue
@@ -277,6 +280,7 @@ class ReasoningGymTask(Task):
         sizes = asked
         if len(rows) < sum(asked):
             kind = "distinct questions" if self.holdout == "any" else "distinct questions in its reserved fifth"
+            # The reserved fifth is lost to training in any case; of all questions, half stays there.
             available = len(rows) if self.holdout == "reserved" else len(rows) // 2
             smaller = fewer(*asked, available) if self.shrink_panels else None
             if smaller is None:
@@ -295,6 +299,7 @@ class ReasoningGymTask(Task):
         (chunk, index), params = divmod(number, CHUNK), self.levels[level]
         dataset = self._dataset(purpose, chunk, level)
         try:
+            # A sealed dataset is seeded as reasoning_gym seeds the generators of its own.
             return draw(dataset, index, name=self.name, params=params, seed=dataset.seed + index)
         except Exception as error:
             # A failed dataset may have changed its state (word_ladder shrinks), so it is never used again.
@@ -306,6 +311,7 @@ class ReasoningGymTask(Task):
         key = (purpose, chunk, level)
         if key not in self._datasets:
             while len(self._datasets) >= KEPT_DATASETS:
+                # The oldest one: a dict keeps the order of insertion.
                 del self._datasets[next(iter(self._datasets))]
             seed = int(stream(self.seed, f"task/{purpose}", chunk).integers(2**31))
             try:

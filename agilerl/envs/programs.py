@@ -115,9 +115,11 @@ def run_program(program: Program, row: Mapping[str, Any], base_url: str, api_key
         return _command(program, row, base_url, api_key, timeout)
     try:
         with contained(), printing_bounded():
+            # An object may have an async __call__ instead.
             if any(map(inspect.iscoroutinefunction, (program, getattr(program, "__call__", None)))):  # noqa: B004
                 return asyncio.run(_awaited(program, row, base_url, api_key, timeout))
             with client(base_url, api_key, timeout) as synchronous:
+                # A copy, since graders read the row afterwards.
                 result = program(synchronous, deepcopy(dict(row)))
             if inspect.iscoroutine(result):
                 result.close()
@@ -157,6 +159,7 @@ async def _awaited(program: Callable[..., Any], row: Mapping[str, Any], url: str
 def _command(command: Sequence[str], row: Mapping[str, Any], base_url: str, api_key: str, timeout: float) -> str:
     """Run a command line with the row on its standard input; returns what it printed."""
     variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
+    # The interpreter of this run, with its packages, whatever PATH has first.
     file = sys.executable if command[0] in ("python", "python3") else shutil.which(command[0])
     if file is None:
         raise EnvError(f"environment.agent: {command[0]} cannot be started: there is no such program")
@@ -192,6 +195,7 @@ def _read(file: IO[str]) -> str:
 
 def _described(error: BaseException) -> str:
     """Return an error of a program, with the line of the program that raised it."""
+    # contained() reports an exit as an error of its own; the program's line is in the cause.
     raised = error.__cause__ if isinstance(error.__cause__, SystemExit) else error
     frames = traceback.extract_tb(raised.__traceback__)
     package = Path(__file__).resolve().parent.parent

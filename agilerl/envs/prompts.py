@@ -130,6 +130,7 @@ def decode_completions(tokenizer: Tokenizer, completions: Iterable[Sequence[int]
         if isinstance(ids, str) or not hasattr(ids, "__len__"):
             raise ConfigError(f"decode_completions: expected a list of token ids each, found {described(ids)}")
         length = completion_length(ids, ends=ends, pad=tokenizer.pad_token_id)
+        # An end token need not be a special one, and would then show in the text.
         kept = list(ids[: length - 1] if length and ids[length - 1] in ends else ids[:length])
         try:
             texts.append(decoded(tokenizer, kept, skip_special_tokens=True))
@@ -148,12 +149,14 @@ def _ends_beside(name: str) -> frozenset[int]:
     try:
         is_folder = Path(name).is_dir()
         file = Path(name, _GENERATION_CONFIG) if is_folder else try_to_load_from_cache(name, _GENERATION_CONFIG)
+        # The cache answers with a path, None, or a mark for a file that is known not to exist.
         if not isinstance(file, str | Path) or not Path(file).is_file() or os.path.getsize(file) > _LARGEST_CONFIG:
             return frozenset()
         settings = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):  # damaged, or no valid name on the hub
         return frozenset()
     ends = settings.get("eos_token_id") if isinstance(settings, dict) else None
+    # By type, since JSON has true, and a bool is an int.
     return frozenset(end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int)
 
 
@@ -188,6 +191,7 @@ def _check_system_role(tokenizer: Any) -> None:
 def generation_prompt(tokenizer: Any) -> list[int]:
     """Return the tokens with which every prompt ends: what the chat template puts between a question and its answer."""
     first, second = (render_prompt(tokenizer, [{"role": "user", "content": text}])[::-1] for text in "12")
+    # What two prompts that differ in nothing but their question end with alike.
     ending = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second))][::-1]
     # Line breaks at the end may merge with those of a prefill into another token.
     while len(ending) > 1 and not tokenizer.decode(ending[-1:]).strip():
@@ -218,6 +222,7 @@ def _apply_template(
         return apply_chat_template(
             tokenizer,
             messages,
+            # None, not an empty list: Llama 3's templates announce tools unless `tools` is none.
             tools=[dict(tool) for tool in tools] or None,
             tokenize=tokenize,
             add_generation_prompt=prompts,
@@ -316,6 +321,7 @@ class ChatFormat:
         later = [*first, {"role": "assistant", "content": completion}, {"role": "user", "content": "y"}]
         again = [*later, {"role": "assistant", "content": "two"}, {"role": "user", "content": "z"}]
         opened = render_text(self.tokenizer, first) + completion
+        # As the last answer and as an earlier one, since a template may tell them apart.
         return not all(render_text(self.tokenizer, c).startswith(opened) for c in (later, again))
 
 

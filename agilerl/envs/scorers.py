@@ -102,6 +102,7 @@ class Scorers:
                 return float(dataset.score_answer(answer, row))
         params = self.levels[level]
         if self.name == "composite":
+            # Of datasets with the same name a composite keeps the last.
             params = next(spec["config"] for spec in reversed(params["datasets"]) if spec["name"] == source)
         columns = {"dataset": [source], "params": [encoded(params)], "entry": [encoded(row)]}
         with _LOCK:
@@ -200,6 +201,7 @@ def pays_for_nothing(task: str, answer: str, row: Mapping[str, Any]) -> bool:
     if task == "coin_flip":
         over, _, under = answer.replace(",", "").partition("/")
         try:
+            # Negated, so that nan, which is not close to anything, earns nothing.
             return not abs(float(over) / float(under or 1) - float(row["answer"])) <= COIN_FLIP_TOLERANCE
         except (ValueError, ZeroDivisionError):
             return True
@@ -229,6 +231,7 @@ ALGEBRA = frozenset({"intermediate_integration", "polynomial_multiplication", "s
 UNREADABLE = "?"
 """An answer that no scorer can read."""
 
+# Names, so that a bare word (ABCDE) gets through, which is right as text.
 LITERALS = (ast.Expression, ast.List, ast.Tuple, ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.USub, ast.UAdd)
 SUMS = (ast.Expression, ast.Constant, ast.UnaryOp, ast.USub, ast.UAdd, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div)
 FORMULAS = (*SUMS, ast.Pow, ast.Name, ast.Load, ast.Call)

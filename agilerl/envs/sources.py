@@ -96,6 +96,7 @@ class Rows(Sequence[Row]):
         """Return a row as a new dict, or a list of them for a slice."""
         if isinstance(index, slice):
             return [self[number] for number in range(len(self))[index]]
+        # A range resolves negative indices and raises IndexError.
         part, number = self._find(range(len(self))[index])
         return part.row(number)
 
@@ -242,6 +243,7 @@ def read_file(path: Path) -> Part:
 def _text(path: Path) -> str:
     raw = path.read_bytes()
     try:
+        # Spreadsheets write a byte-order mark, which would become part of the first column's name.
         return raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line, byte = error.object.count(b"\n", 0, error.start) + 1, error.object[error.start]
@@ -289,9 +291,11 @@ def _csv(path: Path, kind: str) -> Part:
     rows, lines = [], []
     limit = csv.field_size_limit(sys.maxsize)  # 128 KiB unless raised; it is process-wide, so it is put back below
     try:
+        # Strict: otherwise a quote that never ends swallows the rest of the file without an error.
         reader = csv.reader(io.StringIO(_text(path), newline=""), delimiter=delimiter, strict=True)
         header = next(reader, [])
         _check_unique(header, path.name)
+        # A row may have several lines, and line_num is that of its last.
         start = reader.line_num + 1
         for values in reader:
             if values and len(values) != len(header):
@@ -366,6 +370,7 @@ def _read(source: Any, split: str, config: str | None, name: str, limit: int | N
             f"expected a dataset, a sequence of dicts, a file or a hub name as {name}, found {described(source)}"
         ) from error
     if hasattr(source, "iterrows") and hasattr(source, "to_dict"):  # pandas; what it calls missing is None
+        # As objects first: a column of numbers would turn None into NaN again.
         frame = source.astype(object).where(source.notna(), None).to_dict("records")
         source = [{str(column): _plain(value) for column, value in row.items()} for row in frame]
     elif not isinstance(source, Sequence) and not hasattr(source, "column_names") and hasattr(source, "__getitem__"):
@@ -417,11 +422,13 @@ def _load_from_hub(name: str, split: str, config: str | None, *, stream: bool = 
     reachable = not is_out_of_reach()
     was_offline, datasets.config.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE, not reachable
     try:
+        # The steps of load_dataset, since the files must be checked before they are downloaded.
         builder = datasets.load_dataset_builder(name, config)
         _check_files(builder, name)
         if stream:
             return without_decoding(builder.as_streaming_dataset(split=split))
         builder.download_and_prepare()
+        # As load_dataset has it: only if the user has set HF_DATASETS_IN_MEMORY_MAX_SIZE.
         small = (builder.info.dataset_size or 0) < datasets.config.IN_MEMORY_MAX_SIZE
         return without_decoding(builder.as_dataset(split=split, in_memory=small))
     except EnvError:
@@ -446,6 +453,7 @@ def _check_files(builder: Any, name: str) -> None:
         starts.append(f"{os.path.abspath(builder.base_path)}{os.sep}")
     for files in (builder.config.data_files or {}).values():
         for file in map(str, files):
+            # Of a chain such as zip://rows.csv::https://host/rows.zip, the last part is what is opened.
             path = file.rpartition("::")[2]
             path = path if "://" in path else os.path.realpath(path)
             if ".." in path.split("/") or not path.startswith(tuple(starts)):

@@ -50,6 +50,7 @@ class TextEnv(gymnasium.Env[Any, Any]):
     def step(self, action: str) -> StepResult:
         """Take an action, the text of one completion, and return the five-tuple."""
 
+    # A first episode without a seed has the seed 0.
     _seed, _turn, _running = -1, 0, False
 
     def _begin_episode(self, seed: int | None) -> int:
@@ -61,6 +62,7 @@ class TextEnv(gymnasium.Env[Any, Any]):
     def _count_turn(self) -> None:
         """Count a turn; raises EnvError if the episode has not begun, or is over."""
         if not self._running:
+            # An adapter is called what its environment is called.
             name = type(getattr(self, "inner", self)).__name__
             raise EnvError(f"expected reset() before step(): the episode of {name} has not begun, or is over")
         self._turn += 1

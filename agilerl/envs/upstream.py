@@ -75,6 +75,7 @@ def check_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, list) and isinstance(field.default, tuple):
             value = tuple(value)  # YAML has no tuples
         elif field.type in (int, float, str, bool):
+            # Other types, such as lists, are left to reasoning_gym.
             value = taken(field.type, value, "reasoning_gym", f"the {what}")
         checked[key] = value
         if name in EVALUATED:
@@ -129,6 +130,7 @@ def curriculum_params(name: str, level: int, attributes: Sequence[str]) -> dict[
     return {name: getattr(config, name) for name in names}
 
 
+# Re-entrant, as the panels are drawn in one quiet() and each of their problems in another.
 _QUIET = threading.RLock()
 
 
@@ -200,6 +202,7 @@ def _pycosat() -> Any:
 def _check_plain(what: str, value: Any) -> None:
     """Raise ConfigError for anything beyond a name or an operator, since it would be evaluated."""
     for text in [value] if isinstance(value, str) else value if isinstance(value, Iterable) else ():
+        # Keywords such as lambda have the form of a name.
         if isinstance(text, str) and (NAME_OR_OPERATOR.fullmatch(text) is None or keyword.iskeyword(text)):
             raise ConfigError(f"expected a name such as x or an operator for the {what}, found {shown(text)}")
 

@@ -78,6 +78,7 @@ class CombinedGrader(BaseGrader):
 
         Raises ConfigError unless ``weights`` holds one finite number for each grader, RewardError as ``grade`` does.
         """
+        # Again in each call, since weights may change at any time.
         check_weights(self.weights, self.graders)
         self.setup()
         scores: dict[str, list[Grade]] = {}
@@ -87,10 +88,13 @@ class CombinedGrader(BaseGrader):
             part = grade(grader, completions, rows, prompts)
             scores[name] = part.rewards
             reasons = {**part.reasons, **reasons}  # the first grader's error stays
+            # Of a combination inside this one: a failure of any of its graders.
             failures[name] = sorted(set().union(*part.failures.values()))
+            # One column alone is the score itself, which is already there.
             if len(part.scores) > 1:
                 scores |= {f"{name}/{inside}": column for inside, column in part.scores.items()}
                 failures |= {f"{name}/{inside}": indices for inside, indices in part.failures.items()}
+        # For its scores and failures alone: the rewards are the sums computed from them.
         grades = Grades([None] * len(completions), scores, failures)
         return Grades(weighted(grades, self.weights), scores, failures, reasons)
 

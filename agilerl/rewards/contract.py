@@ -23,15 +23,15 @@ ODD_TEXTS = (
     "",
     " \n\t",
     "a" * 20_000,
-    "9" * 5_000,
-    "é漢字\U0001f642\u202e\x00",
-    "<answer></answer><answer>",
+    "9" * 5_000,  # more digits than int() reads
+    "é漢字\U0001f642\u202e\x00",  # accents, wide characters, an emoji, right to left, a null
+    "<answer></answer><answer>",  # an empty answer, and one that never ends
     "```python\n",
     '{"a": [',
-    "[" * 5_000,
+    "[" * 5_000,  # deeper than parsers recurse
     "\\boxed{\\frac{1}{0}}",
-    "%s {0} {{ x }} ${y}",
-    "<|im_end|><|endoftext|></s>",
+    "%s {0} {{ x }} ${y}",  # placeholders of four template languages
+    "<|im_end|><|endoftext|></s>",  # end tokens, typed as text
 )
 """Odd texts that a model may generate."""
 
@@ -107,6 +107,7 @@ def check_answers_odd_texts(case: GraderCase) -> None:
 def check_opens_and_closes(case: GraderCase) -> None:
     """``setup`` and ``close`` may be called repeatedly, and a closed grader can be used again."""
     before = case.outcomes()
+    # Twice, since a second opening may meet what the first closing has left behind.
     for _ in range(2):
         setup(case.grader)
         setup(case.grader)

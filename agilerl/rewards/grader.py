@@ -132,6 +132,7 @@ def _attempt_batch(
             [{"role": "assistant", "content": text}] if m else text for m, text in zip(as_messages, completions)
         ],
     }
+    # Of any row, in the order in which they appear; a row without one of them gives None.
     columns = dict.fromkeys(key for row in rows for key in row)
     if "completions_ids" in parameters and "completion_ids" in columns:  # the name in TRL's older documentation
         given["completions_ids"] = [row.get("completion_ids") for row in rows]
@@ -283,6 +284,7 @@ def run_calls(calls: Sequence[Callable[[], Any]]) -> list[Any]:
             return results
         # In a new thread: the caller may be inside a running event loop (a notebook), which cannot be re-entered.
         with ThreadPoolExecutor(1) as pool:
+            # With the context, in which _GRADING says that what these coroutines print is a grader's.
             return pool.submit(copy_context().run, asyncio.run, _gather(results)).result()
 
 
@@ -387,11 +389,13 @@ class BaseGrader:
         """Open what grading needs, unless this process has already done so."""
         if self._opened_by != os.getpid():
             self.open()
+            # Noted afterwards, so that an opening that failed is tried again.
             self._opened_by = os.getpid()
 
     def close(self) -> None:
         """Release it, if this process has opened it; ``setup`` can open it again."""
         if self._opened_by == os.getpid():
+            # Forgotten before, so that a release that fails is not called twice.
             self._opened_by = None
             self.release()
 

@@ -126,13 +126,16 @@ class _Worker:
 
     def start(self) -> Contained:
         """Start the process and wait until it has imported the grader."""
+        # An empty entry means the working directory, which is another one in a confined process.
         paths, confined = [path or os.getcwd() for path in sys.path], self.settings["confined"]
         limits = environment = None
         if confined:
+            # What even this user cannot read must not keep the supervisor from becoming `nobody` (leave_root).
             readable = [path for path in paths if os.access(path, os.R_OK)]
             limits = {"memory_bytes": self.settings["memory_bytes"], "disk_bytes": WRITTEN, "readable": readable}
             environment = {name: os.environ[name] for name in INHERITED if name in os.environ}
         settings = json.dumps({**self.settings, "path": paths})
+        # -I: no folder of the script or the user precedes the paths above; -B: no bytecode, which it may not write.
         command = [sys.executable, *(["-I", "-B"] if confined else []), str(WORKER), settings]
         with tempfile.TemporaryFile() as messages:  # not the terminal, to which a text could make the worker write
             stderr = messages if confined else None
@@ -154,7 +157,7 @@ class _Worker:
             line = json.dumps({**request, "id": number}).encode() + b"\n"
         except (TypeError, ValueError) as error:
             raise RewardError(f"expected a row that can be written as JSON for an isolated grader: {error}") from error
-        contained = self.contained or self.start()
+        contained = self.contained or self.start()  # None after it was killed for an earlier question
         stdin = contained.process.stdin
         assert stdin is not None
         try:
@@ -180,6 +183,7 @@ class _Worker:
             while not text.endswith(b"\n"):
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     raise TimeoutError(f"no reply within {patience:g} s")
+                # Not stdout.read(), whose buffer could hold a line that the selector does not know of.
                 chunk = os.read(stdout.fileno(), 2**16)
                 if not chunk:
                     raise EOFError(f"its process {_ended(contained.status())}")

@@ -34,6 +34,7 @@ class Accuracy(IsolatedGrader):
     running it as code, so this process has no privileges and no files.
     """
 
+    # Its answers depend on nothing but the question, so that completions need not wait for their turn.
     remembers = False
 
     @checked
@@ -188,7 +189,7 @@ def _no_constant(text: str) -> None:
 
 LIBRARY: Mapping[str, Callable[..., Grader]] = {
     "accuracy": Accuracy,
-    "exact_match": lambda: exact_match,
+    "exact_match": lambda: exact_match,  # a constructor, as the others are
     "format_tags": FormatTags,
     "json_valid": JsonValid,
     "judge": JudgeGrader,

@@ -31,6 +31,7 @@ def math_accuracy(completion: str, answer: str, question: str = "") -> float | N
     given = extract_answer(completion)
     if given == answer.strip():
         return 1.0
+    # The row's answer is mathematics if it has a sign of an operation, words or not; a completion may be prose.
     gold = _read(answer, is_bare=_OPERATES.search(answer) is not None or not _WORD.search(answer))
     gold = gold or parse(f"${answer}$", parsing_timeout=None)
     if not gold:
@@ -41,6 +42,7 @@ def math_accuracy(completion: str, answer: str, question: str = "") -> float | N
             return 0.0
     elif read and _unspaced(read[-1]) in _unspaced(str(question)) and _unspaced(read[-1]) != _unspaced(answer):
         return 0.0
+    # In this order: math-verify does not treat its two sides alike where one is an assignment, x = 5.
     return float(verify(gold, read, timeout_seconds=None))
 
 
@@ -63,27 +65,35 @@ def _read(text: str, *, is_bare: bool) -> Any:
 
 _LONGEST = 300
 """Characters of a bare expression; a thousand brackets take seconds to read as LaTeX."""
+# Dollars, round or square brackets with a backslash, a box: what math-verify takes for LaTeX.
 _MARKED = re.compile(r"(?<!\\)\$|\\\(|\\\[|\\boxed")
 _MORE_THAN_NUMBERS = re.compile(r"[^\d\s.]")
+# Two letters or more are a word, and the text is prose; one may be a variable.
 _WORD = re.compile(r"(?:^|\s)[A-Za-z]{2,}")
 _OPERATES = re.compile(r"[-+*^=\\]")
 
 # -- plain numbers, by the text, because the algebra system evaluates while it reads (84 \div 7, \gcd(84, 36)) ---------
 
+# Grouped thousands come first, or the first group alone would match.
 _DIGITS = r"(?:\d{1,3}(?:(?:,|\{,\}| )\d{3})+(?:\.\d+)?|\d+(?:\.\d+)?|\.\d+)"
 _NUMBER = re.compile(
     rf"(?:\d+\s*)?\\frac\{{\s*(-?\d+)\s*\}}\{{\s*(\d+)\s*\}}|(\d+)\s*/\s*(\d+)|{_DIGITS}"
     r"(?:\s*\\?%|\s*\^\s*\{?\s*\\circ\s*\}?)?"
 )
+# A sign belongs to its number (#) at the beginning and after a separator; elsewhere it adds or subtracts.
 _SIGN = re.compile(r"(^|[,;(\[{=<>&])\s*(?:[-+]|\\pm)\s*(?=#)")
+# Layout, which changes no value.
 _IGNORED = re.compile(r"\\(?:begin|end)\{\w+\}|\\(?:left|right)\b|\\[,;: ]|\\(?=[{}])")
+# What may surround numbers: separators, brackets, relations, single letters.
 _PLAIN = re.compile(r"(?:[\s#,;=<>()\[\]{}&]|\\(?:infty|cup|in|leq?|geq?)\b|\b[A-Za-z]\b|\band\b|\bor\b)*")
+# Two numbers or brackets side by side are a product: 2(3).
 _PRODUCT = re.compile(r"[#)\]}]\s*[#(\[{]")
 
 
 def _is_plain(text: str) -> bool:
     """Return whether a text consists of numbers as they are written, with nothing left to compute."""
     shape = _NUMBER.sub(_fraction, _IGNORED.sub("", text.replace("\\\\", ";")).rstrip(" \n-+*/^("))
+    # Of 2 + 3 = 5 the last side; not where commas separate equations: x = 1, y = 2.
     if "," not in shape:
         shape = shape.rpartition("=")[2]
     shape = _SIGN.sub(r"\1", shape)
@@ -92,6 +102,7 @@ def _is_plain(text: str) -> bool:
 
 def _fraction(match: re.Match[str]) -> str:
     """Return # for a number; for a fraction that is not in lowest terms, a quotient."""
+    # What is no fraction passes as 1/2, which is in lowest terms.
     over, under = (int(part) for part in (match[1] or match[3] or 1, match[2] or match[4] or 2))
     return "#" if under > 1 and math.gcd(over, under) == 1 else "#/#"
 

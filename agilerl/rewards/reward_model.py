@@ -99,6 +99,7 @@ class RewardModelGrader(BaseGrader):
             RewardError(f"expected at most {limit} tokens of prompt and completion, found {len(row)}") for row in rows
         ]
         fitting = [n for n, row in enumerate(rows) if not limit or len(row) <= limit]
+        # By length, so that rows of a batch need little padding.
         fitting.sort(key=lambda n: len(rows[n]))
         # Without a pad token the model cannot tell where a padded text ends.
         size = 1 if self._model.config.pad_token_id is None else self.batch_size

@@ -59,6 +59,7 @@ class Contained:
                 "graders in processes of their own need Linux or macOS, as do commands; on Windows, run this in WSL"
             )
         folder = None if limits is None else tempfile.mkdtemp(prefix="sandbox-")
+        # The supervisor's report comes through it; its end tells the supervisor that this process is gone.
         self.channel, theirs = socket.socketpair()
         try:
             if folder is not None:
@@ -70,6 +71,7 @@ class Contained:
                 homes = dict.fromkeys(("HOME", "TMPDIR", "MPLCONFIGDIR"), folder)
                 environment = {**(environment or {}), **homes, **single}
             self.process = subprocess.Popen(
+                # -I -S: no PYTHON variable and no installed package reaches the supervisor.
                 [sys.executable, "-I", "-S", str(CHILD), str(theirs.fileno()), json.dumps(limits), *command],
                 env=environment,
                 pass_fds=[theirs.fileno()],
@@ -84,6 +86,7 @@ class Contained:
                 raise RewardError(f"cannot start {sys.executable}: {error}") from error
             raise
         finally:
+            # The child alone may hold its end: with a copy open here, reading would not end when the supervisor does.
             theirs.close()
         self.end = weakref.finalize(self, _end, self.process, self.channel, folder, os.getpid(), patience)
         """End it and all its descendants."""
@@ -192,11 +195,11 @@ def run_python(
                 "timeout": timeout,
                 "memory_bytes": memory_bytes,
                 "disk_bytes": disk_bytes,
-                "cpu_seconds": int(timeout) + 1,
+                "cpu_seconds": int(timeout) + 1,  # the kernel counts whole seconds
             },
             files={"main.py": code.encode(errors="surrogatepass")},
             environment={"PATH": os.defpath, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"},
-            patience=0.0,
+            patience=0.0,  # _read has waited, for the report or for GRACE
             stdin=given,
             stderr=subprocess.PIPE,
         )
@@ -293,6 +296,7 @@ class SandboxGrader(WaitingGrader):
 
     def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[Answer]:  # type: ignore[override]
         """Return a score for each completion, or the exception that stopped its tests from being run."""
+        # The tests decide alone; a prompt is only what the base class expects.
         return super().__call__(columns.pop("prompts", completions), completions, **columns)
 
     def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> tuple[str, Any]:
@@ -308,6 +312,7 @@ class SandboxGrader(WaitingGrader):
             return None
         try:
             outcomes = self._outcomes(extract_code(completion), _checked_tests(tests))
+            # The outcomes are a generator, so that no test runs after one that has failed.
             if self.score == "all":
                 return float(all(outcomes))
             passed = list(outcomes)

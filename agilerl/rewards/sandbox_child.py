@@ -109,6 +109,7 @@ def leave_root(needed: Iterable[tuple[Path, int]], folder: Path) -> None:
     os.setegid(0)
     if enough:
         os.chown(folder, NOBODY, NOBODY)
+        # Groups before the user: afterwards this process may no longer change them.
         os.setgroups([])
         os.setgid(NOBODY)
         os.setuid(NOBODY)
@@ -121,6 +122,7 @@ def enter_namespaces(folder: Path, disk_bytes: int) -> list[str]:
     if sys.platform != "linux" or LIBC.unshare(NEWUSER | NEWPID | NEWNET | NEWIPC | NEWNS) != 0:
         return []
     try:
+        # The kernel asks for this before an unprivileged process may map its group.
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{NOBODY} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{NOBODY} {group} 1")

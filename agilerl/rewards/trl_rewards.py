@@ -26,6 +26,7 @@ class TrlMathematics(IsolatedGrader):
     The correct answer is the column ``solution``, as in TRL, or else ``answer``.
     """
 
+    # As in Accuracy: an answer depends on nothing but the question.
     remembers = False
 
     @checked
@@ -89,6 +90,7 @@ def trl_function(name: str, params: Mapping[str, Any]) -> Grader:
     return partial(function, **params)
 
 
+# Given by the rows or the caller, so no settings.
 _FROM_ROWS = {"completions", "completion_ids", "solution", "log_extra", "kwargs"}
 
 
@@ -99,6 +101,7 @@ def trl_rewards() -> dict[str, Callable[..., Grader]]:
 
 
 def _of_text(name: str, **params: Any) -> Grader:
+    # A function with a name of its own; TRL's stays as it is.
     grader: Any = partial(trl_function(name, params))
     grader.name = f"trl.{name}"
     return grader  # type: ignore[no-any-return]

@@ -126,6 +126,7 @@ class EarlyGrading:
         """``columns`` are those of all rows of the batch: a grader gets each of them, or None if a row lacks it."""
         self.graders = list({id(grader): grader for grader in graders}.values())
         self.columns = tuple(columns)
+        # Completions that have ended before an earlier one, for graders that need the order of the rows.
         self._held: dict[int, tuple[str, str, Mapping[str, Any]]] = {}
         self._next = 0
         self._stack = ExitStack()
@@ -240,6 +241,7 @@ class Threads:
         with suppress(Empty):
             while waiting := self._calls.get_nowait():
                 waiting[0].cancel()
+        # One for each thread, each of which takes one and ends.
         for _ in self._running:
             self._calls.put(None)
         deadline = None if patience is None else monotonic() + patience

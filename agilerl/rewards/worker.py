@@ -72,7 +72,9 @@ def forbid_files(folder: str) -> None:
     version = libc.syscall(CREATE_RULESET, None, 0, 1)
     if version < 1:
         return
+    # The bits below the first unknown right are the known ones.
     rights = FILE_RIGHTS[min(version, len(FILE_RIGHTS)) - 1] - 1
+    # A kernel refuses a ruleset with fields that it does not know: networks came with 4, scopes with 6.
     size = 8 if version < 4 else 16 if version < 6 else 24
     ruleset = libc.syscall(CREATE_RULESET, struct.pack("=3Q", rights, ALL_OF_NETWORK, ALL_OF_SCOPES), size, 0)
     for path in sorted({folder, *_imported_from()}):
@@ -96,6 +98,7 @@ def _imported_from() -> set[str]:
     paths |= {path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
+        # Of packages their top folders: the modules below come with them.
         if "." not in name and file:
             package = Path(file)
             paths.add(str(package.parent if package.name.startswith("__init__.") else package))

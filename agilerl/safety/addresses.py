@@ -40,6 +40,7 @@ def may_have_key(variable: str, address: str, typed: Iterable[str] = ()) -> bool
     """
     target = _parts(address)
     allowed = (_parts(one) for one in (*_allowed(), *typed, *_OF_SERVICES.get(variable, ())))
+    # Both paths end with a slash, so that /team covers /team/a and not /teams.
     return target is not None and any(
         one is not None and one[:3] == target[:3] and f"{target[3]}/".startswith(f"{one[3]}/") for one in allowed
     )
@@ -75,12 +76,14 @@ def _parts(address: str) -> tuple[str, str, int, str] | None:
     """Return scheme, host, port and path; None for anything but a plain address."""
     try:
         url = urlsplit(address)
+        # A port that is no number is a ValueError, a scheme with no port of its own a KeyError.
         port = url.port or {"http": 80, "https": 443}[url.scheme]
     except (ValueError, KeyError):
         return None
     # Anything that parsers of addresses may read differently is not a plain address.
     if not url.hostname or not address.isprintable() or set(address) & set("\\#?@ ") or ".." in url.path:
         return None
+    # A final dot names the same host. Servers are given with /v1 or without it.
     return url.scheme, url.hostname.rstrip("."), port, url.path.rstrip("/").removesuffix("/v1")
 
 
@@ -98,6 +101,7 @@ def is_out_of_reach() -> bool:
     if constants.HF_HUB_OFFLINE:
         return True
     url = urlsplit(constants.ENDPOINT)
+    # A proxy may reach what a socket of this machine cannot.
     if url.scheme in getproxies() or url.hostname is None:
         return False
     try:

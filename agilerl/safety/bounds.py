@@ -26,6 +26,7 @@ def memory_bytes() -> int | None:
 
 
 def _container_limit() -> int | None:
+    # Of cgroups v2 and v1. Without a limit v2 says "max", which is no number, and is passed over.
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         try:
             return int(Path(file).read_text())
@@ -66,11 +67,13 @@ def check_links(folder: Path, below: Iterable[str] | None = None, *, error: type
         if not isinstance(failure, FileNotFoundError):
             raise error(f"{failure.filename or root} cannot be read: {failure.strerror or failure}") from failure
 
+    # os.walk follows no links, so each is looked at here and none is entered.
     for parent, folders, files in os.walk(root, onerror=unreadable):
         for path in (os.path.join(parent, name) for name in (*folders, *files)):
             if os.path.islink(path) and not any(Path(os.path.realpath(path)).is_relative_to(one) for one in allowed):
                 raise error(f"{path} is a link that leads out of {root}; put there what it leads to, if you trust it")
         if searched is not None and parent == root:
+            # In place: os.walk goes on with what the list holds.
             folders[:] = searched.intersection(folders)
 
 
@@ -89,6 +92,7 @@ def compiled_pattern(pattern: str, where: str) -> "regex.Pattern[str]":
 
 def _repeats(pattern: str) -> int:
     """Return how many parts a pattern has with each ``{n}`` expanded, as the compiler does it."""
+    # `parts` counts within the innermost open group; `last` is the size of what a repeat would repeat.
     stack, parts, last, index = [], 0, 0, 0
     while index < len(pattern):
         character = pattern[index]
@@ -101,9 +105,11 @@ def _repeats(pattern: str) -> int:
             count = max((int(n) for n in pattern[index + 1 :].partition("}")[0].split(",") if n.isdecimal()), default=1)
             parts, last = parts + last * max(count - 1, 0), last * max(count, 1)
         elif character == "[":
+            # A bracket right after the opening one is a member of the set, not its end.
             end = pattern.find("]", index + 2)
             parts, last, index = parts + 1, 1, end if end > 0 else index
         else:
+            # An escaped character is one part.
             index += character == "\\"
             parts, last = parts + 1, 1
         index += 1

@@ -105,7 +105,9 @@ def printing_bounded() -> Iterator[None]:
     with _LOCK:
         _Prints.graders += 1
         for stream in (sys.stdout, sys.stderr):
+            # Unless it is counted already, or is no object that takes attributes.
             if "write" not in getattr(stream, "__dict__", {"write": None}):
+                # On the stream itself: handlers of logging hold the object and would not see another in its place.
                 vars(stream)["write"] = partial(_write, stream.write)
                 _Prints.streams.append(stream)
     before = _GRADING.set(True)
@@ -125,6 +127,7 @@ def _write(write: Callable[[str], int], text: str) -> int:
         return write(text)
     with _LOCK:
         room, _Prints.left = max(0, _Prints.left), _Prints.left - len(text)
+    # Outside the lock: a stream may block, and other graders must not wait for it.
     if room:
         note = f"\n[graders have printed {PRINTED:,} characters; what else they print is not shown]\n"
         write(text[:room] + (note if len(text) >= room else ""))
@@ -147,7 +150,7 @@ def run_file(path: Path) -> ModuleType:
     try:
         spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[name]
+        del sys.modules[name]  # half a module must not pass for a loaded one
         raise
     return module
 
@@ -192,6 +195,7 @@ def given_name(code: Any) -> str:
     module = getattr(code, "__module__", None)
     if module not in (None, "__main__") and all(part.isidentifier() for part in qualname.split(".")):
         name = f"{module}:{qualname}"
+        # Only where the name leads back to this very object: a decorator or a second definition may have taken it.
         if file_of(name) is not None and _attribute(sys.modules.get(module), qualname) is code:
             _given[name] = code
             return name
@@ -237,6 +241,7 @@ def file_of(name: str) -> Path | None:
         return Path(module).expanduser().absolute()
     parts, path = module.split("."), [os.getcwd(), *sys.path]
     for depth in range(1, len(parts) + 1):
+        # Part by part: find_spec of a dotted name would import the packages above it, and so run code.
         spec = PathFinder.find_spec(".".join(parts[:depth]), path)
         if spec is None:
             return None

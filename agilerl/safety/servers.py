@@ -97,6 +97,7 @@ class Retries:
         """Return the seconds before the next attempt."""
         error = None if state.outcome is None else state.outcome.exception()
         wanted = error.response.headers.get("Retry-After", "") if isinstance(error, httpx2.HTTPStatusError) else ""
+        # In seconds; the other form of the header, a date, is passed over.
         if wanted.isdecimal():
             return min(float(wanted), self.longest_wait)
         return wait_exponential(multiplier=self.first_wait, max=self.longest_wait)(state)
@@ -120,6 +121,7 @@ class Server:
         """``seconds`` are for the whole answer, ``wait`` for each piece of it, ``connect`` for a connection."""
         self.where, self.url, self.seconds, self._key = f"{name} at {url}", url, seconds, key
         self._retries = retries or Retries()
+        # It follows no redirects, as is the default: the key must not go where a server points.
         self._client = httpx2.Client(
             timeout=httpx2.Timeout(wait or seconds, connect=connect),
             limits=httpx2.Limits(max_connections=connections),
@@ -225,6 +227,7 @@ def request(
     AnswerTooLargeError, and whatever the client raises.
     """
     content = bytearray()
+    # Not br or zstd, which may expand a piece far more than a thousand times.
     headers = {"Accept-Encoding": "gzip, deflate", **arguments.pop("headers", {})}
     if "json" in arguments:  # a model may sample half of a character, which UTF-8 does not have
         headers["Content-Type"] = "application/json"
@@ -243,6 +246,7 @@ def request(
                 _seconds_left()
     finally:
         _DEADLINE.of_thread = before
+    # What these headers say is no longer true of bytes that are complete and decompressed.
     kept = {name: value for name, value in answer.headers.items() if name.lower() not in _OF_TRANSFER}
     return httpx2.Response(answer.status_code, headers=kept, content=bytes(content), request=answer.request)
 
@@ -266,6 +270,7 @@ _NO_DEADLINE = 1e6  # a connection that is closed between requests
 def _bound_stream(event: str, about: dict[str, Any]) -> None:
     """Let a new connection wait no longer than the request in progress has left; called with what the client does."""
     stream = about.get("return_value")
+    # The client traces connect_tcp.complete and start_tls.complete, each of which returns a stream.
     if event.endswith(".complete") and hasattr(stream, "start_tls"):
         for name in ("read", "write"):
             setattr(stream, name, partial(_until_deadline, getattr(stream, name)))

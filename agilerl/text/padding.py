@@ -39,6 +39,7 @@ def with_padding(tokenizer: Any, name: str, *, pad_token: str | None = None, pad
 
 def padded(tokenizer: Any) -> Any:
     """Return a user's tokenizer, or ``with_padding`` if it has no pad token; one without any end token as it is."""
+    # 0, so that a tokenizer without such an attribute passes for one with a pad token.
     if getattr(tokenizer, "pad_token_id", 0) is not None or getattr(tokenizer, "eos_token_id", None) is None:
         return tokenizer
     return with_padding(tokenizer, str(getattr(tokenizer, "name_or_path", None) or type(tokenizer).__name__))
@@ -52,6 +53,7 @@ def has_template(tokenizer: Any) -> bool:
 def decoded(tokenizer: Any, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
     """Return the text of tokens, spaces unchanged; options that a tokenizer of another kind lacks are left out."""
     options = {"skip_special_tokens": skip_special_tokens, "clean_up_tokenization_spaces": False}
+    # By class, so that the cache below keeps no tokenizer alive.
     kind: Any = type(tokenizer)
     return str(tokenizer.decode(ids, **{name: options[name] for name in _known(kind, *options)}))
 
@@ -88,6 +90,7 @@ def padding_id(tokenizer: Any, pad_token: str | None, pad_token_id: int | None) 
         if pad_token not in (None, name):
             raise ConfigError(f"pad_token_id={pad_token_id} is {name!r}, but pad_token={shown(pad_token)}; give one")
         return pad_token_id
+    # The id of a text that is no token is that of unk, which does not lead back to the text.
     number = tokenizer.convert_tokens_to_ids(pad_token)
     if number is None or tokenizer.convert_ids_to_tokens(number) != pad_token:
         raise ConfigError(

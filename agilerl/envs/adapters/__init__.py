@@ -30,6 +30,7 @@ class GemEnv(Adapter):
 
     def begin(self, seed: int) -> Begun:
         """Return the first observation with its suffix."""
+        # GEM hands it to numpy's global generator, which takes 32 bits.
         observation, info = self.inner.reset(seed=seed % 2**32)
         return _with_suffix(observation, info), info
 
@@ -37,6 +38,7 @@ class GemEnv(Adapter):
         """Return what the game answers, with its suffix."""
         observation, reward, terminated, truncated, info = self.inner.step(action)
         if not (terminated or truncated):
+            # The suffix asks for the next action, of which a finished game has none.
             observation = _with_suffix(observation, info)
         return observation, reward, terminated, truncated, info
 
@@ -62,6 +64,7 @@ def make_gem(name: str, **settings: Any) -> TextEnv:
 
     made_by = ENV_REGISTRY[name].entry_point if name in ENV_REGISTRY else ""
     module = made_by.partition(":")[0] if isinstance(made_by, str) else str(made_by.__module__)
+    # A name whose code is not in gem was registered by the user, who trusts it.
     if module.startswith("gem.") and not module.startswith(_COMPARING):
         instead = _INSTEAD.get(module, "run it in a container, behind an openenv server")
         instead = instead.format(rest=name.partition(":")[2])
@@ -97,6 +100,7 @@ class TextArenaEnv(Adapter):
         while isinstance(core, Wrapper):
             core = core.env
         self._core = core
+        # The game itself, so that messages name its class; its action wrappers are called all the same.
         super().__init__(core, max_turns if max_turns is not None else getattr(core, "max_turns", None))
         self.inner = inner
 
@@ -116,6 +120,7 @@ class TextArenaEnv(Adapter):
         heard = self._heard()
         if not done:
             return heard, 0.0, False, False, dict(info)
+        # By player. This close() releases nothing: it returns what each has earned, and why.
         rewards, about = self._core.close()
         return heard, float(rewards[0]), True, False, dict(about[0])
 
@@ -124,6 +129,7 @@ class TextArenaEnv(Adapter):
 
     def _heard(self) -> str:
         _, messages = self._core.get_observation()
+        # The game's id is -1; what the player has said is in the transcript already.
         return "\n".join(text for sender, text, _ in messages if sender < 0).strip()
 
 
@@ -163,6 +169,7 @@ def as_text_env(env: Any, max_turns: Count | None = None) -> TextEnv:
         if isinstance(env, TextEnv) and max_turns in (None, env.max_turns):
             return env
         return GymnasiumText(env, max_turns)
+    # By the names of packages: isinstance would need each of them to be installed and imported.
     packages = {cls.__module__.partition(".")[0] for cls in type(env).__mro__}
     for package, (adapter, _, _) in _FOREIGN.items():
         if package in packages:
@@ -192,6 +199,7 @@ def make_env(name: Name, /, **settings: Any) -> TextEnv:
     except AgileRLError:
         raise
     except ModuleNotFoundError as error:
+        # Only if the package itself is missing; the dependency of a single game is named as it is.
         if prefix in _FOREIGN and error.name == prefix:
             raise ConfigError(
                 f"{name} needs the package {_FOREIGN[prefix][2]}; see docs/environments.md for how to install it"

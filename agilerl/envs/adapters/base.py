@@ -94,12 +94,14 @@ class Adapter(TextEnv):
         if not isinstance(result, tuple) or len(result) != 5:
             return result  # malformed results are reported by the caller, not repaired here
         observation, reward, terminated, truncated, info = result
+        # A game that ends in its last turn has terminated; it has not run out of turns.
         truncated = truncated or (self._turn >= self.max_turns and not terminated)
         self._running = not (terminated or truncated)
         return observation, reward, terminated, truncated, info
 
     def close(self) -> None:
         """Close the inner environment if it has ``close``; ``reset`` raises EnvError afterwards."""
+        # Passed on once: a second close() is harmless here, but not in every library.
         first, self._running, self._closed = not self._closed, False, True
         if first and (close := getattr(self.inner, "close", None)) is not None:
             close()
@@ -189,6 +191,7 @@ class GymnasiumText(Adapter):
                     "write a wrapper that turns it into gymnasium.spaces.Text"
                 )
         limit = inner.spec.max_episode_steps if inner.spec is not None else None
+        # The unwrapped environment has the limit and the name; calls go through the wrappers.
         super().__init__(core, max_turns if max_turns is not None else getattr(core, "max_turns", limit))
         self.inner = inner
         self.observation_space, self.action_space = inner.observation_space, inner.action_space

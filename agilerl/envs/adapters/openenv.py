@@ -11,6 +11,7 @@ from agilerl.envs.text_env import Begun, StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 
 _ANSWER_MIB = 64
+# Fields of every observation beside its content.
 _NOT_TEXT = ("done", "reward", "metadata")
 
 
@@ -43,13 +44,14 @@ class OpenEnv(Adapter):
 
     def begin(self, seed: int) -> Begun:
         """Return the first observation as text."""
-        return self._read(self.inner.reset(seed=seed))[::4]
+        return self._read(self.inner.reset(seed=seed))[::4]  # observation and info of the five
 
     def act(self, action: str) -> StepResult:
         """Return the environment's reply."""
         return self._read(self.inner.step(self._action(action)))
 
     def _read(self, reply: Any) -> StepResult:
+        # A client's reply wraps the observation; an environment in this process returns it with reward and done.
         text = self._text(reply.observation if self._remote else reply)
         return text, float(reply.reward or 0.0), bool(reply.done), False, dict(reply.metadata or {})
 
@@ -58,6 +60,7 @@ def make_openenv(url: str, max_turns: int, **settings: Any) -> TextEnv:
     """Return the environment that an openenv server offers at ``url``, e.g. "http://127.0.0.1:8000"."""
     from openenv.core import GenericEnvClient
 
+    # Settings come from manifests, so they may lower the limit and not raise it.
     most = settings.setdefault("max_message_size_mb", _ANSWER_MIB)
     if not isinstance(most, int | float) or not 0 < most <= _ANSWER_MIB:
         raise ConfigError(f"expected max_message_size_mb of at most {_ANSWER_MIB}, found {most!r}")

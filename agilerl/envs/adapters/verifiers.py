@@ -58,6 +58,7 @@ class TasksetTask(Task):
     def row(self, split: Split, index: int) -> Row:
         """Return the number of a task, and its prompt as text."""
         self.check_index(split, index)
+        # The test first, so that an exam of another size leaves it as it is.
         first = {"test": 0, "exam": self.test_prompts, "train": self.test_prompts + self.exam_prompts}[split]
         number = first + (self._order(index) if split == "train" else index)
         return {"question": self._tasks[number].data.prompt_text, "answer": None, "task": number}
@@ -113,6 +114,7 @@ class TasksetTask(Task):
         with self._lock:
             if self._serving is not None:
                 loop, ended = self._serving
+                # By the loop itself: an event of asyncio may not be set from another thread.
                 loop.call_soon_threadsafe(ended.set)
                 self._serving = None
 
@@ -155,6 +157,7 @@ def make_taskset(
             env = load_environment(config)
             task = TasksetTask(env, name, exam, test, seed)
             tools = env.taskset.toolsets(config.taskset) or env.taskset.task_type().toolsets(config.taskset.task)
+            # Only where nobody chose a harness, and the taskset neither has tools nor an environment of its own.
             if harness == "bash" and "harness" not in given and not tools and type(env) is vf.SingleAgentEnv:
                 env.setup = _in_this_process
             (harness,) = env._harnesses.values()

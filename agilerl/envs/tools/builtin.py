@@ -41,6 +41,7 @@ Number = int | float
 
 # Numbers, names, operators, brackets. Anything else, including what Python's parser warns about, is refused here.
 _SPELLING = re.compile(r"(?:(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?(?![\w.])|[a-z]\w*|\*\*|//|[-+*/%(),]|\s)*")
+# As typed in prose; Python reads ^ as exclusive or.
 _TYPED = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "^": "**"})
 
 
@@ -90,7 +91,7 @@ def _value(node: ast.expr) -> Number:
 
 
 def _within(value: Any) -> Number:
-    if isinstance(value, complex):
+    if isinstance(value, complex):  # of (-8) ** 0.5
         raise ArithmeticError("the result is no real number")
     if value.bit_length() > MOST_BITS if isinstance(value, int) else not math.isfinite(value):
         raise OverflowError
@@ -99,6 +100,7 @@ def _within(value: Any) -> Number:
 
 def _power(base: Number, exponent: Number) -> Number:
     """Refuse a huge power before it is computed: 9**9**9 has 370 million digits."""
+    # abs(base) is at least 2 ** (bits - 1), so the result has at least this many bits.
     if isinstance(base, int) and isinstance(exponent, int) and exponent * (abs(base).bit_length() - 1) > MOST_BITS:
         raise OverflowError
     return base**exponent
@@ -111,6 +113,7 @@ def _factorial(number: Number) -> int:
 
 
 def _round(number: Number, digits: Number = 0) -> Number:
+    # round(1, -10**9) computes 10 ** 10**9.
     if not isinstance(digits, int) or abs(digits) > 30:
         raise ValueError(f"round takes a whole number of digits up to 30, found {_shown(digits)}")
     return round(number, digits)
@@ -118,6 +121,7 @@ def _round(number: Number, digits: Number = 0) -> Number:
 
 def _shown(value: Number) -> str:
     """Whole numbers exactly, others to 12 significant digits."""
+    # Far below 2**53, up to which a float holds every whole number.
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         value = int(value)
     return str(value) if isinstance(value, int) else f"{value:.12g}"
@@ -223,6 +227,7 @@ class SearchTool:
             full = httpx2.URL(url).copy_merge_params({"q": query, "format": "json"})
             with OPENING:
                 client = self._client
+            # A wait for data may take `timeout`, the whole answer four times that.
             answer = request(client, "GET", full, seconds=4 * self.timeout).raise_for_status()
             results = parsed(answer.content, _Results).results
         except httpx2.HTTPStatusError as error:
@@ -269,6 +274,7 @@ class SearchTool:
         client = httpx2.Client(
             # Waiting for one of num_workers connections is not a server failure.
             timeout=httpx2.Timeout(self.timeout, pool=None),
+            # Only connections are tried again; a request is sent once.
             transport=httpx2.HTTPTransport(retries=RECONNECTS, limits=httpx2.Limits(max_connections=self.num_workers)),
             follow_redirects=True,
         )
@@ -388,6 +394,7 @@ class Town(NamedTuple):
 def made_up_towns(count: Annotated[int, Within(least=1, most=5000)] = 200, seed: Seed = 42) -> list[Town]:
     """Return towns with distinct names, rivers and founders; a pure function of both arguments."""
     rng = stream(seed, "made-up towns")
+    # All names at once, so that no town, river and founder share one.
     names = _names(rng, 3 * count)
     towns, rivers, founders = names[:count], names[count : 2 * count], names[2 * count :]
     years, goods = rng.integers(900, 1900, size=count), rng.integers(len(GOODS), size=count)
@@ -399,6 +406,7 @@ def made_up_towns(count: Annotated[int, Within(least=1, most=5000)] = 200, seed:
 
 def facts_task(towns: Sequence[Town], seed: int = 42) -> DatasetTask:
     """Return the questions as a task: those about a reserved fifth of the towns alternate between exam and test."""
+    # By town and not by question: other questions about a town give its facts away.
     train = [row for town in towns if not is_held_out(town.name) for row in town.rows()]
     held_out = [row for town in towns if is_held_out(town.name) for row in town.rows()]
     if not train or not held_out:
@@ -412,6 +420,7 @@ def same_fact(completion: str, answer: str) -> float:
 
 
 def _names(rng: np.random.Generator, count: int) -> list[str]:
+    # A dict and not a set, because it keeps the order of the draws.
     names: dict[str, None] = {}
     while len(names) < count:
         letters = [part[rng.integers(len(part))] for part in (ONSETS, VOWELS, CODAS) * 2]

@@ -95,6 +95,7 @@ class ToolEnv(TextEnv):
         self.max_turns, self.max_result_chars = max_turns, max_result_chars
         self.observation_space, self.action_space = Conversation(), AnyText()
         self._announce, self._instructions = announce, system_prompt
+        # The one parser that needs no tokenizer: it is ready before bind().
         if isinstance(parser, str) and parser_of(parser) is TextTagParser:
             parser = TextTagParser()
         self._family = parser if isinstance(parser, str) else None
@@ -141,12 +142,14 @@ class ToolEnv(TextEnv):
         schemas = [tool.schema for tool in self._tools.values()]
         question = [{"role": "user", "content": "x"}]
         with_tools = _rendered(tokenizer, question, schemas)
+        # Empty: the template refuses the tools. The same text: it ignores them.
         self._in_template = self._announce == "auto" and with_tools not in ("", _rendered(tokenizer, question))
         self.tools = schemas if self._in_template else ()
         results = [{"role": "tool", "name": "f", "content": _PROBE, "tool_call_id": f"call0000{n}"} for n in range(2)]
         turn = [*question, {"role": "assistant", "content": "y"}, *results]
         self._tool_role = _PROBE in _rendered(tokenizer, turn)
         special = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special]
+        # Longest first, so that a spelling that begins with another one is found as a whole.
         spellings = sorted({*special, *(self._parser.tags if self._parser else ())}, key=len, reverse=True)
         self._forbidden = re.compile("|".join(map(re.escape, spellings))) if spellings else None
 
@@ -201,6 +204,7 @@ class ToolEnv(TextEnv):
             system.append("\n".join([f"You may call these tools. {how}An answer without a call is final.", *lines]))
         if messages[0]["role"] == "system":
             system.append(messages.pop(0)["content"])
+        # One message, since many templates allow only one of the system.
         if system:
             messages.insert(0, {"role": "system", "content": "\n\n".join(system)})
         return messages[0]["content"] if [m["role"] for m in messages] == ["user"] else messages
@@ -312,6 +316,7 @@ def _as_task(task: Task | Sequence[Row], grader: Graders | None, of_environment:
 
 
 def _broken_up(tag: re.Match[str]) -> str:
+    # Still readable, but no longer the text of the token.
     return f"{tag[0][0]} {tag[0][1:]}" if len(tag[0]) > 1 else " "
 
 

@@ -127,6 +127,7 @@ class TextTagParser:
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
         """Return the call between each pair of tags."""
         unclosed = MalformedCall(f"expected {self._end} after the call that {self._begin} begins, found none")
+        # What stands before the first tag is for the user.
         parts = [part.partition(self._mark + self._end) for part in text.split(self._mark + self._begin)[1:]]
         return [self.read(content) if end else unclosed for content, end, _ in parts]
 
@@ -157,6 +158,7 @@ class QwenCoderParser(HermesParser):
 
     family = "qwen_coder"
     _form = "<function=...><parameter=...>value</parameter></function>"
+    # Matched in full, so that the last closing tag ends the call: a value may hold others.
     _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
     _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
 
@@ -188,6 +190,7 @@ class LlamaParser:
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
         """Return the calls after the tag, else those of a bare completion."""
         marked = _marked(self._tokenizer, token_ids, PYTHON_TAG, END_OF_MESSAGE, END_OF_TURN)
+        # An end token leaves one `rest`, even if nothing follows it: the turn has ended.
         whole, *rest = self._END.split(marked, maxsplit=1)
         # Text before the tag is for the user; each further tag begins more calls.
         bare, *parts = whole.split(MARK + PYTHON_TAG)
@@ -227,7 +230,9 @@ class MistralParser:
     def _calls(self, part: str) -> Calls:
         head, named, content = part.partition(MARK + ARGS)
         values = json_or_text(content if named else head)
+        # Without [ARGS] the names are in the JSON.
         if not named:
+            # json_call() also says what is wrong with anything but a list.
             return [call_of(value) for value in values] if values and isinstance(values, list) else [json_call(head)]
         name, _, call_id = (piece.strip() for piece in head.partition(MARK + CALL_ID))
         if name and isinstance(values, dict):
@@ -264,6 +269,7 @@ def parser_for(tokenizer: Vocabulary, family: str | None = None) -> ToolCallPars
         return parser_of(family)(tokenizer)
     for name, tokens in REQUIRED.items():
         if all(token in tokenizer.get_added_vocab() for token in tokens):
+            # Qwen3-Coder has Hermes' tokens; only its template shows that it writes XML.
             written_in_xml = "<function=" in str(getattr(tokenizer, "chat_template", None))
             return PARSERS["qwen_coder" if name == "hermes" and written_in_xml else name](tokenizer)
     raise ConfigError(
@@ -296,6 +302,7 @@ def _marked(tokenizer: Any, ids: Sequence[int], *tags: str) -> str:
     added = tokenizer.get_added_vocab()
     names = {added[tag]: MARK + tag for tag in tags if tag in added}
     parts = []
+    # Other tokens are decoded run by run, because a character may take several of them.
     for is_tag, group in groupby(ids, names.__contains__):
         if is_tag:
             parts += [names[token] for token in group]
@@ -306,6 +313,7 @@ def _marked(tokenizer: Any, ids: Sequence[int], *tags: str) -> str:
 
 def _after_thinking(marked: str, begin: str, end: str) -> str:
     """Remove the thinking, also one that never ended: a call that is only considered does not count."""
+    # Behind the last end, and before a beginning that has none.
     return marked.rpartition(MARK + end)[2].partition(MARK + begin)[0]
 
 

@@ -82,6 +82,7 @@ class Tool:
                 f"the tool {self.name} has an argument without a JSON schema; annotate it with a type that JSON has "
                 f"(str, int, float, bool, list, dict, Literal, a pydantic model): {str(error).splitlines()[0]}"
             ) from error
+        # The generator omits the titles of fields; the model's remains.
         self.parameters.pop("title", None)
         self._properties: dict[str, Any] = self.parameters.setdefault("properties", {})
         about_function = {"name": self.name, "description": description, "parameters": self.parameters}
@@ -137,7 +138,9 @@ class Tool:
         self._stuck = [thread for thread in self._stuck if thread.is_alive()]
         if len(self._stuck) >= MOST_STUCK:
             return ToolResult(f"Error: {self.name} is busy: earlier calls have not returned yet", "timeout")
+        # One queue a call: what an abandoned call returns later reaches nobody.
         outcomes: queue.SimpleQueue[ToolResult | ConfigError] = queue.SimpleQueue()
+        # A daemon, so that a function that never returns does not keep the process alive.
         thread = threading.Thread(target=self._run, args=(arguments, outcomes), name=f"tool {self.name}", daemon=True)
         thread.start()
         try:
@@ -211,6 +214,7 @@ def _problem(item: Any) -> str:
 def _parameters(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     name = function.__name__
     try:
+        # Annotations may be texts, as in modules with postponed annotations.
         parameters = dict(inspect.signature(function, eval_str=True).parameters)
     except (NameError, TypeError, ValueError) as error:
         raise ConfigError(f"the annotations of the tool {name} cannot be read: {error}") from error
