@@ -123,6 +123,7 @@ def _absolute(path: str | Path, key: str, folder: Path | None) -> str:
 def _check_inside(target: Path | None, path: str, key: str, folder: Path | None) -> None:
     if target is None or folder is None:
         return
+    # Resolved: a link in the folder may lead anywhere.
     if not any(target.resolve().is_relative_to(root.resolve()) for root in (folder, Path.cwd())):
         raise ConfigError(
             f"{key}={shown(path)} leads out of the folder of the manifest and the working directory; move the file "
@@ -254,6 +255,7 @@ def named_files(config: RunConfig) -> list[NamedFile]:
     files = [("data", Path(path).expanduser().absolute()) for path in data]
     files += [("data", path) for path in _files_of_params(environment)]
     if teacher is not None:
+        # The teacher may be an agent of a checkpoint, which has its adapter in actor/.
         folder = Path(teacher, "actor") if Path(teacher, "actor").is_dir() else Path(teacher)
         files += [("data", folder / name) for name in ADAPTER_FILES]
     code = [file_of(name) for _, name in _named_code(environment, config.selection_strategy.strategy, config.training)]

@@ -140,6 +140,7 @@ class RunConfig(Section):
         selects = strategy != "none" and self.training.pop_size > 1 and "mutation" not in self.model_fields_set
         if "rl_hp_selection" in self.mutation.model_fields_set or not (strategy in ANNEALED or selects):
             return self.mutation.rl_hp_selection
+        # PPO has no rate of that name, but one for its actor and one for its critic.
         names = ("lr_actor", "lr_critic") if self.algorithm["name"] == "PPO" else ("lr",)
         return {name: GeneConfig() for name in names}
 
@@ -178,6 +179,7 @@ class RunConfig(Section):
         given = self.selection_strategy.candidates
         if given is not None:
             return given
+        # Of a dataset, another panel would take rows from training.
         return 3 if self.selection_strategy.strategy in ANNEALED and self.environment.dataset is None else 1
 
     @property
