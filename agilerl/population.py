@@ -298,6 +298,7 @@ class Population(Exams):
             )
         if not agents:
             return {}
+        # The updates.
         pads = [agent.pad_token_id for agent in agents]
         batches = [collate(rollout.batch(a.index), pad) for a, pad in zip(agents, pads)]
         outcomes = [rollout.outcome(agent.index) for agent in agents]
@@ -317,6 +318,7 @@ class Population(Exams):
                     "groups/resampled": float(sampled - self.prompts_per_step),
                     "groups/dropped": float(dropped),
                 }
+        # What the rows say.
         whole = f"rewards/{self.task.grader}"
         for index, rows in rollout.trajectories.items():
             values, parts = metrics[index], grader_metrics(rows)

@@ -295,6 +295,7 @@ class Runtime:
 
     def _apply(self, options: SharedOptions) -> None:
         """Make the base and the engine work as the options say; if one is not available, nothing changes."""
+        # Stop texts.
         if options.stop_sequences and self.tokenizer is None:
             raise ConfigError(
                 f"stop_sequences={options.stop_sequences!r} are texts, and this base has no tokenizer to read them; "
@@ -309,6 +310,7 @@ class Runtime:
                     f"stop_sequences: expected texts, found {text!r}, which has a special token in it: these are not "
                     "part of a completion's text; make it an end token of the model's generation configuration"
                 )
+        # What contradicts itself.
         if isinstance(self.engine, CustomEngine) and (options.use_vllm or options.stop_sequences):
             name = "use_vllm" if options.use_vllm else "stop_sequences"
             raise ConfigError(f"{name} is for the package's engines, found Runtime(engine=...); leave out one of them")
@@ -332,6 +334,7 @@ class Runtime:
             raise ConfigError(
                 f"activated adapters (lora_config.alora_invocation_tokens) do not work with {reason}; leave one out"
             )
+        # The engine.
         engine: RolloutEngine = self.engine.own if isinstance(self.engine, VLLMEngine) else self.engine
         if isinstance(engine, TorchEngine):
             engine.prompts_at_once = options.hf_generate_chunk_size
