@@ -134,7 +134,7 @@ _FLAGS = {
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that ``import agilerl`` is fast."""
     if name in _FLAGS:
-        # Looked for and not imported: some of these packages take seconds.
+        # Only looked for: importing some of these takes seconds.
         return find_spec(_FLAGS[name]) is not None
     if name not in _HOMES:
         raise AttributeError(f"module 'agilerl' has no attribute {name!r}")

@@ -298,7 +298,7 @@ class Population(Exams):
             )
         if not agents:
             return {}
-        # The updates.
+        # One update of all agents
         pads = [agent.pad_token_id for agent in agents]
         batches = [collate(rollout.batch(a.index), pad) for a, pad in zip(agents, pads)]
         outcomes = [rollout.outcome(agent.index) for agent in agents]
@@ -318,7 +318,7 @@ class Population(Exams):
                     "groups/resampled": float(sampled - self.prompts_per_step),
                     "groups/dropped": float(dropped),
                 }
-        # What the rows say.
+        # What the rows themselves say
         whole = f"rewards/{self.task.grader}"
         for index, rows in rollout.trajectories.items():
             values, parts = metrics[index], grader_metrics(rows)

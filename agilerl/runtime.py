@@ -295,7 +295,7 @@ class Runtime:
 
     def _apply(self, options: SharedOptions) -> None:
         """Make the base and the engine work as the options say; if one is not available, nothing changes."""
-        # Stop texts.
+        # Stop texts that can be found
         if options.stop_sequences and self.tokenizer is None:
             raise ConfigError(
                 f"stop_sequences={options.stop_sequences!r} are texts, and this base has no tokenizer to read them; "
@@ -310,7 +310,7 @@ class Runtime:
                     f"stop_sequences: expected texts, found {text!r}, which has a special token in it: these are not "
                     "part of a completion's text; make it an end token of the model's generation configuration"
                 )
-        # What contradicts itself.
+        # Settings that contradict each other
         if isinstance(self.engine, CustomEngine) and (options.use_vllm or options.stop_sequences):
             name = "use_vllm" if options.use_vllm else "stop_sequences"
             raise ConfigError(f"{name} is for the package's engines, found Runtime(engine=...); leave out one of them")
@@ -334,7 +334,7 @@ class Runtime:
             raise ConfigError(
                 f"activated adapters (lora_config.alora_invocation_tokens) do not work with {reason}; leave one out"
             )
-        # The engine.
+        # The engine, kept or made
         engine: RolloutEngine = self.engine.own if isinstance(self.engine, VLLMEngine) else self.engine
         if isinstance(engine, TorchEngine):
             engine.prompts_at_once = options.hf_generate_chunk_size
@@ -446,7 +446,7 @@ class Runtime:
     def _hidden(self, parts: Sequence[AgentRows]) -> tuple[Tensor, list[Tensor]]:
         """Return hidden states ``[N, H]``, each row by its own adapter, and where each part's tokens are ``[B, T]``."""
         device, counts = self.base.device, [len(p.batch) for p in parts]
-        # In one line, without padding.
+        # In one line, without padding
         if self.base.flattens:
             batches = [p.batch.to("cpu") for p in parts]
             lines, cache = [Rows(batch.ids, batch.lengths, batch.tree) for batch in batches], None

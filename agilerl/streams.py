@@ -19,7 +19,7 @@ def stream(seed: int, purpose: str, *key: int) -> np.random.Generator:
     ``purpose`` names what the numbers are for ("rollout", "mutation", ...), so that two uses never share a stream.
     ``key`` holds non-negative integers, for instance agent index, step, prompt and sample.
     """
-    # crc32 and not hash(), which is another in every process.
+    # crc32 and not hash(), which differs between processes.
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *key])))
 
 

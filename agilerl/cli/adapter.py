@@ -88,7 +88,7 @@ def subject(
         settings, given = info["config"], info.get("given") or info["config"]
         known = {key: settings["algorithm"].get(key) for key in _ALGORITHM[:2]}
         document = _without_training(settings, {**given.get("algorithm", {}), **known})
-        # As the run began and with the user's changes: what both name must be as the run recorded it.
+        # As the run began and with the user's changes: files that both name must be those that the run recorded.
         begun, config = (config_of_run(document, changes) for changes in ((), overrides))
         config = config.dated(run_date(info))
         read, at_first = config, begun

@@ -78,7 +78,7 @@ def run_eval(
 
     agilerl eval runs/mine environment.params.max_value=99 --samples 16
     """
-    # What is cheap to check.
+    # What is cheap to check
     adapter = subject(path, arguments or [], examined=True, allow_addresses=allow_addresses)
     if not isfinite(full):
         raise ConfigError(f"--right-from: expected a finite number, found {full}")
@@ -100,7 +100,7 @@ def run_eval(
         result = evaluate(session, samples=samples, temperature=temperature, full=full, with_base=with_base)
     finally:
         session.task.close()
-    # The document.
+    # The document of the results
     asked = adapter.config.environment.model_dump(mode="json")
     result.settings.update(
         adapter=str(adapter.folder),
@@ -223,7 +223,7 @@ def run_chat(
     slots = {"adapter": agent.slot} | ({"base": None} if beside_base else {})
     conversations = {who: list(system) for who in slots}
     for turn, line in enumerate(_lines(quiet=quiet or as_json)):
-        # Commands.
+        # What the user commands
         if line == "/quit":
             return
         if line == "/help":
@@ -240,7 +240,7 @@ def run_chat(
             conversations = {who: list(system) for who in slots}
             console.print("(a new conversation)")
             continue
-        # Answers.
+        # What the models answer
         replies = {}
         for who, messages in conversations.items():
             messages.append(answers.ask([*system, {"role": "user", "content": line}])[-1])

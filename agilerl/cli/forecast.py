@@ -252,7 +252,7 @@ def shape_of(model: Any, lora_config: Any, *, name: str, width: float, scope: st
     outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     held, active = 0, 0.0  # parameters in the layers' matrix products: all of them, and those that one token uses
     for path, parameter in model.named_parameters():
-        # Matrices alone: norms and biases multiply no matrices, embeddings and head are counted apart.
+        # Norms and biases are no matrices; embeddings and head are counted apart.
         if parameter.dim() >= 2 and id(parameter) not in outside:
             held += parameter.numel()
             active += parameter.numel() * (share if ".experts." in f".{path}." else 1)

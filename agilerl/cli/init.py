@@ -100,7 +100,7 @@ def run_init(
 
     agilerl init my.yaml --model embedded --data sample --reward function
     """
-    # The answers.
+    # Answers to the questions
     if manifest.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"expected a manifest NAME.yaml, found {shown(str(manifest))}; for instance my.yaml")
     rows, code = (manifest.with_name(f"{manifest.stem}_{name}") for name in ("rows.jsonl", "reward.py"))
@@ -124,9 +124,10 @@ def run_init(
     default = "function" if source == SAMPLE else proposal.reward
     reward = _answer(wanted, default, reward, asks, _check_reward)
 
-    # The files.
+    # The files to write
     command = f"agilerl train {shlex.quote(str(manifest))}{' --allow-code' * (reward == 'function')}"
     count = len(answers)
+    # At most a fifth and a quarter of the rows, so that more than half are left for training.
     exam, test = (max(2, min(128, count // 5)), max(2, min(400, count // 4))) if count else (128, 400)
     grader = {"function": f"{code.name}:reward", "accuracy": "accuracy"}.get(reward)
     text = _MANIFEST.format(
@@ -147,7 +148,7 @@ def run_init(
     _write(files)
     for path in files:
         screen.print(f"wrote {path}")
-    # A trial.
+    # A first trial
     if not quiet:
         screen.print("Trying it: loading the libraries and the model.")
         quieten_libraries()

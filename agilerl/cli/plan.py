@@ -53,7 +53,7 @@ def run_plan(
     from agilerl.cli.forecast import Device, Planned, seen_by_exam, whole_run
     from agilerl.training.resolved import resolve
 
-    # The model and its rows.
+    # The model and its rows
     torch.set_num_threads(config.training.threads)
     resolved = resolve(config)
     planned = Planned(resolved, allow_code)
@@ -64,7 +64,7 @@ def run_plan(
     machine, memory = device.machine, None if kind == "cpu" else device.machine.memory
     usual = pass_tokens(shape, checkpointing=checkpointing, memory=memory)
     load = planned.workload(rows, usual, row_multiple=device.row_multiple)
-    # The layout.
+    # The layout and its command
     capacity = proposed(shape, load, machine, device.costs, gpus, vllm=resolved.options.use_vllm)
     best, seconds = capacity.best, whole_run(planned, rows, capacity.best)
     settings = overrides(

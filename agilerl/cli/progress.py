@@ -169,8 +169,8 @@ def print_plan(
 def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone | None) -> Iterator[tuple[str, str]]:
     model, adapter, batch, length = plan["model"], plan["adapter"], plan["batches"], plan["length"]
     environment, agents = session.config.environment, len(session.population.everyone)
-    # The model.
     several = session.topology.world.size > 1
+    # Model and adapters
     padding = f"padded with {'its end token ' * model['pads_with_end']}{model['pad_token']!r}"
     size = f"{model['parameters']:,} frozen parameters, context {model['context']}"
     yield "model", f"{model['name']}: {size}, {padding}"
@@ -178,7 +178,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         yield "", "no chat template: the contents of a conversation are joined by newlines, without roles"
     size = f"LoRA rank {adapter['rank']} on {adapter['layers']} layers"
     yield "adapters", f"{size}: {adapter['parameters']:,} numbers each"
-    # The task, and how it is graded.
+    # The task and its grading
     yield "task", f"{plan['task']}, reward {session.task.grader}"
     if (program := plan["agent_program"]) is not None:
         yield "agent", f"{program if isinstance(program, str) else shlex.join(program)} answers the questions"
@@ -205,7 +205,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         if distinct < _FEW or distinct < _SMALL_SHARE * rows["read"]:
             advice = "give more rows, or lower eval_prompts and test_prompts"
             yield "", f"warning: only {distinct:,} distinct prompts are left for training; {advice}"
-    # The agents.
+    # The agents and their genes
     yield "algorithm", f"{plan['algorithm']}, {agents} agent{'s' * (agents != 1)}"
     first, usual = session.population.agents[0], session.usual_rate
     rates = {name: rate for name in LEARNING_RATES if (rate := getattr(first, name, None))}
@@ -220,7 +220,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     if trusted := getattr(session.selection, "seeded", 0):
         yield "", f"agent {trusted} starts with that, and stays unless an exam proves another to be better"
     yield "genes", ", ".join(f"{k} in {v}" for k, v in plan["genes"].items()) or "none: nothing evolves"
-    # Batches and length.
+    # Batches and length
     completions = f"{_span(batch['group_size'])} completions = {_span(batch['completions_per_agent'])} for each agent"
     per_step = f"{_span(batch['rows_per_optimizer_step'])} an optimizer step"
     yield "batch", f"{batch['prompts']} prompts x {completions}, {per_step}"
@@ -244,7 +244,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         f"{length['test_prompts']}"
         f"{f'; those that stay get the iterations of those that leave, up to {most} in all' * length['agents_leave']}",
     )
-    # What it takes.
+    # What it tells apart and takes
     if plan["compares"]:
         small = environment.eval_prompts is not None and plan["exam"]["questions"] < _SMALL_EXAM
         yield "exam", f"{'warning: ' * small}{plan['exam']['sentence']}{' (environment.eval_prompts)' * small}"
@@ -263,7 +263,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     yield "memory", f"{each} besides Python and torch, as some parts take turns: {parts}"
     if session.config.training.trackers:
         yield "trackers", ", ".join(session.config.training.trackers)
-    # What was tried, and what has no effect.
+    # First answers, idle settings
     if sampled is not None:
         yield from trial(sampled)
     if plan["preflight"]:
@@ -633,6 +633,7 @@ class View:
             Column("entropy", cells("entropy", ".3f"), rank=3),
             Column("tokens/s", cells("tokens_per_second", ",.0f"), rank=2),
         ]
+        # These three are left out where no agent has anything in them.
         return [c for c in shown if c.name not in ("KL", "failures", "trend") or set(c.cells) - {"-", ""}]
 
     def table(self, most: int | None = None) -> Table:
@@ -779,6 +780,7 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
     # The words that all questions begin and end with say nothing.
     questions = [one["question"].split() for one in answers]
     start = _common(questions)
+    # From behind, without the beginning that was found: the two must not overlap.
     end = _common([question[start:][::-1] for question in questions])
     width = max(12, (console.width - 20) // 4)
     columns = [

@@ -57,11 +57,11 @@ def run_serve(
 
     agilerl serve runs/mine --population --port 9000 -- --max-model-len 4096
     """
-    # The adapters.
+    # The adapters to serve
     folders = _population(path) if population else {}
     adapter = subject(next(iter(folders.values())) if folders else path, examined=False, loaded=False)
     folders = folders or {_name(adapter.folder): adapter.folder}
-    # The command.
+    # The command for vLLM
     installed, program = installed_vllm(), ["vllm", "serve"]
     of_a_cpu = installed is not None and installed[0] != "vllm"
     if of_a_cpu:

@@ -81,6 +81,7 @@ def create_population(
     unknown is warned of. ``LR`` is also PPO's ``lr_actor``. ``algo_kwargs`` are the agents' own keywords, and win.
     ``net_config`` and spaces have no meaning for a language model. Raises ConfigError for an unknown algorithm.
     """
+    # As written, too: MaxRL is not all capitals.
     cls = _NAMES.get(algo.upper().replace("-", "_"), _NAMES.get(algo))
     if cls is None:
         raise ConfigError(f"create_population: algo={algo!r} is unknown; {nearest(algo, _NAMES)}")

@@ -164,6 +164,7 @@ def documented_loop(**defaults: Any) -> Callable[[LoopT], LoopT]:
                 population[:] = result[0]
             return result
 
+        # What help() and editors show.
         with_options.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
         return with_options  # type: ignore[return-value]
 
@@ -349,8 +350,9 @@ def _episodes(
         limits.append(env.max_model_len)
         return env.env
 
+    # Messages name the factory.
     plain.__name__ = getattr(env_factory, "__name__", "env_factory")
-    # Made first, because the wrapper that the factory returns holds settings of the task, which then plays on it.
+    # Made first: the wrapper that the factory returns has settings of the task, which then plays in it.
     first = [EpisodeTask(plain, env_config, max_turns=max_turns, test_episodes=0).take()]
     task = EpisodeTask(
         lambda **given: first.pop() if first else plain(**given),
@@ -395,14 +397,14 @@ class _Training:
         runtime.accelerate(o.accelerator)
         self.rows = len(self.gym) if self.gym is not None else 0
         """Rows of one epoch; 0: endless."""
-        # Prompts of an iteration.
+        # Prompts of an iteration
         if self.gym is not None:
             batch = self.gym.data_batch_size_per_gpu
         else:
             default = max(1, first.batch_size // first.group_size)  # type: ignore[attr-defined]
             batch = taken(Count, (self.init_hp or {}).get("BATCH_SIZE", default), "init_hp", "BATCH_SIZE")
         self.batch = batch * runtime.processes.size
-        # Samples of the whole training.
+        # Samples of the whole training
         if o.num_epochs is None and o.max_steps is not None:
             self.budget = o.max_steps
         elif self.rows:

@@ -196,7 +196,7 @@ class TokenObservationWrapper:
         length = completion_length(tail, ends=self._ends, pad=self.pad_id, known=known)
         if not length:
             raise EnvError("expected a completion of at least one token, found none")
-        # The end token is followed by itself, so it is padding too, and a cut cannot be told from an end.
+        # More of the end token follows: it pads as well, and a cut cannot be told from an end.
         if known is None and tail[length - 1 :][:2] == [self.pad_id] * 2:
             _warn_of_padding()
         return tail[:length]

@@ -158,6 +158,7 @@ def _refuse_meaningless(config: RunConfig) -> None:
     evolving, moved = len(mutation.rl_hp_selection), mutation.genes_per_mutation
     if 0 < evolving < moved:
         raise ConfigError(f"mutation.genes_per_mutation={moved} is more than rl_hp_selection has, {evolving}; lower it")
+    # Numbers alone: other types are for the checks of the algorithm, which come later.
     longest = config.algorithm.get("max_output_tokens")
     for key, limit in (
         ("algorithm.max_model_len", config.algorithm.get("max_model_len")),

@@ -59,15 +59,15 @@ def locate(values: Mapping[str, Any], folder: Path | None = None) -> None:
             directory or below, and for code or a template that is not in the folder or below.
     """
     names = ("environment", "network", "selection_strategy", "training")
-    # Rows.
     environment, network, strategy, training = (_section(values, name) for name in names)
+    # Files of rows
     for key in _KEYS:
         value = environment.get(key)
         if value is not None:
             entries = value if isinstance(value, list) else [value]
             located = [_located_rows(entry, f"environment.{key}", folder) for entry in entries]
             environment[key] = located if isinstance(value, list) else located[0]
-    # Parameters.
+    # Parameters that name files
     for owner, name, key in file_params(environment):
         if not is_packaged(owner[name]):
             owner[name] = _absolute(os.path.expanduser(owner[name]), f"environment.{key}", folder)
@@ -75,7 +75,7 @@ def locate(values: Mapping[str, Any], folder: Path | None = None) -> None:
         for text, key in other_params(environment):
             for root in (folder, Path.cwd()):
                 _check_inside(leads_to(text, root), text, f"environment.{key}", folder)
-    # Code.
+    # Code that settings name
     graders = environment.get("graders")
     coded = [(environment, name, f"environment.{name}") for name in ("env_id", "agent")]
     coded.append((strategy, "name", "selection_strategy.name"))
@@ -95,7 +95,7 @@ def locate(values: Mapping[str, Any], folder: Path | None = None) -> None:
         listed = [trackers] if isinstance(trackers, str) else trackers
         located = [_located_code(name, "training.trackers", folder) for name in listed]
         training["trackers"] = dict(zip(located, trackers.values())) if isinstance(trackers, dict) else located
-    # The chat template.
+    # The chat template
     template = network.get("chat_template_path")
     if isinstance(template, str) and template.isprintable():
         network["chat_template_path"] = _beside(template, "network.chat_template_path", folder)

@@ -110,6 +110,7 @@ class RunConfig(Section):
                 f"selection_strategy.soup={self.selection_strategy.soup:g} is made of the candidates, found "
                 f"{self.candidates}; set selection_strategy.candidates=3, or leave soup out"
             )
+        # The section is a plain mapping, whose values pydantic does not check.
         if "name" not in self.algorithm:
             self.algorithm = {"name": "GRPO", **self.algorithm}
         if not isinstance(self.algorithm["name"], str):
@@ -186,6 +187,7 @@ class RunConfig(Section):
     def kept_exams(self) -> int:
         """Best exams whose agents are kept with their scores, for selection or a second panel; 0: none."""
         strategy = self.selection_strategy.strategy
+        # Custom code may bring an earlier agent back, as pulses may.
         return self.candidates if self.candidates > 1 or strategy in ANNEALED or names_code(strategy) else 0
 
     @property

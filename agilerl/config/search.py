@@ -209,6 +209,7 @@ class SelectionConfig(Section):
     @property
     def clones(self) -> bool:
         """Whether it makes clones that mutate."""
+        # Halving clones only if truncation fills the time between two halvings.
         if self.strategy == "halving":
             return self.between == "truncation"
         return self.strategy not in (*ANNEALED, "none")

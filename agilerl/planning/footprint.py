@@ -138,6 +138,7 @@ def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dic
 def turns(parts: Mapping[str, float]) -> list[dict[str, float]]:
     """Return the parts that exist together, for each turn: decoding and training, and vLLM if it sleeps."""
     lasting = {name: size for name, size in parts.items() if name not in _TURNS}
+    # While vLLM is alone, the base is in the host's memory.
     alone = {name: size for name, size in lasting.items() if name != "base"}
     in_turn = [(alone if name == "vllm_alone" else lasting) | {name: parts[name]} for name in _TURNS if name in parts]
     return in_turn or [lasting]

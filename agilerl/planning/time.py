@@ -273,6 +273,7 @@ def _prefill(shape: ModelShape, load: Workload, split: Split, prompts: int, grou
     if not count:
         return Work()
     calls = max(1, ceil(count * group / rows_at_once(count * group, split.agents(load), load.max_rows)))
+    # What all prompts begin with is computed once for each agent.
     tokens = count * (load.prompt - load.common) + min(split.agents(load), count) * load.common
     d, rows = adapter_parameters(shape, load.rank), count * group
     flops = tokens * 2 * (shape.linear + d) + count * (2 * shape.head + _attention(shape, load.prompt))
@@ -349,6 +350,7 @@ def _optimizer(shape: ModelShape, load: Workload, split: Split) -> Work:
     numbers = split.agents(load) * adapter_parameters(shape, load.rank) * (2 if load.critic else 1)
     steps = load.epochs * max(1, ceil(load.rows / load.window))
     p = split.processes
+    # A step has one fixed cost, like the call of a layer.
     return Work(bytes=30 * numbers, link=2 * ADAPTER_WIDTH * numbers * (p - 1) / p, layer_calls=1).times(steps)
 
 

@@ -58,6 +58,7 @@ _PHASES = ("rollout", "reward", "logprob", "update", "eval", "evolve")
 
 def described(title: str, figure: Figure) -> str:
     """Return a chart in one sentence, for those who cannot see it: how many lines, and their range."""
+    # Bands, which have a fill, are no lines.
     lines = [trace for trace in figure["data"] if "agent" in trace.get("meta", {}) and "fill" not in trace]
     drawn = (lines or figure["data"]) if figure["layout"]["yaxis"].get("visible", True) else []
     values = [value for trace in drawn for value in trace["y"] if math.isfinite(number(value))]
@@ -402,6 +403,7 @@ def importance(run: RunRecord, names: Sequence[str]) -> dict[str, tuple[float, i
                 # The mean of each generation takes one degree of freedom.
                 freedom += len(pairs) - 1
         if freedom >= _LEAST_FREEDOM:
+            # The cosine of centred ranks is their correlation.
             both = sum(a * b for a, b in ranked)
             correlations[name] = (float(both / math.prod(math.hypot(*side) for side in zip(*ranked))), freedom)
     return dict(sorted(correlations.items(), key=lambda item: -abs(item[1][0])))

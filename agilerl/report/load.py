@@ -476,7 +476,7 @@ def hyperparameter_at(agent: AgentRecord, name: str, generation: int, run: RunRe
             for change in mutation.get("changes") or []:
                 if change.get("gene") == name:
                     value = change.get("new")
-    # Values that an evolution line gives count more than what mutations would lead to.
+    # What an evolution line gives as in force counts more than what mutations lead to.
     for evolution in run.evolutions:
         if evolution["generation"] <= generation:
             value = evolution.get(f"evo/hp/{name}/{agent.index}", value)
