@@ -5,7 +5,10 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+# Imported for its effect: it puts other packages' names into agilerl.hooks.
 from agilerl import compat as compat
+
+# mixed_installation() asks the imported package for this name, which another project's does not have.
 from agilerl.errors import DISTRIBUTION as DISTRIBUTION
 from agilerl.errors import mixed_installation
 
@@ -131,6 +134,7 @@ _FLAGS = {
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that ``import agilerl`` is fast."""
     if name in _FLAGS:
+        # Only looked for: importing some of these takes seconds.
         return find_spec(_FLAGS[name]) is not None
     if name not in _HOMES:
         raise AttributeError(f"module 'agilerl' has no attribute {name!r}")

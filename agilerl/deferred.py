@@ -30,6 +30,7 @@ def deferred(name: str, load: Callable[[], Any], *, required: bool = True) -> It
             del sys.modules[name]
 
     def look_up(attribute: str) -> Any:
+        # First, so that the import inside load() finds the library and not this stand-in.
         withdraw()
         return getattr(load(), attribute)
 

@@ -46,6 +46,7 @@ class MemoryExhaustedError(EngineError):
     """Memory is too small even for the smallest batch."""
 
 
+# Of Python's threading, the dynamic loader, torch's allocator and the system: none of these is a MemoryError.
 _NO_MEMORY = ("can't start new thread", "failed to map segment", "can't allocate memory", "Cannot allocate memory")
 
 

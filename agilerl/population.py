@@ -144,8 +144,10 @@ class Population(Exams):
         self.waiting: frozenset[int] = frozenset()
         """Agents that neither sample nor learn for now, because they have spent more tokens than others."""
         self.next_index = max(a.index for a in agents) + 1
+        # Room for one token of an answer.
         task.fit(self.tokenizer, self.context_length - 1)
         if isinstance(task, AgentTask):
+            # A function, because a selection moves agents to other slots.
             task.models = self._models
 
     def __repr__(self) -> str:
@@ -208,6 +210,7 @@ class Population(Exams):
                     rollout.dropped[agent.index] |= flat
                     missing[agent.index] = len(flat)
         self._check_rollout(rollout)
+        # Only now: a rollout that raised has moved no agent on, and can be repeated.
         for agent in agents:
             # Prompts of dropped groups count too: the stream has passed them.
             agent.position += sampled[agent.index]
@@ -229,6 +232,7 @@ class Population(Exams):
                 agent.sampling,
                 agent.context_length,
                 group=number,
+                # By index and count, not by slot or place in the batch: draws do not depend on the other agents.
                 key=(agent.index, agent.rollouts, number),
                 reserve=getattr(agent.config, "max_output_tokens", None) or 1,
                 weights=weights,
@@ -242,6 +246,7 @@ class Population(Exams):
         asks = []
         for number in range(first, first + count):
             agent = self.agents[number % len(self.agents)]
+            # _asks counts from the agent's own position, this loop from the beginning.
             (ask,) = self._asks(agent, number - agent.position, 1)
             key = (agent.index, number)
             asks.append(replace(ask, group=number, key=key, samples=samples or ask.samples, is_trial=True))
@@ -260,6 +265,7 @@ class Population(Exams):
             drawn = rollout.trajectories[agent.index] = []
             for number in range(self.prompts_per_step):
                 position = agent.position + number
+                # Agents at one position read the same examples, which are rendered once.
                 if position not in known:
                     known[position] = examples_at(self.task, position, self.tokenizer, self.context_length)
                 examples, place = known[position]
@@ -292,6 +298,7 @@ class Population(Exams):
             )
         if not agents:
             return {}
+        # One update of all agents
         pads = [agent.pad_token_id for agent in agents]
         batches = [collate(rollout.batch(a.index), pad) for a, pad in zip(agents, pads)]
         outcomes = [rollout.outcome(agent.index) for agent in agents]
@@ -304,12 +311,14 @@ class Population(Exams):
                 everything, dropped = rollout.trajectories[agent.index], len(rollout.dropped[agent.index])
                 sampled = len({t.group for t in everything})
                 observed = MetricReducer()
+                # Learning has seen the kept groups alone, but rewards and lengths are reported of all.
                 record_batch(collate(everything, agent.pad_token_id), observed)
                 metrics[agent.index] |= observed.result() | {
                     "groups/kept": float(sampled - dropped),
                     "groups/resampled": float(sampled - self.prompts_per_step),
                     "groups/dropped": float(dropped),
                 }
+        # What the rows themselves say
         whole = f"rewards/{self.task.grader}"
         for index, rows in rollout.trajectories.items():
             values, parts = metrics[index], grader_metrics(rows)
@@ -318,6 +327,7 @@ class Population(Exams):
             if levels := rollout.levels.get(index):
                 values["curriculum/level"] = fmean(levels)
             values |= episode_metrics(rows) | parts
+            # Without parts, the whole reward is the score of its only grader.
             if not parts and "reward" in values:
                 values |= {f"{whole}/mean": values["reward"], f"{whole}/std": values["reward_std"]}
         return metrics
@@ -455,6 +465,7 @@ def number_apart(agents: Sequence[LLMAlgorithm]) -> None:
     warnings.warn(
         f"agents of a population need different indices, found {indices}: they are 0 to {len(agents) - 1} now; pass "
         "index= to each",
+        # Up to the caller of Population(), above __init__ and the wrapper of @checked.
         stacklevel=4,
     )
     for index, agent in enumerate(agents):

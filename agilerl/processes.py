@@ -59,6 +59,7 @@ class Processes:
         """Return the bytes of every process, in the order of their ranks."""
         if self.size == 1:
             return [data]
+        # The lengths first, because all_gather takes tensors of one size.
         lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
         _together(lambda: dist.all_gather(lengths, torch.tensor([len(data)]), group=self.group))
         longest = max(int(length) for length in lengths)
@@ -164,6 +165,7 @@ def _end_with_launcher() -> None:
 
     This is for torchrun only: other launchers need not stay, for instance a shell may start processes and exit.
     """
+    # The list also sees to it that one process has one watcher.
     if "TORCHELASTIC_RUN_ID" not in os.environ or _launchers:
         return
     _launchers.append(os.getppid())
@@ -193,6 +195,7 @@ def _meet(backend: str, patience: timedelta) -> None:
     # torchrun's store outlives the processes that it restarts, and still has the addresses of those that have ended.
     store = dist.PrefixStore(_meeting(launcher, rank, size, patience), launcher)  # type: ignore[attr-defined]
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=min(patience, _CONNECTING))
+    # The short time was for connecting: an operation may wait for as long as another process computes.
     dist.distributed_c10d._set_pg_timeout(patience)
 
 
@@ -237,6 +240,7 @@ def _together(call: Callable[[], T]) -> T:
 
 
 def _tensor(data: bytes) -> Tensor:
+    # A copy: torch warns of a buffer that cannot be written to, and refuses an empty one.
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 

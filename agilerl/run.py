@@ -89,7 +89,8 @@ def train(
     Raises ConfigError or EnvError for every wrong setting before training begins. If it is interrupted, the run can be
     resumed: ``Run(out).resume()``.
     """
-    if display and _in_notebook():  # of a library: about bars that this package does not show
+    # tqdm warns about bars that this package does not show.
+    if display and _in_notebook():
         warnings.filterwarnings("ignore", message="IProgress not found")
     from agilerl.training.given import in_manifest
 
@@ -152,6 +153,7 @@ def _configured(manifest: "Location | None", settings: Mapping[str, Any]) -> "Ru
     """Return the settings as the command line reads them, which says what is wrong with them."""
     from agilerl.config.manifest import load_manifest
 
+    # JSON is YAML as well, so every value is read as it is.
     overrides = [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()]
     return load_manifest(None if manifest is None else Path(manifest), overrides)
 

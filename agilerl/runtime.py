@@ -62,6 +62,7 @@ from agilerl.sizes import MAX_ROWS
 from agilerl.text.padding import padded, with_padding
 from agilerl.text.templates import settings_of, with_chat_template
 
+# By id, which nothing else can have meanwhile: a runtime holds its model.
 _RUNTIMES: "weakref.WeakValueDictionary[int, Runtime]" = weakref.WeakValueDictionary()
 
 
@@ -134,6 +135,7 @@ class Runtime:
             head_features=base.hidden_size,
             device=str(base.device),
         )
+        # With what base.store is before the next lines: the store of the runtime that had the base before.
         self._finalizer = weakref.finalize(self, _give_back, base, self.store, base.store)
         attach(base.model, self.store)
         base.store = self.store
@@ -227,6 +229,7 @@ class Runtime:
         wanted = options.get("lora_config")
         for name in ("target_modules", "alora_invocation_tokens") if wanted is not None else ():
             before, now = getattr(known.lora_config, name), getattr(wanted, name)
+            # No tokens may be None or an empty list.
             if (now or None) != (before or None):
                 raise ConfigError(
                     f"this model already carries a population with {name}={before!r}, found lora_config.{name}="
@@ -292,6 +295,7 @@ class Runtime:
 
     def _apply(self, options: SharedOptions) -> None:
         """Make the base and the engine work as the options say; if one is not available, nothing changes."""
+        # Stop texts that can be found
         if options.stop_sequences and self.tokenizer is None:
             raise ConfigError(
                 f"stop_sequences={options.stop_sequences!r} are texts, and this base has no tokenizer to read them; "
@@ -306,6 +310,7 @@ class Runtime:
                     f"stop_sequences: expected texts, found {text!r}, which has a special token in it: these are not "
                     "part of a completion's text; make it an end token of the model's generation configuration"
                 )
+        # Settings that contradict each other
         if isinstance(self.engine, CustomEngine) and (options.use_vllm or options.stop_sequences):
             name = "use_vllm" if options.use_vllm else "stop_sequences"
             raise ConfigError(f"{name} is for the package's engines, found Runtime(engine=...); leave out one of them")
@@ -317,6 +322,7 @@ class Runtime:
             )
         before = self.base.options
         self.base.configure(options)
+        # Checked after the options are in force, because whether rows are padded depends on them.
         unaware = (
             (options.use_vllm, "use_vllm=True"),
             (isinstance(self.engine, CustomEngine), "Runtime(engine=...)"),
@@ -328,6 +334,7 @@ class Runtime:
             raise ConfigError(
                 f"activated adapters (lora_config.alora_invocation_tokens) do not work with {reason}; leave one out"
             )
+        # The engine, kept or made
         engine: RolloutEngine = self.engine.own if isinstance(self.engine, VLLMEngine) else self.engine
         if isinstance(engine, TorchEngine):
             engine.prompts_at_once = options.hf_generate_chunk_size
@@ -439,10 +446,12 @@ class Runtime:
     def _hidden(self, parts: Sequence[AgentRows]) -> tuple[Tensor, list[Tensor]]:
         """Return hidden states ``[N, H]``, each row by its own adapter, and where each part's tokens are ``[B, T]``."""
         device, counts = self.base.device, [len(p.batch) for p in parts]
+        # In one line, without padding
         if self.base.flattens:
             batches = [p.batch.to("cpu") for p in parts]
             lines, cache = [Rows(batch.ids, batch.lengths, batch.tree) for batch in batches], None
             adapted = [i for i, part in enumerate(parts) if part.slot is not None]
+            # What precedes an invocation is the base's alone: computed once, and left out of the line.
             if self.invocation and adapted:
                 starts = [invocations(batches[i].ids, batches[i].prompt_lengths, self.invocation) for i in adapted]
                 begun = [Beginnings(batches[i].ids, s, batches[i].tree) for i, s in zip(adapted, starts)]
@@ -453,6 +462,7 @@ class Runtime:
             dropout = _dropout(parts, rows.origins, device)
             with self.store.routed(_route(parts, rows.parts, dropout)):
                 return self.base.flat(rows, **({} if cache is None else {"past_key_values": cache})), list(rows.sources)
+        # Padded to one length; for training packed, if the options say so.
         ids = torch.cat([p.batch.ids for p in parts]).to(device)
         sources = torch.split(torch.arange(ids.numel()).view(ids.shape), counts)
         if self.options.use_sequence_packing and torch.is_grad_enabled():
@@ -571,6 +581,7 @@ class Runtime:
         limits = [min(max_new_tokens or context_length, context_length - len(prompt)) for prompt in ids]
         settings = [SamplingSettings(limit, temperature=temperature) for limit in limits]
         requests = [
+            # Numbered over all processes: an answer does not depend on which of them gives it.
             GenerationRequest(slot, prompt, 1, sampling, purpose="generate", key=(seed, number))
             for number, (prompt, sampling) in enumerate(zip(ids, settings), self.first_number(len(ids)))
         ]
@@ -624,15 +635,18 @@ class Runtime:
 
         def compute() -> bytes:
             self._fill(result, mine, rows, most, measure)
+            # 0 stands for no limit.
             limit = self.limits.train_tokens or 0
             return limit.to_bytes(8) + result[mine.start : mine.stop].cpu().numpy().tobytes()
 
         try:
             received = agreed(self.processes, compute, self.lockstep)
         except MemoryExhaustedError:
+            # Some may have lowered theirs and still failed: all return to what they had in common.
             self.limits.train_tokens = before
             raise
         for share, part in zip(shares, received):
+            # frombuffer refuses an empty buffer.
             values = torch.frombuffer(bytearray(part[8:]), dtype=result.dtype) if len(share) else result[:0]
             result[share.start : share.stop] = values.view(len(share), *result.shape[1:]).to(result.device)
         # What one of them has learned of memory, all keep to: they have to cut the same rows in the same way.
@@ -644,12 +658,14 @@ class Runtime:
     ) -> None:
         """Measure some rows of a batch into ``result``; halves the tokens of a forward if memory runs out."""
         before, waiting = self.limits.train_tokens, [torch.arange(which.start, which.stop)]
+        # Rows are measured one by one, so a forward may end anywhere.
         flat, alone = self.base.flattens, most._replace(unit=1)
         while waiting:
             left = waiting.pop()
             if not len(left):
                 continue
             first, *others = cut(rows.batch, left, alone.at_most(self.limits.train_tokens), flat=flat)
+            # Reversed, because the stack gives back its last entry first.
             waiting += others[::-1]
             part = replace(rows, batch=rows.batch.select(first))
             values = attempt(partial(measure, part))
@@ -660,6 +676,7 @@ class Runtime:
                         f"memory does not hold a forward pass over one row of {int(part.batch.lengths)} tokens"
                     )
                 waiting.append(first)
+                # Half of what this forward had, which may have been less than the limit.
                 self.limits.train_tokens = max(1, (part.batch.distinct_tokens if flat else part.batch.ids.numel()) // 2)
                 continue
             result[first, : values.shape[1]] = values.float()
@@ -686,6 +703,7 @@ def _dropout(parts: Sequence[AgentRows], origins: Tensor, device: torch.device) 
     if not (torch.is_grad_enabled() and any(part.dropout for part in parts)):
         return None
     keys = [
+        # Parts without dropout have keys that nothing reads, so that the places stay those of all rows.
         token_keys(part.draws, part.batch.ids.shape[1]).flatten()
         if part.dropout and part.draws is not None
         else torch.zeros(part.batch.ids.numel(), dtype=torch.int32)

@@ -19,6 +19,7 @@ def stream(seed: int, purpose: str, *key: int) -> np.random.Generator:
     ``purpose`` names what the numbers are for ("rollout", "mutation", ...), so that two uses never share a stream.
     ``key`` holds non-negative integers, for instance agent index, step, prompt and sample.
     """
+    # crc32 and not hash(), which differs between processes.
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *key])))
 
 
@@ -34,6 +35,7 @@ def uniform_rows(seed: int, purpose: str, keys: Sequence[tuple[int, ...]], count
     """
     table = np.empty((len(keys), count))
     generator = stream(seed, purpose)
+    # Nothing drawn yet: counter 0, an empty buffer. Only the key differs between streams.
     start = generator.bit_generator.state
     by_length: dict[int, list[int]] = {}
     for row, key in enumerate(keys):
@@ -61,6 +63,7 @@ def _philox_keys(entropy: np.ndarray) -> np.ndarray:
     The algorithm is M. E. O'Neill's, in numpy's constants (``numpy/random/bit_generator.pyx``), which numpy keeps
     stable. The multipliers do not depend on what is hashed, so all rows go through it together.
     """
+    # INIT_A and, as default of step, MULT_A.
     multiplier = 0x43B0D7E5
 
     def folded(words: np.ndarray) -> np.ndarray:
@@ -74,18 +77,22 @@ def _philox_keys(entropy: np.ndarray) -> np.ndarray:
         return folded(words * np.uint32(multiplier))
 
     def mixed(into: np.ndarray, words: np.ndarray) -> np.ndarray:
+        # MIX_MULT_L and MIX_MULT_R.
         return folded(into * np.uint32(0xCA01F9DD) - words * np.uint32(0x4973F715))
 
     columns = list(entropy.T)
     columns += [np.zeros(len(entropy), dtype=np.uint32)] * (_POOL - len(columns))
     pool = [hashed(words) for words in columns[:_POOL]]
+    # Every word into every other, so that all bits of the entropy reach all of the pool.
     for source in range(_POOL):
         for target in range(_POOL):
             if source != target:
                 pool[target] = mixed(pool[target], hashed(pool[source]))
+    # Entropy beyond the pool.
     for words in columns[_POOL:]:
         for target in range(_POOL):
             pool[target] = mixed(pool[target], hashed(words))
+    # generate_state, with INIT_B and MULT_B: four words of 32 bits make the two of 64 of a key.
     multiplier = 0x8B51F9DD
     state = [hashed(words, 0x58F38DED).astype(np.uint64) for words in pool]
     return np.stack([state[0] | state[1] << np.uint64(32), state[2] | state[3] << np.uint64(32)], axis=1)
@@ -113,6 +120,7 @@ def sealed(seed: int) -> Iterator[None]:
         python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
         try:
             random.seed(seed)
+            # numpy's global generator takes 32 bits.
             np.random.seed(seed % 2**32)  # noqa: NPY002
             yield
         finally:

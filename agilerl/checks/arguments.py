@@ -190,6 +190,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         if len(hints) < len(function.__annotations__):
             hints.update(_hints(function))
             wanted = (hints.get(name, Any) for name in known)
+            # No value is of type _Misfit: such an argument always takes the slow way.
             exact.extend(hint if hint is Any or hint in _SIMPLE else _Misfit for hint in wanted)
         if not kwargs and all(kind is Any or type(value) is kind for value, kind in zip(args, exact)):
             return function(*args)  # type: ignore[call-arg]
@@ -214,6 +215,7 @@ def check_fields(instance: Any) -> None:
         if field.init and not field.name.startswith("_"):
             value = getattr(instance, field.name)
             given = taken(hints[field.name], value, type(instance).__name__, field.name)
+            # The dataclass may be frozen.
             if given is not value:
                 object.__setattr__(instance, field.name, given)
 
@@ -250,6 +252,7 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     space = getattr(function, "__globals__", {})
     hints: dict[str, Any] = {}
     for name, annotation in function.__annotations__.items():
+        # One at a time: a name that is unknown in one annotation must not leave the others unchecked.
         one = types.SimpleNamespace(__annotations__={name: annotation})
         try:
             hints |= typing.get_type_hints(one, space, include_extras=True)
@@ -269,6 +272,7 @@ def _taken(wanted: Any, value: Any) -> Any:
     if origin in (typing.Union, types.UnionType):
         return _any_of(parts, value)
     if origin is typing.Literal:
+        # By type too, because True == 1 == 1.0.
         if not any(value is part or (type(value) is type(part) and value == part) for part in parts):
             near = nearest(value, [str(part) for part in parts]) if isinstance(value, str) and len(parts) > 3 else ""
             raise _Misfit("one of " + ", ".join(map(repr, parts)), value, near)
@@ -328,6 +332,7 @@ def _any_of(parts: tuple[Any, ...], value: Any) -> Any:
             return _taken(part, value)
         except _Misfit as misfit:
             misfits.append(misfit)
+    # What is wrong with an item says more than that the whole matches none of the types.
     inside = next((misfit for misfit in misfits if misfit.place), None)
     if inside is not None:
         raise inside
@@ -378,6 +383,7 @@ def _all_plain(wanted: Any, items: list[Any]) -> bool:
     kinds = set(map(type, items))
     if wanted in (int, str):
         return kinds <= {wanted}
+    # numpy's float64 is a subclass of float, and stays as it is.
     return all(issubclass(kind, float) for kind in kinds) and (wanted == Number or all(map(math.isfinite, items)))
 
 
@@ -405,6 +411,7 @@ def _of(parts: tuple[Any, ...]) -> str:
 
 
 def _instance(wanted: type, value: Any) -> Any:
+    # isinstance() would need a runtime_checkable protocol, and could not say which member is missing.
     if getattr(wanted, "_is_protocol", False):
         missing = [name for name in _members(wanted) if not hasattr(value, name)]
         if missing or isinstance(value, type):
@@ -447,6 +454,7 @@ def _is_finite(value: Any) -> bool:
 def _flag(value: Any) -> Any:
     if isinstance(value, bool):
         return value
+    # numpy calls it bool_ up to version 1, then bool. By name, because numpy need not be imported for this.
     if type(value).__name__ in ("bool_", "bool") and type(value).__module__ == "numpy":
         return bool(value)
     raise _Misfit(_WORDS[bool], value)

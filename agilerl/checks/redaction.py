@@ -77,6 +77,7 @@ def secrets_in(value: Any) -> Iterator[str]:
 def keys_in_addresses(value: Any) -> Iterator[str]:
     """Yield the path of each address in nested settings that has room for a key: a user, a query or a fragment."""
     for path, text in texts_in(value):
+        # Of several words it is prose that mentions an address.
         if len(text.split()) == 1 and without_keys(text) != text:
             yield path
 

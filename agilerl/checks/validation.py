@@ -51,6 +51,7 @@ def checked_numbers(given: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 
 
 def _wrong_numbers(given: Any, converted: Any, *loc: str | int) -> Iterator[tuple[tuple[str | int, ...], ValueError]]:
+    # Before the integers, because bool is a subclass of int.
     if isinstance(given, bool):
         if isinstance(converted, int | float) and not isinstance(converted, bool):
             yield loc, ValueError("input should be a number, found a boolean")
@@ -133,6 +134,7 @@ def _follow(model: type[BaseModel], location: Iterable[str | int]) -> tuple[list
         elif typing.get_origin(inside) in (dict, list) and typing.get_args(inside):
             inside = _plain(typing.get_args(inside)[-1])
         elif isinstance(part, str):
+            # Pydantic names the type of a union here, which the user did not write.
             break
         path.append(str(part))
     return path, owner
@@ -193,6 +195,7 @@ def idle(
         value, path = getattr(section, name), f"{where}.{name}" if where else name
         if isinstance(value, BaseModel):
             reasons |= idle(value, path, whole, evolving=evolving)
+        # validated_data: pydantic refuses to call a factory that takes the other fields without it.
         if value == field.get_default(call_default_factory=True, validated_data={}):
             continue
         needs = [one for one in field.metadata if isinstance(one, Needs) and one.setting not in evolving]

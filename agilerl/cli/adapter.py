@@ -75,6 +75,7 @@ def subject(
     keys = {override.partition("=")[0].strip(): None for override in overrides}
     _check_keys(keys)
     all_rows = "environment.dataset" in keys and "environment.dataset_test" not in keys
+    # Rows that the user names are all asked, so the test is as large as it can be.
     if all_rows and "environment.test_prompts" not in keys:
         overrides.append(f"environment.test_prompts={_ALL}")
     if run is not None:
@@ -87,6 +88,7 @@ def subject(
         settings, given = info["config"], info.get("given") or info["config"]
         known = {key: settings["algorithm"].get(key) for key in _ALGORITHM[:2]}
         document = _without_training(settings, {**given.get("algorithm", {}), **known})
+        # As the run began and with the user's changes: files that both name must be those that the run recorded.
         begun, config = (config_of_run(document, changes) for changes in ((), overrides))
         config = config.dated(run_date(info))
         read, at_first = config, begun
@@ -213,6 +215,7 @@ def _check_addresses(e: EnvironmentConfig, algorithm: Mapping[str, Any], typed: 
     named = [*addresses_in(e.model_dump(mode="json")), *addresses_in(dict(algorithm))]
     env_id = e.env_id or ""
     named += [env_id] if env_id.startswith("openenv:") else []
+    # A judge whose settings name no address has a default one.
     named += [f"that of its grader {g.called}" for g in e.graders or () if g.name in _CONTACTS and not named]
     unknown = [address for address in named if address not in typed]
     if unknown:

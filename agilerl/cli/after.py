@@ -78,6 +78,7 @@ def run_eval(
 
     agilerl eval runs/mine environment.params.max_value=99 --samples 16
     """
+    # What is cheap to check
     adapter = subject(path, arguments or [], examined=True, allow_addresses=allow_addresses)
     if not isfinite(full):
         raise ConfigError(f"--right-from: expected a finite number, found {full}")
@@ -99,6 +100,7 @@ def run_eval(
         result = evaluate(session, samples=samples, temperature=temperature, full=full, with_base=with_base)
     finally:
         session.task.close()
+    # The document of the results
     asked = adapter.config.environment.model_dump(mode="json")
     result.settings.update(
         adapter=str(adapter.folder),
@@ -221,6 +223,7 @@ def run_chat(
     slots = {"adapter": agent.slot} | ({"base": None} if beside_base else {})
     conversations = {who: list(system) for who in slots}
     for turn, line in enumerate(_lines(quiet=quiet or as_json)):
+        # What the user commands
         if line == "/quit":
             return
         if line == "/help":
@@ -237,11 +240,13 @@ def run_chat(
             conversations = {who: list(system) for who in slots}
             console.print("(a new conversation)")
             continue
+        # What the models answer
         replies = {}
         for who, messages in conversations.items():
             messages.append(answers.ask([*system, {"role": "user", "content": line}])[-1])
             if _forget(agent, messages, len(system), most_tokens):
                 say("(the context is full: the beginning of the conversation is forgotten)")
+            # Seeded by the turn: a conversation that is repeated gets the same answers.
             limits = {"max_new_tokens": most_tokens, "seed": turn}
             context = agent.context_length
             reply = agent.runtime.answers(slots[who], messages, context, temperature=temperature, **limits)
@@ -261,6 +266,7 @@ def _lines(*, quiet: bool) -> Iterator[str]:
                 yield input("you: ").strip()
         print()
         return
+    # A pipe may hold bytes that are no text in this encoding.
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(errors="replace")
     for line in sys.stdin:
@@ -284,6 +290,7 @@ def _forget(agent: "LLMAlgorithm", messages: list[dict[str, str]], system: int, 
             if len(messages) <= system + 1:
                 messages.pop()
                 raise
+            # A question and its answer.
             del messages[system : system + 2]
 
 
@@ -368,6 +375,7 @@ def run_export(
         return
     card = (out / "README.md").read_text(encoding="utf-8").splitlines()
     for program, command in (("vLLM", "vllm serve"), ("llama.cpp", "python convert_lora_to_gguf.py")):
+        # The card has these commands for others; here they name this machine's folders.
         line = next(line for line in card if line.startswith(command))
         named = re.sub(r"\b(FOLDER|BASE_FOLDER|BASE)\b", lambda word: shlex.quote(names.get(word[0], word[0])), line)
         console.print(f"{program:<12} {named}")

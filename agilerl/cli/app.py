@@ -50,9 +50,11 @@ class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command by its name."""
         if cmd_name in self.commands and self.commands[cmd_name] is None:
+            # An application of one command each: only the module of the command that was asked for is imported.
             alone = typer.Typer(add_completion=False)
             alone.command(cmd_name)(getattr(_module(cmd_name), f"run_{cmd_name}"))
             command: Any = typer.main.get_command(alone)
+            # --debug after the command's name, too. Its callback does everything: the function does not get the value.
             option = copy.copy(next(option for option in self.params if option.name == "debug"))
             option.expose_value = False
             command.params.append(option)

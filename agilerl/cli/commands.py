@@ -312,6 +312,7 @@ def run_schedule(
             f"expected a finished run with an elite, found none in {shown(str(run))}; resume it with agilerl resume"
         )
     with as_written(run):
+        # Refuses what is no whole number with TypeError, which as_written() turns into a sentence.
         index = operator.index(elite["index"])
         schedule = hyperparameter_schedule(read_lines(layout.lineage), index)
     if not schedule["genes"]:
@@ -334,6 +335,7 @@ def run_schedule(
     )
     ordered = {name: schedule[name] for name in ("algorithm", "genes", "lr_schedule")}
     try:
+        # default_flow_style=None: innermost collections on one line, so that each step has one.
         out.write_text(header + yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{shown(str(out))} cannot be written: {error.strerror or error}") from error

@@ -92,6 +92,7 @@ class Planned:
                 quantised = 1.0 if settings.load_in_8bit else 0.5 + scale / 64
             rounded = device == "cpu" and dtype == "bfloat16" and quantised is None  # see round_products
             scope = self.resolved.options.lora_target_scope
+            # On a CPU, bfloat16 is the type of linear layers alone: all else is in float32.
             shape = shape_of(model, lora, name=name, width=4.0 if rounded else width, scope=scope)
             return replace(shape, linear_width=quantised or width)
         except AgileRLError:
@@ -251,6 +252,7 @@ def shape_of(model: Any, lora_config: Any, *, name: str, width: float, scope: st
     outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     held, active = 0, 0.0  # parameters in the layers' matrix products: all of them, and those that one token uses
     for path, parameter in model.named_parameters():
+        # Norms and biases are no matrices; embeddings and head are counted apart.
         if parameter.dim() >= 2 and id(parameter) not in outside:
             held += parameter.numel()
             active += parameter.numel() * (share if ".experts." in f".{path}." else 1)
@@ -362,6 +364,7 @@ def _best(call: Callable[[], object], device: str, clock: Clock) -> float:
             torch.cuda.synchronize(device)
         return clock()
 
+    # Not timed: the first call is slower.
     call()
     best, end = float("inf"), clock() + _SECONDS
     while clock() < end:

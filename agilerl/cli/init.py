@@ -100,9 +100,11 @@ def run_init(
 
     agilerl init my.yaml --model embedded --data sample --reward function
     """
+    # Answers to the questions
     if manifest.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"expected a manifest NAME.yaml, found {shown(str(manifest))}; for instance my.yaml")
     rows, code = (manifest.with_name(f"{manifest.stem}_{name}") for name in ("rows.jsonl", "reward.py"))
+    # exists() is False for a link that leads nowhere.
     taken = next((path for path in (manifest, rows, code) if path.exists() or path.is_symlink()), None)
     if taken is not None:
         raise ConfigError(f"{shown(str(taken))} exists, and is not overwritten; choose another name for the manifest")
@@ -122,8 +124,10 @@ def run_init(
     default = "function" if source == SAMPLE else proposal.reward
     reward = _answer(wanted, default, reward, asks, _check_reward)
 
+    # The files to write
     command = f"agilerl train {shlex.quote(str(manifest))}{' --allow-code' * (reward == 'function')}"
     count = len(answers)
+    # At most a fifth and a quarter of the rows, so that more than half are left for training.
     exam, test = (max(2, min(128, count // 5)), max(2, min(400, count // 4))) if count else (128, 400)
     grader = {"function": f"{code.name}:reward", "accuracy": "accuracy"}.get(reward)
     text = _MANIFEST.format(
@@ -144,6 +148,7 @@ def run_init(
     _write(files)
     for path in files:
         screen.print(f"wrote {path}")
+    # A first trial
     if not quiet:
         screen.print("Trying it: loading the libraries and the model.")
         quieten_libraries()
@@ -227,9 +232,8 @@ def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
     from agilerl.training.setup import build
 
     config = configuration([str(manifest)])
-    if is_of_hub(
-        config.network.pretrained_model_name_or_path
-    ):  # a download of gigabytes, which nobody has agreed to yet
+    # A download of gigabytes, which nobody has agreed to yet.
+    if is_of_hub(config.network.pretrained_model_name_or_path):
         yield "model", "not tried here, because it may have to be downloaded; the dry run does that"
         return
     try:
@@ -315,6 +319,7 @@ def _source_line(source: str, manifest: Path, rows: Path) -> str:
 
 def _yaml(text: str) -> str:
     """Return a text as YAML that stands for it, quoted where that needs it."""
+    # PyYAML ends a document of one scalar with a line of dots. The width keeps it on one line.
     return str(yaml.safe_dump(text, width=10_000, allow_unicode=True)).partition("\n")[0]
 
 

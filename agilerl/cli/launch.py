@@ -239,6 +239,7 @@ def launch(request: Request, manifest: str = "") -> None:
             if writes and not request.dry_run:
                 root = opened.enter_context(place_of_run(config.environment, request.root))
             else:
+                # Other processes, and a dry run, make no directory.
                 root = request.root or default_out(config.environment)
             request = replace(request, root=root)
             if writes and request.begins:  # a resumed run is announced after it has been read
@@ -322,6 +323,7 @@ def _on_ray(request: Request) -> None:
         say(ended.text)
         raise EngineError("a worker crashed; its traceback is above")
     if ended.kind == "error":
+        # The error itself stayed in its process; its exit code says which kind it was.
         raise (WriteError if ended.code == 1 else AgileRLError)(ended.text)
     if ended.kind == "interrupted":
         say(ended.text)

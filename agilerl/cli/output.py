@@ -37,11 +37,13 @@ def prepare_streams() -> TextIO:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
     codecs.register_error("agilerl", _spelt)
+    # Python has None for a stream that was closed when it started.
     if sys.stderr is None:
         sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="agilerl")
+    # Exactly this type: whoever has put another stream in its place keeps that.
     if sys.stdout is None or type(sys.stdout) is io.TextIOWrapper:
         sys.stdout = _Output(sys.stdout)
     return sys.stdout
@@ -83,6 +85,7 @@ def json_line(event: str, **values: object) -> str:
     from agilerl.runs.strict_json import dumps
 
     head = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event})
+    # Two objects joined, since dumps sorts the keys, and time and event shall come first.
     return f"{head[:-1]}, {dumps(values)[1:]}" if values else head
 
 

@@ -53,6 +53,7 @@ def run_plan(
     from agilerl.cli.forecast import Device, Planned, seen_by_exam, whole_run
     from agilerl.training.resolved import resolve
 
+    # The model and its rows
     torch.set_num_threads(config.training.threads)
     resolved = resolve(config)
     planned = Planned(resolved, allow_code)
@@ -63,6 +64,7 @@ def run_plan(
     machine, memory = device.machine, None if kind == "cpu" else device.machine.memory
     usual = pass_tokens(shape, checkpointing=checkpointing, memory=memory)
     load = planned.workload(rows, usual, row_multiple=device.row_multiple)
+    # The layout and its command
     capacity = proposed(shape, load, machine, device.costs, gpus, vllm=resolved.options.use_vllm)
     best, seconds = capacity.best, whole_run(planned, rows, capacity.best)
     settings = overrides(
@@ -117,6 +119,7 @@ def overrides(best: Forecast, unit: int, *, has_micro_batch: bool, has_checkpoin
     load, split = best.load, best.split
     length = ceil(load.length)
     settings = [
+        # 64 is the least that the setting takes.
         f"training.max_tokens_in_flight={max(load.max_tokens, 64)}",
         f"training.max_rows_in_flight={load.max_rows}",
     ]

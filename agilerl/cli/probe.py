@@ -134,6 +134,7 @@ def _rows(arguments: Sequence[str], tasks: Sequence[str], tries: Sequence[str], 
         chosen = [f"environment.task=reasoning_gym:{name}"] if name else []
         for settings in tries or [""]:
             given = shlex.split(settings)
+            # A setting by its last name: answer_format=tags.
             short = " ".join(one[one.rfind(".", 0, one.find("=")) + 1 :] for one in given)
             rows.append(_Row(name or ("" if settings else _about(arguments)), short, (*arguments, *chosen, *given)))
     return rows
@@ -166,5 +167,6 @@ def _measure(row: _Row, bases: "Bases", questions: int, samples: int | None, *, 
         if not row.probe.has_signal:
             row.advice = problem(config.environment, config.algorithm["name"], population, row.probe)
     finally:
+        # The next row may be of the same base, which must not keep this adapter.
         population.agents[0].clean_up()
         population.task.close()

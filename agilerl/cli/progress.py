@@ -82,6 +82,7 @@ def plan_document(
     memory, topology = estimate(config, population), session.topology
     indices = [agent.index for agent in population.everyone]
     shares = topology.peers.processes.shares(len(indices))
+    # An answer may be as long as the agent allows, or as the context leaves room for after the longest prompt.
     completion = min(max(getattr(agent.config, "max_output_tokens", None) or room for agent in agents), room)
     return {
         "model": {
@@ -169,6 +170,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     model, adapter, batch, length = plan["model"], plan["adapter"], plan["batches"], plan["length"]
     environment, agents = session.config.environment, len(session.population.everyone)
     several = session.topology.world.size > 1
+    # Model and adapters
     padding = f"padded with {'its end token ' * model['pads_with_end']}{model['pad_token']!r}"
     size = f"{model['parameters']:,} frozen parameters, context {model['context']}"
     yield "model", f"{model['name']}: {size}, {padding}"
@@ -176,6 +178,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         yield "", "no chat template: the contents of a conversation are joined by newlines, without roles"
     size = f"LoRA rank {adapter['rank']} on {adapter['layers']} layers"
     yield "adapters", f"{size}: {adapter['parameters']:,} numbers each"
+    # The task and its grading
     yield "task", f"{plan['task']}, reward {session.task.grader}"
     if (program := plan["agent_program"]) is not None:
         yield "agent", f"{program if isinstance(program, str) else shlex.join(program)} answers the questions"
@@ -202,6 +205,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         if distinct < _FEW or distinct < _SMALL_SHARE * rows["read"]:
             advice = "give more rows, or lower eval_prompts and test_prompts"
             yield "", f"warning: only {distinct:,} distinct prompts are left for training; {advice}"
+    # The agents and their genes
     yield "algorithm", f"{plan['algorithm']}, {agents} agent{'s' * (agents != 1)}"
     first, usual = session.population.agents[0], session.usual_rate
     rates = {name: rate for name in LEARNING_RATES if (rate := getattr(first, name, None))}
@@ -216,6 +220,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     if trusted := getattr(session.selection, "seeded", 0):
         yield "", f"agent {trusted} starts with that, and stays unless an exam proves another to be better"
     yield "genes", ", ".join(f"{k} in {v}" for k, v in plan["genes"].items()) or "none: nothing evolves"
+    # Batches and length
     completions = f"{_span(batch['group_size'])} completions = {_span(batch['completions_per_agent'])} for each agent"
     per_step = f"{_span(batch['rows_per_optimizer_step'])} an optimizer step"
     yield "batch", f"{batch['prompts']} prompts x {completions}, {per_step}"
@@ -239,6 +244,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         f"{length['test_prompts']}"
         f"{f'; those that stay get the iterations of those that leave, up to {most} in all' * length['agents_leave']}",
     )
+    # What it tells apart and takes
     if plan["compares"]:
         small = environment.eval_prompts is not None and plan["exam"]["questions"] < _SMALL_EXAM
         yield "exam", f"{'warning: ' * small}{plan['exam']['sentence']}{' (environment.eval_prompts)' * small}"
@@ -257,6 +263,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     yield "memory", f"{each} besides Python and torch, as some parts take turns: {parts}"
     if session.config.training.trackers:
         yield "trackers", ", ".join(session.config.training.trackers)
+    # First answers, idle settings
     if sampled is not None:
         yield from trial(sampled)
     if plan["preflight"]:
@@ -393,6 +400,7 @@ def _shown(events: Iterator[Event], show: Callable[[Event], None], stop: StopReq
         except OSError as error:
             if stop is None:
                 raise
+            # The run goes on unseen, up to a point from which it can be resumed.
             shown = False
             stop.lose_output(error)
         if isinstance(event, RunFinished):
@@ -439,6 +447,7 @@ class View:
         self.run = self.bars.add_task("run", total=1.0)
         self.phase = self.bars.add_task("start", total=None)
         self.shown = Group()
+        # Transient: at the end, the table of all agents takes its place.
         live = partial(Live, console=console, refresh_per_second=4, transient=True)
         self.live = live(get_renderable=self._drawn) if console.is_terminal else None
         self._look()
@@ -517,6 +526,7 @@ class View:
             row = self.rows[index]
             row.parent = agent.parent
             row.genes = {name: hyperparameter_at(agent, name, sys.maxsize, run) for name in agent.hyperparameters}
+            # NaN does not equal itself, and is left out.
             row.rewards = [value for line in agent.train if (value := number(line.get(self.what))) == value]
             if agent.exams:
                 row.fitness = Fitness(**asdict(agent.exams[-1].score))
@@ -604,6 +614,7 @@ class View:
         gone = sorted(self.rows.keys() - set(living), key=lambda index: (-(self.rows[index].left or 0), index))
         agents = [(index, self.rows[index]) for index in [*living, *gone][:most]]
         rewards = [reward for _, row in agents for reward in row.rewards if math.isfinite(reward)]
+        # One scale for all agents, so that their trends can be compared.
         ends = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
 
         def cells(key: str, form: str) -> list[str]:
@@ -622,6 +633,7 @@ class View:
             Column("entropy", cells("entropy", ".3f"), rank=3),
             Column("tokens/s", cells("tokens_per_second", ",.0f"), rank=2),
         ]
+        # These three are left out where no agent has anything in them.
         return [c for c in shown if c.name not in ("KL", "failures", "trend") or set(c.cells) - {"-", ""}]
 
     def table(self, most: int | None = None) -> Table:
@@ -671,6 +683,7 @@ def _fitted(columns: Sequence[Column], width: int, bright: int | None = None) ->
     shown = list(columns)
     while sum(c.width for c in shown) > width and any(c.rank for c in shown):
         shown.remove(max(shown, key=lambda c: c.rank))
+    # Without the gap after the last column, which is not printed.
     while sum(c.width for c in shown) - _GAP > width:
         widest = max((c for c in shown if c.justify == "left"), key=lambda c: c.width)
         room = widest.width - _GAP - 1
@@ -688,6 +701,7 @@ def _fitted(columns: Sequence[Column], width: int, bright: int | None = None) ->
 def _cut(text: str, width: int) -> str:
     """Return a text of at most so many characters, cut between words if it has several."""
     short = text if len(text) <= width else textwrap.shorten(text, width, placeholder="...")
+    # Of a first word that is too long, textwrap leaves nothing but the placeholder.
     return f"{text[: width - 3]}..." if short == "..." else short
 
 
@@ -715,6 +729,7 @@ def _gain(summary: Mapping[str, Any]) -> tuple[float, float] | None:
     if base is None or elite is None or None in (base["mean"], elite["mean"]):
         return None
     gain, error = elite["mean"] - base["mean"], math.hypot(base["stderr"] or 0, elite["stderr"] or 0)
+    # Without any spread the sign alone decides.
     return gain, NormalDist().cdf(gain / error) if error else 0.5 + 0.5 * ((gain > 0) - (gain < 0))
 
 
@@ -765,6 +780,7 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
     # The words that all questions begin and end with say nothing.
     questions = [one["question"].split() for one in answers]
     start = _common(questions)
+    # From behind, without the beginning that was found: the two must not overlap.
     end = _common([question[start:][::-1] for question in questions])
     width = max(12, (console.width - 20) // 4)
     columns = [
@@ -794,5 +810,6 @@ def _print_front(front: Sequence[Mapping[str, Any]], out: Path, console: Console
     units = ", ".join(f"{name} in {UNITS[name]}" for name in costs)
     console.print(f"\nFront of the last exam, dominated by no agent ({units})")
     console.print(_fitted(columns, console.width))
+    # RUN/checkpoints/NUMBER/agent_N/actor.
     where = out / Path(front[0]["adapter"]).parent.parent
     console.print(f"Their adapters   {where}/agent_N/actor", soft_wrap=True)

@@ -89,6 +89,7 @@ def stoppable(root: Path, console: Console, *, speaks: bool = True) -> Iterator[
                 say(f"interrupted; resume from the last checkpoint with: agilerl resume {root}")
             sys.exit(130)
         except WriteError as error:
+            # Without run.json there is nothing to resume.
             if not speaks or not RunLayout(root).run_json.exists():
                 raise
             reason = str(error).rstrip(".")

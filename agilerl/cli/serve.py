@@ -57,9 +57,11 @@ def run_serve(
 
     agilerl serve runs/mine --population --port 9000 -- --max-model-len 4096
     """
+    # The adapters to serve
     folders = _population(path) if population else {}
     adapter = subject(next(iter(folders.values())) if folders else path, examined=False, loaded=False)
     folders = folders or {_name(adapter.folder): adapter.folder}
+    # The command for vLLM
     installed, program = installed_vllm(), ["vllm", "serve"]
     of_a_cpu = installed is not None and installed[0] != "vllm"
     if of_a_cpu:
@@ -86,6 +88,8 @@ def run_serve(
             "vLLM is"
         )
     tell_line(f"Starting vLLM: models {', '.join([BASE, *folders])} at http://{host}:{port}/v1")
+    # In place of this process: signals reach vLLM, and its exit code is the command's. The user's own value of a
+    # variable wins.
     os.execve(file, command, {**_NO_STATISTICS, **os.environ})
 
 
@@ -94,6 +98,7 @@ def _population(run: Path) -> dict[str, Path]:
     read_run(run)
     layout = RunLayout(run)
     agents = newest_agents(layout.checkpoints)
+    # Before the run has finished, the elite is the one in the checkpoint.
     elite = layout.elite if (layout.elite / ADAPTER_CONFIG).is_file() else agents.pop("elite", None)
     others = {name.replace("_", "-"): folder for name, folder in agents.items() if name != "elite"}
     return ({} if elite is None else {"elite": elite}) | others
@@ -102,6 +107,7 @@ def _population(run: Path) -> dict[str, Path]:
 def _name(folder: Path) -> str:
     """Return the name of a folder's adapter: ``elite``, ``agent-2``, or what the folder is called."""
     folder = folder.parent if folder.name == "actor" else folder
+    # The names that clients use have hyphens: agent-2 for the folder agent_2.
     name = re.sub(r"[^\w.-]+|_", "-", folder.absolute().name).strip("-.")
     return name if name and name != BASE else "adapter"
 

@@ -91,6 +91,7 @@ class OptimizerView:
                 "weight_decay": s.weight_decay,
                 "max_grad_norm": s.max_grad_norm,
             }
+            # The settings come by slot, the actor's first.
             for name, s in zip(("actor", "critic"), agent.optimizer_settings().values())
         ]
 

@@ -109,7 +109,9 @@ class Gym(ABC, Generic[Batch]):
             first = drawn * whole + self._rank * share
             return range(first, first + share)
         # A panel's last batch may be short, because no row counts twice in one pass.
+        # After its last batch a panel begins again.
         first = drawn % -(-size // whole) * whole
+        # In turns, so that the processes share a short batch evenly.
         return range(first, min(first + whole, size))[self._rank :: self._world]
 
 
@@ -188,6 +190,7 @@ class ReasoningGym(Gym[list[Prompt]]):
     def _setup(self, task: Task, tokenizer: Any, batch_size: int, accelerator: Any, max_tokens: int | None) -> None:
         self._begin(tokenizer, batch_size, accelerator, max_tokens)
         self.task = task
+        # One for each split: an exam between reset() and step() leaves training's prompts as they are.
         self._prompts: dict[Split, list[Prompt]] = {"train": [], "exam": []}
 
     def _size(self, split: Split) -> int:
@@ -226,6 +229,7 @@ class ReasoningGym(Gym[list[Prompt]]):
         self._split, self._drawn["train"] = "train", _saved_batches(state)
         if not self._drawn["train"]:
             return []
+        # The number counts the current batch, which is drawn once more.
         self._drawn["train"] -= 1
         return self._next()
 

@@ -81,6 +81,7 @@ def create_population(
     unknown is warned of. ``LR`` is also PPO's ``lr_actor``. ``algo_kwargs`` are the agents' own keywords, and win.
     ``net_config`` and spaces have no meaning for a language model. Raises ConfigError for an unknown algorithm.
     """
+    # As written, too: MaxRL is not all capitals.
     cls = _NAMES.get(algo.upper().replace("-", "_"), _NAMES.get(algo))
     if cls is None:
         raise ConfigError(f"create_population: algo={algo!r} is unknown; {nearest(algo, _NAMES)}")
@@ -99,10 +100,12 @@ def create_population(
         "pad_token_id": getattr(tokenizer, "pad_token_id", None),
         "pad_token": getattr(tokenizer, "pad_token", None),
     }
+    # An agent takes exactly one of the two.
     if actor_network is not None:
         values.pop("model_name", None)
     values |= {name: value for name, value in arguments.items() if value is not None} | dict(algo_kwargs or {})
     agents = cls.population(population_size, hp_config=hp_config, **values)
+    # The agents share one runtime, so this sets it for all.
     if tokenizer is not None and agents[0].runtime.tokenizer is None:
         agents[0].runtime.tokenizer = tokenizer
     return list(agents)
@@ -267,6 +270,7 @@ def compare_responses(
         ids = render_prompt(tokenizer, [{"role": "user", "content": prompt}])
         room = agent.context_length - len(ids)
         settings = SamplingSettings(max_new_tokens=max(1, min(max_new_tokens, room)), temperature=drawn)
+        # One key for all slots: base and agent draw by the same numbers.
         requests += [GenerationRequest(slot, ids, 1, settings, "act", (number,)) for slot in slots.values()]
     groups = agent.runtime.complete(requests)
     texts = [tokenizer.decode(c.token_ids, skip_special_tokens=skip_special_tokens).strip() for (c,) in groups]

@@ -121,6 +121,7 @@ class LoopOptions:
         self.selection_strategy = self.selection_strategy or self.tournament
         parts = {"selection_strategy": self.selection_strategy, "mutation": self.mutation, "evo_steps": self.evo_steps}
         missing = [name for name, value in parts.items() if value is None]
+        # All three or none. Of evo_steps alone a warning is enough: without the others it has no effect.
         if len(missing) == 1 or missing[1:] == ["evo_steps"]:
             raise ConfigError(
                 "evolution needs a selection strategy, mutations and evo_steps, the iterations between selections, "
@@ -163,6 +164,7 @@ def documented_loop(**defaults: Any) -> Callable[[LoopT], LoopT]:
                 population[:] = result[0]
             return result
 
+        # What help() and editors show.
         with_options.__signature__ = inspect.Signature([*parameters.values()])  # type: ignore[attr-defined]
         return with_options  # type: ignore[return-value]
 
@@ -187,6 +189,7 @@ def finetune_llm_reasoning(
     each agent reads all of them.
     """
     agents, gym = _checked(pop, "reasoning"), _gym(ReasoningGym, env, env_fn)
+    # A copy: how long the exams of this loop are is no business of the user's environment.
     task, rows = copy.copy(gym.task), gym.data_batch_size_per_gpu
     if isinstance(task, DatasetTask) and not isinstance(task, CuratedTask):
         task.exam_prompts = min(task.exam_prompts, EXAM if options.eval_loop is None else options.eval_loop * rows)
@@ -250,6 +253,7 @@ def train_llm_rollout(
     options: LoopOptions,
 ) -> Finetuned:
     """Train agents by the returns of episodes: :func:`finetune_llm_multiturn` under the name of AgileRL 2.58."""
+    # selection_strategy holds it by now, and both together are refused.
     given = {one.name: getattr(options, one.name) for one in fields(options)} | {"tournament": None}
     return finetune_llm_multiturn(pop, max_turns, env_factory, init_hp=init_hp, **given)
 
@@ -346,7 +350,9 @@ def _episodes(
         limits.append(env.max_model_len)
         return env.env
 
+    # Messages name the factory.
     plain.__name__ = getattr(env_factory, "__name__", "env_factory")
+    # Made first: the wrapper that the factory returns has settings of the task, which then plays in it.
     first = [EpisodeTask(plain, env_config, max_turns=max_turns, test_episodes=0).take()]
     task = EpisodeTask(
         lambda **given: first.pop() if first else plain(**given),
@@ -391,12 +397,14 @@ class _Training:
         runtime.accelerate(o.accelerator)
         self.rows = len(self.gym) if self.gym is not None else 0
         """Rows of one epoch; 0: endless."""
+        # Prompts of an iteration
         if self.gym is not None:
             batch = self.gym.data_batch_size_per_gpu
         else:
             default = max(1, first.batch_size // first.group_size)  # type: ignore[attr-defined]
             batch = taken(Count, (self.init_hp or {}).get("BATCH_SIZE", default), "init_hp", "BATCH_SIZE")
         self.batch = batch * runtime.processes.size
+        # Samples of the whole training
         if o.num_epochs is None and o.max_steps is not None:
             self.budget = o.max_steps
         elif self.rows:
@@ -426,6 +434,7 @@ class _Training:
     def _events(self) -> Iterator[Event]:
         o = self.options
         self.progress.started = perf_counter()
+        # Without evolution, the whole training is one generation.
         steps = math.inf if o.mutation is None else o.evo_steps or 1
         yield from Loop(
             self.progress,
@@ -454,6 +463,7 @@ class _Training:
         population, progress, start = self.population, self.progress, perf_counter()
         for number, agent in enumerate(population.agents):
             if self.shared:
+                # In turns: the next batch of the one stream that all agents share.
                 agent.position = (progress.iteration * len(population) + number) * self.batch
             # A pass over the data makes the present policy the reference, as documented.
             if self.rows and getattr(agent.config, "use_separate_reference_adapter", False):
@@ -462,6 +472,7 @@ class _Training:
         rollout = population.draw() if population.learns_from_data else population.rollout()
         metrics = population.learn(rollout)
         progress.iteration += 1
+        # The last exam was that of other weights.
         progress.exam = None
         for agent in population.agents:
             ends, values = _episode_ends(rollout.trajectories[agent.index]), metrics[agent.index]
@@ -484,6 +495,7 @@ class _Training:
             assert self.gym is not None
             batches = self.options.eval_loop
             if batches is None:
+                # Inside, the length is that of the test set.
                 with self.gym.eval_mode():
                     batches = -(-min(len(self.gym), EXAM) // self.batch)
             scores = {agent.index: agent.test(self.gym, batches).tolist() for agent in population.agents}

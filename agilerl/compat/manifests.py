@@ -111,10 +111,13 @@ def _algorithm(values: Section) -> None:
 
 def _environment(values: Section) -> None:
     section, name = _section(values, "environment"), str(_section(values, "algorithm").get("name"))
+    # Where questions come from
     if "env_name" in section:
         known = str(section.pop("env_name"))
+        # A name alone is one of GEM's.
         _put(section, "env_id", known if known.startswith(_PREFIXES) else f"gem:{known}", "environment.env_name")
     _source(section)
+    # What is learned from
     kind, objective = section.get("env_type"), section.pop("objective", None)
     if kind in ("rollout", "dataset"):
         section.pop("env_type")
@@ -135,11 +138,13 @@ def _environment(values: Section) -> None:
         network = values.setdefault("network", {})
         if isinstance(network, dict):
             _put(network, "chat_template_kwargs", given, "environment.chat_template_kwargs")
+    # Graders of the user's
     if "reward_file_path" in section or "reward_fn_name" in section:
         path, function = section.pop("reward_file_path", None), section.pop("reward_fn_name", None)
         if not isinstance(path, str) or not isinstance(function, str):
             raise ConfigError("environment.reward_file_path and environment.reward_fn_name belong together; give both")
         _put(section, "graders", [{"name": f"{path}:{function}"}], "environment.reward_file_path")
+    # Prompts and columns
     if "prompt_template" in section:
         _put(section, "conversation_template", _messages(section.pop("prompt_template")), "environment.prompt_template")
     if "response_column" in section:
@@ -167,6 +172,7 @@ def _source(section: Section) -> None:
     if url is not None:
         _put(section, "env_id", f"openenv:{url}", "environment.env_url")
     if "request_timeout_s" in section:
+        # 0 stands for no limit, which is None here.
         _put(section, "step_timeout", section.pop("request_timeout_s") or None, "environment.request_timeout_s")
 
 
@@ -183,6 +189,7 @@ def _messages(template: Any) -> Any:
                 f"{shown(key)}"
             )
         messages.append((int(match[2] or 0), {"role": match[1], "content": content}))
+    # Stable, so that messages without numbers keep their order.
     return [message for _, message in sorted(messages, key=lambda numbered: numbered[0])]
 
 

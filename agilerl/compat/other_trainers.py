@@ -165,6 +165,7 @@ def ours(path: str, value: Any = None) -> str | None:
     differences: dict[str, None] = {}
     for name in _leaves(path, value):
         parts = name.split(".")
+        # From the whole path to its last name: the longest that is known decides.
         for suffix in (".".join(parts[start:]) for start in range(len(parts))):
             meanings: dict[str, list[str]] = {}
             for trainer, names in NAMES.items():

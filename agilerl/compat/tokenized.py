@@ -91,6 +91,7 @@ class TokenObservationWrapper:
         """
         self._check_open()
         if self._episode is not None:
+            # There is one environment, which the next episode takes again.
             self._task.give_back(self._episode.env)
         if seed is None:
             seed, self._drawn = self._drawn, self._drawn + 1
@@ -195,6 +196,7 @@ class TokenObservationWrapper:
         length = completion_length(tail, ends=self._ends, pad=self.pad_id, known=known)
         if not length:
             raise EnvError("expected a completion of at least one token, found none")
+        # More of the end token follows: it pads as well, and a cut cannot be told from an end.
         if known is None and tail[length - 1 :][:2] == [self.pad_id] * 2:
             _warn_of_padding()
         return tail[:length]

@@ -185,6 +185,7 @@ class LocalTrainer:
         if elite_path is not None and save_elite is not False and (root / "elite" / "agent.json").exists():
             elite = type(agents[0]).load(root / "elite", runtime=agents[0].runtime)
             save_llm_checkpoint(elite, elite_path, overwrite=True)
+            # Its adapter takes a slot on the agents' base.
             elite.clean_up()
         return list(agents), [agent.fitness[-1] if agent.fitness else float("nan") for agent in agents]
 

@@ -14,6 +14,7 @@ class Section(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
+    # Pydantic makes 1 of true, and takes integers of any size.
     _numbers = field_validator("*", mode="wrap")(checked_numbers)
 
     @model_validator(mode="before")

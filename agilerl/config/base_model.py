@@ -14,6 +14,7 @@ from agilerl.errors import ConfigError
 def _plain(value: Any) -> Any:
     """Turn a configuration object (``BitsAndBytesConfig``, ``VLLMConfig``) into what it was made of."""
     if isinstance(value, BaseModel):
+        # Without defaults, so that only what was given counts as given again.
         return value.model_dump(mode="json", exclude_unset=True)
     to_dict = getattr(value, "to_dict", None)
     return to_dict() if callable(to_dict) else value
@@ -134,6 +135,7 @@ LOADING = ("quantization_config", "config_overrides", "attn_implementation", "lo
 def split_options(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments without the shared options, and those; ``model_config`` is ``config_overrides``."""
     rest, options = dict(arguments), {}
+    # In this order, so that config_overrides wins. Pydantic keeps the name model_config for itself.
     for name in ("model_config", *SharedOptions.model_fields):
         if name in rest:
             options["config_overrides" if name == "model_config" else name] = rest.pop(name)
@@ -174,6 +176,7 @@ class LoraSection(Section):
 class NetworkConfig(Section):
     """The base model."""
 
+    # vllm serve gets the name as an argument, and would take a leading hyphen for an option of its own.
     pretrained_model_name_or_path: Annotated[str, Field(pattern="^[^-]")] = "embedded"
     """Local folder, ``.gguf`` file, hub name, or ``embedded``: the tiny model inside the package."""
     pad_token: str | None = None

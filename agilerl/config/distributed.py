@@ -76,6 +76,7 @@ def asked_for(config: DistributedConfig, environment: Mapping[str, str] = os.env
 
 def _number(name: str, value: str) -> int:
     """Return what a launcher has set; raises ConfigError for what no launcher sets."""
+    # int() would also take signs, spaces, underscores and digits of other scripts.
     if not (value.isascii() and value.isdecimal()):
         raise ConfigError(f"expected a whole number in the variable {name}, found {value!r}; use torchrun, or unset it")
     return int(value)
@@ -110,6 +111,7 @@ def wanted_sharding(environment: Mapping[str, str] = os.environ) -> Sharding:
     """
     if environment.get("ACCELERATE_USE_DEEPSPEED", "").lower() in _ON:
         _refuse_offload(environment.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none") not in ("none", ""))
+        # accelerate assumes stage 2, and version 1 of FSDP, if it is told nothing.
         return sharding_by_stage(environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
     if environment.get("ACCELERATE_USE_FSDP", "").lower() in _ON:
         _refuse_offload(environment.get("FSDP_OFFLOAD_PARAMS", "").lower() in _ON)
@@ -144,6 +146,7 @@ def sharding_by_version(version: Any) -> Sharding:
 
 def check_launch(environment: Mapping[str, str] = os.environ) -> None:
     """Raise ConfigError if accelerate launch was asked for several processes but started only one."""
+    # MASTER_PORT without WORLD_SIZE: prepared for several processes, started one.
     if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment and "WORLD_SIZE" not in environment:
         raise ConfigError(
             "accelerate launch was asked for several processes but started only one, as it does with --cpu; use "

@@ -239,6 +239,7 @@ class EnvironmentConfig(Section):
 
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
+        # The default task gives way to a dataset or an environment; one that was given contradicts it.
         given = self.task if "task" in self.model_fields_set else None
         if self.env_type == "multiturn":
             if self.dataset is not None:
@@ -265,5 +266,6 @@ class EnvironmentConfig(Section):
     def _refuse(self, names: tuple[str, ...], reason: str, remedy: str = "leave it out") -> None:
         for name in names:
             value = getattr(self, name)
+            # Not whether it was given: a resolved manifest gives everything.
             if value != type(self).model_fields[name].get_default(call_default_factory=True):
                 raise ValueError(f"environment.{name}={shown(value)} is {reason}; {remedy}")

@@ -82,6 +82,7 @@ def config_of_run(document: Mapping[str, Any], overrides: Sequence[str] = ()) ->
     values = copy.deepcopy(dict(document))
     typed = _override(values, overrides)
     locate(values)
+    # Not _config_of: what a new run is refused for, one that has begun keeps.
     return RunConfig.from_dict(values).typed_with(typed)
 
 
@@ -95,6 +96,7 @@ def _override(values: dict[str, Any], overrides: Sequence[str]) -> tuple[str, ..
     # After all that new values replace: their order on the command line does not matter.
     for keys, value in changed:
         _put(values, keys, value)
+    # Its address may have no scheme, and would not be found among the others.
     cluster = [str(value) for keys, value in changed if keys == ["distributed", "address"]]
     return (*(address for _, value in changed for address in addresses_in(value)), *cluster)
 
@@ -105,6 +107,7 @@ def config_of(manifest: Mapping[str, Any], overrides: Sequence[str] = ()) -> Run
 
     Raises ConfigError for every wrong setting.
     """
+    # A copy, which the overrides below may change.
     values = hooks.translate(manifest)
     _override(values, overrides)
     return _config_of(values)
@@ -126,6 +129,7 @@ def _set_both_rates(values: dict[str, Any]) -> None:
     for section in (algorithm, mutation.get("rl_hp_selection") if isinstance(mutation, dict) else None):
         if isinstance(section, dict) and "lr" in section:
             rate = section.pop("lr")
+            # What is given by its own name wins.
             for name in ("lr_actor", "lr_critic"):
                 section.setdefault(name, rate)
 
@@ -154,6 +158,7 @@ def _refuse_meaningless(config: RunConfig) -> None:
     evolving, moved = len(mutation.rl_hp_selection), mutation.genes_per_mutation
     if 0 < evolving < moved:
         raise ConfigError(f"mutation.genes_per_mutation={moved} is more than rl_hp_selection has, {evolving}; lower it")
+    # Numbers alone: other types are for the checks of the algorithm, which come later.
     longest = config.algorithm.get("max_output_tokens")
     for key, limit in (
         ("algorithm.max_model_len", config.algorithm.get("max_model_len")),
@@ -194,6 +199,7 @@ def _text(path: Path, name: str) -> str:
         if not path.exists():
             raise ConfigError(f"expected a YAML file or key.path=value, found nothing at {shown(str(path))}")
         check_file(path, _MANIFEST_BYTES)
+        # Editors on Windows begin a file with a byte order mark.
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{name} cannot be read: it is not UTF-8 text (byte {error.start})") from error
@@ -229,6 +235,7 @@ def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
             raise ConfigError(f"unknown key {shown(path)}; {hint}")
         model = None if fields is None else _nested(fields[key].annotation)
         if depth < len(keys) - 1:
+            # A section without content is None in YAML.
             if values.get(key) is None:
                 values[key] = {}
             if not isinstance(values[key], dict):

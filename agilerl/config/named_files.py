@@ -60,12 +60,14 @@ def locate(values: Mapping[str, Any], folder: Path | None = None) -> None:
     """
     names = ("environment", "network", "selection_strategy", "training")
     environment, network, strategy, training = (_section(values, name) for name in names)
+    # Files of rows
     for key in _KEYS:
         value = environment.get(key)
         if value is not None:
             entries = value if isinstance(value, list) else [value]
             located = [_located_rows(entry, f"environment.{key}", folder) for entry in entries]
             environment[key] = located if isinstance(value, list) else located[0]
+    # Parameters that name files
     for owner, name, key in file_params(environment):
         if not is_packaged(owner[name]):
             owner[name] = _absolute(os.path.expanduser(owner[name]), f"environment.{key}", folder)
@@ -73,6 +75,7 @@ def locate(values: Mapping[str, Any], folder: Path | None = None) -> None:
         for text, key in other_params(environment):
             for root in (folder, Path.cwd()):
                 _check_inside(leads_to(text, root), text, f"environment.{key}", folder)
+    # Code that settings name
     graders = environment.get("graders")
     coded = [(environment, name, f"environment.{name}") for name in ("env_id", "agent")]
     coded.append((strategy, "name", "selection_strategy.name"))
@@ -92,6 +95,7 @@ def locate(values: Mapping[str, Any], folder: Path | None = None) -> None:
         listed = [trackers] if isinstance(trackers, str) else trackers
         located = [_located_code(name, "training.trackers", folder) for name in listed]
         training["trackers"] = dict(zip(located, trackers.values())) if isinstance(trackers, dict) else located
+    # The chat template
     template = network.get("chat_template_path")
     if isinstance(template, str) and template.isprintable():
         network["chat_template_path"] = _beside(template, "network.chat_template_path", folder)
@@ -123,6 +127,7 @@ def _absolute(path: str | Path, key: str, folder: Path | None) -> str:
 def _check_inside(target: Path | None, path: str, key: str, folder: Path | None) -> None:
     if target is None or folder is None:
         return
+    # Resolved: a link in the folder may lead anywhere.
     if not any(target.resolve().is_relative_to(root.resolve()) for root in (folder, Path.cwd())):
         raise ConfigError(
             f"{key}={shown(path)} leads out of the folder of the manifest and the working directory; move the file "
@@ -254,6 +259,7 @@ def named_files(config: RunConfig) -> list[NamedFile]:
     files = [("data", Path(path).expanduser().absolute()) for path in data]
     files += [("data", path) for path in _files_of_params(environment)]
     if teacher is not None:
+        # The teacher may be an agent of a checkpoint, which has its adapter in actor/.
         folder = Path(teacher, "actor") if Path(teacher, "actor").is_dir() else Path(teacher)
         files += [("data", folder / name) for name in ADAPTER_FILES]
     code = [file_of(name) for _, name in _named_code(environment, config.selection_strategy.strategy, config.training)]

@@ -42,6 +42,7 @@ def parse_yaml(text: str, where: str) -> Any:
 class _PlainLoader(yaml.SafeLoader):
     """Reads what PyYAML's safe loader reads, less aliases, tags and surprises."""
 
+    # Empty: without its resolver, even the merge key << is only text.
     yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  (PyYAML reads it under this name)
 
     def __init__(self, text: str) -> None:
@@ -78,6 +79,7 @@ class _PlainLoader(yaml.SafeLoader):
 
     def number(self, node: yaml.ScalarNode) -> int | float:
         """Return an int or a finite float."""
+        # Python refuses to convert thousands of digits, and takes quadratic time for fewer.
         if node.tag.endswith("int") and len(node.value) <= _DIGITS:
             return int(node.value)
         value = float(node.value)
@@ -90,6 +92,7 @@ class _PlainLoader(yaml.SafeLoader):
 
 
 for _name, _pattern in _SCALARS.items():
+    # None: for texts with any first character, and for the empty one, which is null.
     _PlainLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern.pattern})$"), None)
 for _name in ("int", "float"):
     _PlainLoader.add_constructor(f"tag:yaml.org,2002:{_name}", _PlainLoader.number)

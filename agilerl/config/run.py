@@ -110,6 +110,7 @@ class RunConfig(Section):
                 f"selection_strategy.soup={self.selection_strategy.soup:g} is made of the candidates, found "
                 f"{self.candidates}; set selection_strategy.candidates=3, or leave soup out"
             )
+        # The section is a plain mapping, whose values pydantic does not check.
         if "name" not in self.algorithm:
             self.algorithm = {"name": "GRPO", **self.algorithm}
         if not isinstance(self.algorithm["name"], str):
@@ -140,6 +141,7 @@ class RunConfig(Section):
         selects = strategy != "none" and self.training.pop_size > 1 and "mutation" not in self.model_fields_set
         if "rl_hp_selection" in self.mutation.model_fields_set or not (strategy in ANNEALED or selects):
             return self.mutation.rl_hp_selection
+        # PPO has no rate of that name, but one for its actor and one for its critic.
         names = ("lr_actor", "lr_critic") if self.algorithm["name"] == "PPO" else ("lr",)
         return {name: GeneConfig() for name in names}
 
@@ -178,12 +180,14 @@ class RunConfig(Section):
         given = self.selection_strategy.candidates
         if given is not None:
             return given
+        # Of a dataset, another panel would take rows from training.
         return 3 if self.selection_strategy.strategy in ANNEALED and self.environment.dataset is None else 1
 
     @property
     def kept_exams(self) -> int:
         """Best exams whose agents are kept with their scores, for selection or a second panel; 0: none."""
         strategy = self.selection_strategy.strategy
+        # Custom code may bring an earlier agent back, as pulses may.
         return self.candidates if self.candidates > 1 or strategy in ANNEALED or names_code(strategy) else 0
 
     @property

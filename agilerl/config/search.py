@@ -186,6 +186,7 @@ class SelectionConfig(Section):
         if self.pulses is not None and "pulses" in given:
             given["pulses"] = self.pulses.model_dump(exclude_unset=True)
         if "floor" in names:
+            # Also where none was given: several objectives need a front.
             given["floor"] = self.least
         return {name: value for name, value in given.items() if value is not None}
 
@@ -208,6 +209,7 @@ class SelectionConfig(Section):
     @property
     def clones(self) -> bool:
         """Whether it makes clones that mutate."""
+        # Halving clones only if truncation fills the time between two halvings.
         if self.strategy == "halving":
             return self.between == "truncation"
         return self.strategy not in (*ANNEALED, "none")
@@ -220,9 +222,10 @@ class SelectionConfig(Section):
     @model_validator(mode="after")
     def _fits_the_strategy(self) -> Self:
         settings = {"params"} if names_code(self.strategy) else set(SETTINGS[self.strategy])
+        # Without truncation between two halvings nothing is copied, so these two would have no effect.
         if self.strategy == "halving" and self.between != "truncation":
             settings -= {"fraction", "confidence"}
-        # Both have always been in the run.json of every run, whatever its strategy.
+        # tournament_size and elitism have always been in every run.json, whatever the strategy.
         foreign = (
             self.model_fields_set
             - settings

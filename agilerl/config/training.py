@@ -88,6 +88,7 @@ class LRScheduleConfig(Section):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> Self:
+        # Only for its check: warm-up and decay must not overlap.
         self.schedule()
         return self
 

@@ -64,6 +64,7 @@ def server_url(text: str | None) -> str | None:
         or parts.fragment
         or blank
         or port == 0
+        # urlsplit accepts port 0, at which no server listens.
     ):
         raise wrong
     if parts.username or parts.password:
@@ -103,6 +104,7 @@ class VLLMConfig(BaseModel):
     sleep_mode: bool = False
     """Give vLLM's GPU memory free between rollouts."""
     sleep_mode_level: int = 1
+    # Users build this class themselves too, and expect the package's own error.
     """1 keeps the base on the host meanwhile; 2 would forget it, and is refused."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     """Data type of vLLM's base; None: the trainer's."""

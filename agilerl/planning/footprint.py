@@ -84,6 +84,7 @@ def footprint(
 
 def bank_bytes(numbers: int, agents: int, slots: int) -> int:
     """Return the bytes of the adapters, ``numbers`` (D) each, of ``agents`` agents and the elite, ``slots`` each."""
+    # One more than the agents: the elite.
     return (agents + 1) * slots * ADAPTER_COPIES * ADAPTER_WIDTH * numbers
 
 
@@ -116,6 +117,7 @@ def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dic
     vllm = (shape.weight_bytes + in_flight * padded_length(longest) * shape.kv_bytes) / split.tensor_parallel
     parts = footprint(
         widths=shape,
+        # Only the layers' matrices are shared out: every process holds embeddings and head whole.
         base=shape.weight_bytes - shape.linear_bytes * (1 - 1 / split.shards),
         adapter=adapter_parameters(shape, load.rank),
         agents=agents,
@@ -124,6 +126,7 @@ def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dic
         cached=cached_tokens(trained, load.group, examined, load.prompt, longest),
         longest=longest,
         tokens=tokens,
+        # Actions have the same share of a forward's tokens as of all tokens.
         spoken=ceil(tokens * load.rows * load.completion / load.tokens(load.rows)),
         scored=scored_at_once(load, split),
         checkpointing=load.checkpointing,
@@ -135,6 +138,7 @@ def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dic
 def turns(parts: Mapping[str, float]) -> list[dict[str, float]]:
     """Return the parts that exist together, for each turn: decoding and training, and vLLM if it sleeps."""
     lasting = {name: size for name, size in parts.items() if name not in _TURNS}
+    # While vLLM is alone, the base is in the host's memory.
     alone = {name: size for name, size in lasting.items() if name != "base"}
     in_turn = [(alone if name == "vllm_alone" else lasting) | {name: parts[name]} for name in _TURNS if name in parts]
     return in_turn or [lasting]
@@ -148,6 +152,7 @@ def peak(parts: Mapping[str, float]) -> float:
 def is_too_much(parts: Mapping[str, float], there: float) -> bool:
     """Return whether any turn needs too much of ``there`` bytes. vLLM stays within its part, so it needs no margin."""
     reserved = [(sizes, sum(sizes.get(name, 0) for name in _RESERVED)) for sizes in turns(parts)]
+    # vLLM's part is taken off both sides, since the margin is only for the rest.
     return any(sum(sizes.values()) - vllm > SHARE * (there - vllm) for sizes, vllm in reserved)
 
 

@@ -95,6 +95,7 @@ def proposed(
     sized = {named(split): _sized(shape, load, machine, costs, split) for split in splits}
     refused = tuple(f"{name}: {result}" for name, result in sized.items() if isinstance(result, str))
     fitting = sorted((f for f in sized.values() if isinstance(f, Forecast)), key=lambda f: f.generation)
+    # Only if nothing fits without it, because every layer is then computed once more.
     if not fitting and not load.checkpointing:
         again = proposed(shape, replace(load, checkpointing=True), machine, costs, devices, vllm=vllm)
         why = "gradient_checkpointing: without it nothing fits"
@@ -135,6 +136,7 @@ def _splits(shape: ModelShape, agents: int, devices: int, *, vllm: bool) -> Iter
 def _sized(shape: ModelShape, load: Workload, machine: Machine, costs: Costs, split: Split) -> Forecast | str:
     """Return the forecast at the batch sizes that pay off, or a sentence on what does not fit at the smallest ones."""
     room = SHARE * machine.memory
+    # With one row in flight and a forward of one row: less is not possible.
     least = _with(load, split, ceil(load.prompt + load.longest), 1)
     smallest = forecast(shape, least, machine, costs, split)
     if smallest.peak > room:
@@ -153,6 +155,7 @@ def _sized(shape: ModelShape, load: Workload, machine: Machine, costs: Costs, sp
         if other.peak <= room and after < before * (1 - _GAIN):
             best = other
 
+    # Doubled from the size of one row on. Tokens first: rows share what memory they leave.
     for tokens in (2**k for k in range(least.max_tokens.bit_length(), _MOST_TOKENS.bit_length())):
         try_out(_with(best.load, split, tokens, best.load.max_rows), _BY_TOKENS)
     for rows in (2**k for k in range(1, _MOST_ROWS.bit_length())):
@@ -201,6 +204,7 @@ def _impossible(shape: ModelShape, load: Workload, machine: Machine, devices: in
         if sheet.memory > machine.memory and _holds(shape, load, larger, devices, vllm=vllm):
             cures.append(f"{devices} x {name} ({sheet.memory / 1e9:.0f} GB)")
             break
+    # 4 bits, and a scale of 32 bits for every 64 weights: 4.5 bits.
     if shape.linear_width > 1 and _holds(replace(shape, linear_width=0.5625), load, machine, devices, vllm=vllm):
         cures.append("the base in 4 bits (network.quantization=nf4)")
     if vllm and _holds(shape, load, machine, devices, vllm=False):

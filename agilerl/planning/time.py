@@ -48,6 +48,7 @@ class Widths:
         config = base.model.config.get_text_config()
         heads = int(config.num_attention_heads)
         size = int(getattr(config, "head_dim", None) or base.hidden_size // heads)
+        # GPT-2 calls it n_inner, where None stands for four times the width.
         inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * base.hidden_size
         chosen = getattr(config, "num_experts_per_tok", None)
         if chosen:
@@ -161,12 +162,14 @@ class Workload:
 
     def different_prompts(self, rows: float) -> float:
         """Return how many different prompts are expected in so many rows of one agent, drawn at random."""
+        # Probability that none of a prompt's rows is drawn, without replacement (hypergeometric).
         none = prod(max(self.rows - rows - i, 0) / (self.rows - i) for i in range(self.group))
         return self.prompts * (1 - none)
 
     def tokens(self, rows: float) -> float:
         """Return the tokens that forward passes compute for so many rows of one agent: each prompt once."""
         apart = rows * self.completion + self.different_prompts(rows) * (self.prompt - self.common)
+        # Each pass computes once more what all prompts begin with.
         passes = max(1, apart / max(1, min(self.micro_tokens, self.max_tokens) - self.common))
         return apart + passes * self.common * bool(rows)
 
@@ -254,7 +257,9 @@ def work(shape: ModelShape, load: Workload, split: Split | None = None) -> dict[
         "optimizer": _optimizer(shape, load, split),
         "exam_prefill": _prefill(shape, load, split, load.exam_prompts, 1),
         "exam_decode": _decode(shape, load, split, load.exam_prompts, 1),
+        # Read and written: parameter, gradient and two moments of each number.
         "evolve": Work(bytes=2 * 4 * ADAPTER_WIDTH * adapter_parameters(shape, load.rank) * split.agents(load)),
+        # The adapter and two moments; gradients are not saved.
         "checkpoint": Work(disk=3 * ADAPTER_WIDTH * adapter_parameters(shape, load.rank) * load.agents * load.slots),
     }
 
@@ -268,6 +273,7 @@ def _prefill(shape: ModelShape, load: Workload, split: Split, prompts: int, grou
     if not count:
         return Work()
     calls = max(1, ceil(count * group / rows_at_once(count * group, split.agents(load), load.max_rows)))
+    # What all prompts begin with is computed once for each agent.
     tokens = count * (load.prompt - load.common) + min(split.agents(load), count) * load.common
     d, rows = adapter_parameters(shape, load.rank), count * group
     flops = tokens * 2 * (shape.linear + d) + count * (2 * shape.head + _attention(shape, load.prompt))
@@ -285,6 +291,7 @@ def _decode(shape: ModelShape, load: Workload, split: Split, rows_of_agent: int,
     if not rows:
         return Work()
     batches = max(1, ceil(rows / rows_at_once(rows, split.agents(load), load.max_rows)))
+    # On average a token sees half of its completion besides the prompt.
     steps, half = batches * load.longest, load.completion / 2
     padding = load.row_multiple
     tokens = batches * (ceil(rows / batches / padding) * padding if padding > 1 else rows / batches) * load.completion
@@ -295,6 +302,7 @@ def _decode(shape: ModelShape, load: Workload, split: Split, rows_of_agent: int,
     traffic = _forward_traffic(shape, tokens) + tokens * shape.vocabulary * DRAWING_BYTES
     result = Work(flops / parallel, read / parallel, traffic / parallel, steps * shape.layers)
     if parallel > 1:  # two all-reduces per layer
+        # A ring sends 2 (p - 1) / p times the numbers that it sums.
         share = 2 * (parallel - 1) / parallel
         return result + Work(link=2 * shape.layers * tokens * shape.hidden * shape.width * share)
     return result + _gathered(shape, split, steps)
@@ -323,8 +331,11 @@ def _train(shape: ModelShape, load: Workload, split: Split) -> Work:
     tokens = split.agents(load) * steps * load.tokens(window * split.share) * readers
     spoken = split.agents(load) * load.rows * split.share * load.completion * readers
     calls = max(1, ceil(tokens / tokens_in_flight(load, split)))
+    # Forward, and backward to the inputs; with checkpointing the forward twice.
     passes = 3 if load.checkpointing else 2
+    # The base's weights get no gradient, those of adapters do: another 2 D a token.
     flops = 2 * passes * shape.linear * tokens + 4 * shape.head * spoken + (2 * passes + 2) * d * tokens
+    # Both operands of attention need a gradient, so its backward is two forwards.
     once = Work(
         flops + (passes + 1) * steps * readers * _attentions(shape, load, split, window),
         calls * passes * shape.read_bytes,
@@ -339,6 +350,7 @@ def _optimizer(shape: ModelShape, load: Workload, split: Split) -> Work:
     numbers = split.agents(load) * adapter_parameters(shape, load.rank) * (2 if load.critic else 1)
     steps = load.epochs * max(1, ceil(load.rows / load.window))
     p = split.processes
+    # A step has one fixed cost, like the call of a layer.
     return Work(bytes=30 * numbers, link=2 * ADAPTER_WIDTH * numbers * (p - 1) / p, layer_calls=1).times(steps)
 
 
@@ -389,6 +401,7 @@ def scored_at_once(load: Workload, split: Split) -> int:
 
 def seconds(phase: str, work: Work, machine: Machine, costs: Costs) -> float:
     """Return the predicted seconds of a phase's work."""
+    # An exam's phases cost what those of a rollout do.
     cost = costs.phases[phase.removeprefix("exam_")]
     traffic = cost.traffic * work.traffic / machine.bandwidth
     return cost.floor * work.floor(machine) + traffic + cost.call * work.layer_calls

@@ -63,6 +63,7 @@ def _card(
 ) -> str:
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
+    # What the run was about
     elite, base = summary["elite"], str(config["network"]["pretrained_model_name_or_path"])
     algorithm, environment, training = str(config["algorithm"]["name"]), config["environment"], config["training"]
     data = [str(part["path"]) for part in environment.get("dataset") or []]  # names on the hub or of files
@@ -75,6 +76,7 @@ def _card(
     schedule: Mapping[str, Any] = {"genes": {}}
     with suppress(CheckpointError):  # lines of agents may be missing, and the card says what there is
         schedule = hyperparameter_schedule(read_lines(layout.lineage), elite["index"])
+    # The header for the hub
     task_of_header = " ".join(re.sub(r"[^\w.,:/-]+", " ", task[:_LONGEST]).split())
     header = ModelCardData(
         library_name="peft",
@@ -88,6 +90,7 @@ def _card(
         if math.isfinite(result)
         else None,
     )
+    # The text of the card
     agent = layout.elite / "agent.json"  # the rank may have been mutated
     rank = int((read_json(agent)["lora"] if agent.is_file() else config["network"]["lora_config"])["r"])
     course, tokens = training.get("lr_schedule") or {}, summary.get("tokens") or {}
@@ -172,6 +175,7 @@ def is_hub_name(name: str) -> bool:
     try:
         exists = Path(name).expanduser().exists()
     except (OSError, RuntimeError):
+        # Too long for a path, or with the home of an unknown user: no name on the hub either.
         exists = True
     return name != EMBEDDED and not exists and _HUB_NAME.fullmatch(name) is not None
 

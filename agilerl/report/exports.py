@@ -90,6 +90,7 @@ def _model_args(evaluation: Mapping[str, Any]) -> str:
 def _lm_eval(name: str, evaluation: Mapping[str, Any], moment: datetime) -> dict[str, Any]:
     metrics: dict[str, Any] = {"alias": name}
     for metric, value in evaluation["adapter"].items():
+        # lm-eval names a metric with the filter of the answers, which is called none here.
         known_as = "reward" if metric == "greedy" else metric
         metrics |= {f"{known_as},none": value["mean"], f"{known_as}_stderr,none": value["stderr"]}
     count = evaluation["questions"]

@@ -58,6 +58,7 @@ _PHASES = ("rollout", "reward", "logprob", "update", "eval", "evolve")
 
 def described(title: str, figure: Figure) -> str:
     """Return a chart in one sentence, for those who cannot see it: how many lines, and their range."""
+    # Bands, which have a fill, are no lines.
     lines = [trace for trace in figure["data"] if "agent" in trace.get("meta", {}) and "fill" not in trace]
     drawn = (lines or figure["data"]) if figure["layout"]["yaxis"].get("visible", True) else []
     values = [value for trace in drawn for value in trace["y"] if math.isfinite(number(value))]
@@ -136,6 +137,7 @@ def _bars(heights: Mapping[Any, float], colour: Any, hover: str, **more: Any) ->
 
 def _last_before(run: RunRecord, agent: AgentRecord, points: Points, x: float) -> Point | None:
     """Return the last of an ancestor's points before ``x``, of the closest ancestor that has one."""
+    # A damaged lineage may run in a circle.
     seen, parent = {agent.index}, agent.parent
     while parent is not None and parent not in seen:
         seen.add(parent)
@@ -207,6 +209,7 @@ def _curves(run: RunRecord, family: Family, points: Points, hover: str, axes: tu
         if not (known := _without_gaps(every)):
             continue
         before = _last_before(run, agent, points, known[0][0])
+        # The point without coordinates lifts the pen.
         inherited += [] if before is None else [before, known[0], (None, None)]
         path += [point for point in every if (agent.index, point[2]) in winning]
         thinned = every[:: max(1, len(every) // _MOST_POINTS)]
@@ -237,6 +240,7 @@ def fitness_figure(run: RunRecord, family: Family) -> Figure | None:
         names = {"name": "base", "text": ["base", ""], "textposition": "top right", "hovertemplate": hover}
         line = {"color": _GREY, "width": 2, "dash": "dash"}
         bands.append(_scatter("lines+text", [(0, score.mean), (max(steps), score.mean)], line=line, **names))
+    # Bands first, so that the lines lie over them.
     figure["data"] = [*bands, *figure["data"]]
     return figure if bands else None
 
@@ -393,10 +397,13 @@ def importance(run: RunRecord, names: Sequence[str]) -> dict[str, tuple[float, i
             pairs = [(number(hyperparameter_at(agent, name, generation - 1, run)), gain) for agent, gain in gains]
             pairs = [pair for pair in pairs if math.isfinite(pair[0])]
             if len({value for value, _ in pairs}) > 1 and len({gain for _, gain in pairs}) > 1:
+                # Centred, and scaled by their number, so that generations of different sizes count alike.
                 ranks = [rankdata(side) - (len(pairs) + 1) / 2 for side in zip(*pairs)]
                 ranked += list(zip(*(side / len(pairs) for side in ranks)))
+                # The mean of each generation takes one degree of freedom.
                 freedom += len(pairs) - 1
         if freedom >= _LEAST_FREEDOM:
+            # The cosine of centred ranks is their correlation.
             both = sum(a * b for a, b in ranked)
             correlations[name] = (float(both / math.prod(math.hypot(*side) for side in zip(*ranked))), freedom)
     return dict(sorted(correlations.items(), key=lambda item: -abs(item[1][0])))
@@ -456,6 +463,7 @@ def parallel_figure(run: RunRecord, family: Family, names: Sequence[str]) -> Fig
 def _spread_out(heights: Mapping[int, float]) -> list[int]:
     """Return agents whose values are far enough apart in a column that their labels do not overlap."""
     chosen: list[int] = []
+    # The ends of a column are labelled first.
     for index in sorted(heights, key=lambda index: (heights[index] not in (0, 1), heights[index])):
         if all(abs(heights[index] - heights[other]) >= 0.09 for other in chosen):
             chosen.append(index)
@@ -584,6 +592,7 @@ def tree_figure(run: RunRecord, family: Family) -> Figure | None:
     for index, agent in run.agents.items():
         if agent.parent is not None:
             start = spans[index][0]
+            # A damaged lineage may show no generation of the parent before the child's.
             before = [g for g in spans[agent.parent] if g < start] or spans[agent.parent][:1]
             births.append(((before[-1], rows[agent.parent]), (start, rows[index])))
     generations = [generation for span in spans.values() for generation in span]
@@ -601,6 +610,7 @@ def tree_figure(run: RunRecord, family: Family) -> Figure | None:
         height=70 + _ROW_HEIGHT * max(family.height, 1),
         margin={"l": 16, "r": 16, "t": 4, "b": 42},
         xaxis={"dtick": 1 if last - first < 40 else 5, "range": [first - 0.5, last + 0.5], "showgrid": False},
+        # From high to low: row 0 is at the top.
         yaxis={"visible": False, "range": [family.height - 0.35, -0.5], "fixedrange": True},
     )
 

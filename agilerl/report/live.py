@@ -35,6 +35,7 @@ def runs_below(folder: Path) -> dict[str, Path]:
         if "run.json" in files:
             runs[path.relative_to(folder).as_posix()] = path
         if "run.json" in files or len(path.relative_to(folder).parts) >= _DEEPEST:
+            # os.walk goes into what is left in this list, so it must be emptied and not replaced.
             folders.clear()
     return dict(sorted(runs.items(), key=lambda item: -_changed(item[1])))
 
@@ -61,6 +62,7 @@ class _Reports:
                 state, now = (_changed(run), RunLayout(run).status), time.monotonic()
             shown_state, again, page = self._pages.get(run, (None, 0.0, ""))
             if state != shown_state and now >= again:
+                # The lock is held meanwhile: of two browsers that ask at once, the second gets the page of the first.
                 record = load_run(run, self._price)
                 page = render([record], None if record.is_finished else RELOAD)
                 self._pages[run] = state, now + 9 * (time.monotonic() - now), page
@@ -133,6 +135,7 @@ class _Handler(BaseHTTPRequestHandler):
         runs = runs_below(self.server.folder)
         name = unquote(self.path.partition("?")[0]).strip("/") or "."
         try:
+            # A name is one of those that were found, so no path leads out of the folder.
             if name in runs:
                 self._answer(200, self.server.reports.page(runs[name]), "text/html")
             elif name == ".":

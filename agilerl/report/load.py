@@ -170,6 +170,7 @@ def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
         files = (run.info.get("files") or {}).values()
         columns.append(settings | {f"{_DIGEST}{Path(n).name}": sha[:12] for kind in files for n, sha in kind.items()})
     rows = {name: [column.get(name) for column in columns] for name in sorted({n for c in columns for n in c})}
+    # As JSON, because a list cannot be the member of a set.
     return {name: values for name, values in rows.items() if len(set(map(json.dumps, values))) > 1}
 
 
@@ -282,6 +283,7 @@ def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int
         match line.get("event"):
             case "birth":
                 parent = _whole(line.get("parent"))
+                # A damaged line may name the agent itself.
                 agent.parent, agent.mate = None if parent == index else parent, _whole(line.get("mate"))
                 agent.born, agent.hyperparameters = generation, dict(line.get("hyperparameters") or {})
             case "mutation":
@@ -430,6 +432,7 @@ def trace_family(run: RunRecord) -> Family:
     winner = _winner(run)
     line: list[int] = []
     agent = winner
+    # A damaged lineage may run in a circle.
     while agent is not None and agent not in line:
         line.insert(0, agent)
         agent = run.agents[agent].parent
@@ -473,6 +476,7 @@ def hyperparameter_at(agent: AgentRecord, name: str, generation: int, run: RunRe
             for change in mutation.get("changes") or []:
                 if change.get("gene") == name:
                     value = change.get("new")
+    # What an evolution line gives as in force counts more than what mutations lead to.
     for evolution in run.evolutions:
         if evolution["generation"] <= generation:
             value = evolution.get(f"evo/hp/{name}/{agent.index}", value)
@@ -481,6 +485,7 @@ def hyperparameter_at(agent: AgentRecord, name: str, generation: int, run: RunRe
 
 def first_value(agent: AgentRecord, name: str, run: RunRecord) -> Any:
     """Return the value that an agent was first trained with: a child's after the mutation at its birth."""
+    # A founder trains with its first values before any selection, which -1 stands for.
     return hyperparameter_at(agent, name, -1 if agent.parent is None or agent.born is None else agent.born, run)
 
 
@@ -510,6 +515,7 @@ def _rows(agents: dict[int, AgentRecord], spans: dict[int, list[int]], line: lis
     """Give each agent a row for its whole life: near its parent's, the winning lineage placed first."""
     rows: dict[int, int] = {}
     ends: list[float] = []
+    # Of those that begin together the winning lineage is placed first, so that it gets the straightest rows.
     for index in sorted(spans, key=lambda index: (spans[index][0], index not in line, index)):
         start, end = spans[index][0], spans[index][-1]
         parent = agents[index].parent

@@ -136,6 +136,7 @@ def _finite(value: Any) -> Any:
 @cache
 def packed(text: str) -> str:
     """Return a text as gzip in base64: the library of the charts takes 0.5 MB instead of 1.2."""
+    # Without a time of its own, so that equal runs give equal pages.
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
@@ -260,6 +261,7 @@ def sample_groups(run: RunRecord) -> list[dict[str, Any]]:
 
 def _group(rows: list[dict[str, Any]]) -> dict[str, Any]:
     graded = sorted((row for row in rows if math.isfinite(number(row["reward"]))), key=lambda row: -row["reward"])
+    # Where nothing has a grade, the first two are shown.
     first, best, worst = rows[0], (graded or rows)[0], graded[-1] if graded else rows[:2][-1]
     return {
         **{name: first[name] for name in ("step", "generation", "agent", "group")},
@@ -543,6 +545,7 @@ def _duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return ""
     longest = timedelta.max.total_seconds()
+    # A damaged file may have more seconds than timedelta can hold.
     return str(timedelta(seconds=round(seconds))) if abs(seconds) < longest else f"{seconds:.3g} s"
 
 

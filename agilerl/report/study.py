@@ -63,6 +63,7 @@ def _trials(layout: RunLayout) -> list[Any]:
     spans = {gene: _span(values) for gene, values in columns.items()}
     trials = []
     for life in lives.values():
+        # An exam after the same tokens replaces the one before: Optuna takes one value for each step.
         exams = {int(e.tokens.get("trained", e.step)): e.mean for e in life.exams if e.mean is not None}
         attributes: dict[str, Any] = {"agent": life.agent, "parent": life.parent, "generation": life.born}
         attributes |= {"reason": life.reason} if life.died is not None else {}

@@ -33,6 +33,7 @@ def write_bytes(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         try:
+            # A process that died may have had the same number. "x" below opens no link that lies in the way.
             temporary.unlink(missing_ok=True)
             with open(temporary, "xb") as file:
                 file.write(data)
@@ -43,6 +44,7 @@ def write_bytes(path: Path, data: bytes) -> None:
             with suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
+        # The new name is safe from a power failure only once its folder is synced.
         _fsync(path.parent)
 
 
@@ -66,6 +68,7 @@ def commit_folder(
     existing folder is swapped with the new one, and then deleted. Raises CheckpointError if ``target`` exists without
     ``overwrite``, and WriteError if the disk is full or refuses.
     """
+    # Not exists(): a link that leads nowhere takes the name as well.
     if os.path.lexists(target) and not overwrite:
         raise CheckpointError(f"{target} already exists, and a committed folder is never overwritten.")
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
@@ -75,6 +78,7 @@ def commit_folder(
                 shutil.rmtree(temporary)
             temporary.mkdir(parents=True)
             write(temporary)
+            # Synced before the rename: a power failure must not leave the final name on files that are still empty.
             entries = _fsync_tree(temporary)
             if manifest:
                 write_json(temporary / MANIFEST, entries)
@@ -114,6 +118,7 @@ def verify_folder(folder: Path) -> dict[str, Any]:
 def add_file(folder: Path, name: str, text: str) -> None:
     """Write a UTF-8 text file into a committed folder, and enter it in the manifest of the folder."""
     write_text(folder / name, text)
+    # Until the second write the folder counts as damaged, so this suits only what a resumed run writes again.
     write_json(folder / MANIFEST, {**_read_manifest(folder), name: _entry(folder / name)})
 
 
@@ -147,6 +152,7 @@ def remove_leftovers(folder: Path) -> None:
         if not is_leftover(path):
             continue
         with suppress(OSError):
+            # rmtree refuses a link to a folder, and must not follow one.
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
@@ -176,6 +182,7 @@ def _exchange(one: Path, other: Path) -> bool:
     """Exchange two names in one step (Linux's renameat2); returns False if the system or the disk cannot."""
     try:
         rename = ctypes.CDLL(None).renameat2
+    # Windows has no library without a name (TypeError); other systems have no such function (AttributeError).
     except (OSError, TypeError, AttributeError):
         return False
     current, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
@@ -214,6 +221,7 @@ def _fsync_tree(folder: Path) -> dict[str, dict[str, Any]]:
     for name in sorted(_list_files(folder)):
         _fsync(folder / name)
         entries[name] = _entry(folder / name)
+    # A folder holds the names of its files, and is synced on its own.
     for path in folder.rglob("*"):
         if path.is_dir():
             _fsync(path)
@@ -228,6 +236,7 @@ def _entry(path: Path) -> dict[str, Any]:
 def _fsync(path: Path) -> None:
     if sys.platform == "win32" and path.is_dir():
         return  # Windows cannot open a folder, and keeps names itself
+    # Windows flushes only what is open for writing.
     descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
     try:
         os.fsync(descriptor)

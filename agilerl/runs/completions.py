@@ -55,6 +55,7 @@ def write_completions(folder: Path, step: int, records: Sequence[CompletionRecor
     columns = {name: [getattr(record, name) for record in records] for name in _SCHEMA.names}
     columns |= {name: list(map(_clean, columns[name])) for name in _TEXTS}
     buffer = BytesIO()
+    # Through memory: the bytes are compared with those of an earlier attempt, and written atomically.
     pq.write_table(pa.Table.from_pydict(columns, schema=_SCHEMA), buffer, compression="zstd")
     data = buffer.getvalue()
     path = _file(folder, step)
@@ -96,6 +97,7 @@ def read_completions(folder: Path, step: int) -> list[dict[str, Any]]:
             rows: list[dict[str, Any]] = file.read([name for name in _SCHEMA.names if name in names]).to_pylist()
     except FileNotFoundError as error:
         raise CheckpointError(f"expected completions in {path}, but the file does not exist.") from error
+    # A damaged name of a column makes Arrow raise UnicodeDecodeError.
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
         raise CheckpointError(f"expected a Parquet file of completions at {path}, found none: {error}.") from error
     if rows and (missing := sorted(set(_SCHEMA.names) - set(rows[0]))):

@@ -60,6 +60,7 @@ class _Window:
 def _values(lines: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     """Return a metric's finite values; a file may hold anything."""
     values = (line.get(name) for line in lines)
+    # NaN fails the comparison as well.
     return [float(v) for v in values if isinstance(v, int | float) and abs(v) < 1e300]
 
 
@@ -72,9 +73,8 @@ def symptoms(lines: Sequence[Mapping[str, Any]], usual_rate: float | None = None
     if len(window.lines) < FEWEST:
         return []
     seen = [Symptom(name, sentence, remedy) for name, (rule, remedy) in _RULES.items() if (sentence := rule(window))]
-    if any(
-        symptom.name == "fallen reward" for symptom in seen
-    ):  # what else is seen follows from it, or from the grader
+    # What else is seen follows from it, or from the grader.
+    if any(symptom.name == "fallen reward" for symptom in seen):
         return [symptom for symptom in seen if symptom.name in ("failing grader", "fallen reward")]
     return seen
 
@@ -96,6 +96,7 @@ def _fallen_reward(window: _Window) -> str:
     best = max(window.all, key=lambda line: max(_values([line], "reward"), default=-math.inf))
     highest, spread = _values([best], "reward"), _values([best], "reward_std")
     rewards = window.values("reward")
+    # A curriculum makes the questions harder: a reward that falls is no sign then.
     harder = any("curriculum/level" in line for line in window.all)
     if harder or not highest or not spread or len(rewards) < FEWEST:
         return ""
@@ -117,6 +118,7 @@ def _cut_answers(window: _Window) -> str:
 
 def _constant_reward(window: _Window) -> str:
     spread, reward = window.values("reward_std"), window.values("reward")
+    # Not 0: the mean and the spread of equal rewards, such as 0.1, carry rounding.
     if min(len(spread), len(reward)) < FEWEST or max(spread) > 1e-9 or max(reward) - min(reward) > 1e-9:
         return ""
     return f"every completion of the last {len(spread)} iterations earned {reward[-1]:.3g}"
@@ -152,6 +154,7 @@ def _clipped_updates(window: _Window) -> str:
 
 def _no_exploration(window: _Window) -> str:
     entropy, spread = window.mean("entropy"), window.mean("reward_std")
+    # A reward of 1 throughout: nothing is left to explore.
     if entropy is None or spread is None or entropy >= 0.005 or window.mean("reward") == 1.0:
         return ""
     return f"entropy is {entropy:.2g}: completions of a question are nearly always the same"
@@ -159,6 +162,7 @@ def _no_exploration(window: _Window) -> str:
 
 def _low_rate(window: _Window) -> str:
     rate, usual = window.rate, window.usual_rate
+    # Exactly ten times below counts, in spite of rounding.
     if usual is None or rate <= 0 or rate * SLOW > usual * (1 + 1e-9) or _rises(window):
         return ""
     return f"the learning rate is {rate:.2g}, and {usual:.2g} is usual for this base"
@@ -169,6 +173,7 @@ def _rises(window: _Window) -> bool:
     first, last = _values(window.all[:WINDOW], "reward"), window.values("reward")
     if min(len(first), len(last)) < FEWEST or len(window.all) < 2 * FEWEST:
         return False
+    # The standard error of a difference of two means: their variances add up.
     error = (pstdev(first) ** 2 / len(first) + pstdev(last) ** 2 / len(last)) ** 0.5
     return bool(fmean(last) - fmean(first) > 2 * error)
 

@@ -150,6 +150,7 @@ class RunDirectory(RunLayout, Closing):
         beside it. ``usual_rate`` is the learning rate that is usual for the base, for the report.
         Raises CheckpointError, having written nothing, if the directory is in use, or holds a run or something else.
         """
+        # A copy as a reader gets it back, which later changes of the caller's do not reach.
         root = Path(path)
         document = strict_json.loads(strict_json.dumps(config))
         given = None if given is None else strict_json.loads(strict_json.dumps(given))
@@ -203,10 +204,12 @@ class RunDirectory(RunLayout, Closing):
         finished, or begun by a version with different arithmetic.
         """
         root = Path(path)
+        # Before the lock, whose file would otherwise appear in a directory that is no run.
         read_run(root)
         _check_plain(root)
         lock = DirectoryLock(root / _LOCK)
         try:
+            # Read again under the lock: its last owner may have changed it meanwhile.
             run = cls(root, lock, read_run(root))
             if run.is_finished:
                 raise CheckpointError(f"the run in {root} is finished: there is nothing left to do.")
@@ -334,6 +337,7 @@ def as_written(root: Path) -> Iterator[None]:
 def run_date(info: Mapping[str, Any]) -> datetime:
     """Return the date, local time, that the chat templates of a run see; raises ValueError for an invalid one."""
     if "date" not in info:
+        # Such a run saw the moment of its start, which is written in UTC.
         return datetime.fromisoformat(info["started"]).astimezone().replace(tzinfo=None)
     date = datetime.fromisoformat(str(info["date"]))
     if date.tzinfo is not None:
@@ -343,6 +347,7 @@ def run_date(info: Mapping[str, Any]) -> datetime:
 
 def check_not_in_use(root: Path) -> None:
     """Raise CheckpointError with the owner's process id if another process is using the directory."""
+    # Taking the lock creates its file, so only where there is one.
     if (root / _LOCK).exists():
         DirectoryLock(root / _LOCK).release()
 
@@ -451,6 +456,7 @@ class DirectoryLock:
                     f"{path.parent} is in use by {_owner(descriptor)}. Wait until it ends, stop it, or choose another "
                     "directory."
                 )
+            # Only now: until the lock is taken, the file names its owner.
             try:
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, f"{os.getpid()} {socket.gethostname()}\n".encode())
@@ -515,6 +521,7 @@ _held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
 def _forget_in_child() -> None:
     # A forked worker shares the open file and its lock: it would keep the directory locked after this process dies.
     for lock in list(_held):
+        # Closed and not unlocked: flock belongs to the shared open file, so unlocking would free the parent's lock.
         lock._close()
 
 

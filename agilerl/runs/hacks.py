@@ -45,6 +45,7 @@ def hacks(rows: Sequence[Row], before: Sequence[Row]) -> list[Symptom]:
     prompts' means has. All of one prompt are one observation.
     """
     then, now = _fitness(before), _fitness(rows)
+    # If no row before has a grade, the mean is NaN, and no completion counts as paid.
     paid = [row for row in rows if row["reward"] is not None and row["reward"] > then.mean]
     if min(len(paid), len({row["prompt"] for row in paid})) < FEWEST:
         return []
@@ -71,6 +72,7 @@ def hacks_of_run(completions: Path) -> dict[int, list[Symptom]]:
     """
     from agilerl.runs.completions import completion_steps, read_completions  # imports pyarrow
 
+    # [0] stands for a folder without files: there are no later steps then.
     first, *later = [*completion_steps(completions)] or [0]
     try:
         last = {step: read_completions(completions, step) for step in later[-LAST:]}
@@ -118,10 +120,12 @@ def _copied(paid: Sequence[Row]) -> list[Row]:
     copies = []
     for row in paid:
         text, prompt = _parts(row["completion"]), _parts(row["prompt"])
+        # Without its last space, which also begins what follows.
         beside = text.replace(prompt[:-1], "")
         cut = row["finish_reason"] in _AT_LIMIT  # perhaps within a word
         is_part = (text.rstrip() if cut else text) in prompt and (parts or 2 * len(text) > len(prompt))
         if row["answer"].strip():
+            # Whoever repeats the question and goes on to the right answer, or to much text, does not copy.
             restates = 2 * len(beside) < len(prompt) and _parts(row["answer"]) not in beside
         else:
             restates = not re.search(r"\w", beside)
@@ -155,6 +159,7 @@ def _short(paid: Sequence[Row]) -> list[Row]:
         row
         for row in paid
         if len(_parts(row["completion"]).replace(" ", "")) < shortest
+        # "?" for a text without words, which would be made of parts of any answer.
         and not set(_words(row["completion"]) or "?") <= set(_words(row["answer"]))
     ]
 
@@ -187,6 +192,7 @@ def _known(rows: Sequence[Row]) -> bool:
 def _gives_answer(row: Row) -> bool:
     text, answer = _parts(row["completion"]), _parts(row["answer"])
     last = (_words(row["answer"]) or answer.split())[-1]
+    # A text that was cut within the right answer gives it as well.
     return f" {last} " in text or answer.startswith(text.rstrip())
 
 

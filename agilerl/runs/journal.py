@@ -35,6 +35,8 @@ class Closing:
         self.close()
 
 
+# Appending: after a cut, the next line goes to the new end without a seek. Not blocking: opening a pipe must not wait
+# for its other end, since what is no plain file is refused once it is open.
 _APPENDING = os.O_RDWR | os.O_CREAT | os.O_APPEND | PLAIN_FILE | getattr(os, "O_NONBLOCK", 0)
 _INTACT = "The earlier lines are intact"
 
@@ -70,6 +72,7 @@ class _AppendFile(Closing):
         descriptor = self._open()
         with writing(self.path, _INTACT):
             try:
+                # A full disk or a signal may end a write early, without an error.
                 written = os.write(descriptor, data)
                 while written < len(data):
                     written += os.write(descriptor, data[written:])
@@ -257,6 +260,7 @@ _HEAD = b'{"crc":"'
 
 def _seal(sequence: int, data: Mapping[str, Any]) -> bytes:
     body = strict_json.dumps({"data": data, "seq": sequence})
+    # Over the body alone. The keys of the line stay sorted: crc, data, seq.
     crc = zlib.crc32(body.encode())
     return f'{{"crc":"{crc:08x}",{body[1:]}\n'.encode()
 
@@ -282,6 +286,7 @@ def _read_journal(path: Path) -> tuple[list[dict[str, Any]], int]:
         record = _unseal(line)
         # An intact record may also be hidden behind the damaged newline of the record before it.
         if record is None and _unseal(line[line.rfind(_HEAD) :]) is None:
+            # Whether damage is a torn tail shows only further on: nothing intact may follow it.
             continue
         if record is None or record[0] != len(records) or number != len(records) + 1:
             raise CheckpointError(

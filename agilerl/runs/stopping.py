@@ -69,6 +69,7 @@ def stop_on_signals(report: Callable[[str], None]) -> Iterator[StopRequest]:
         if request.signal is not None:
             if number == _HANGUP:
                 return  # a closing terminal sends it more than once: from the kernel and from the shell
+            # The handler from before decides what leaving is: Ctrl-C raises KeyboardInterrupt.
             signal.signal(number, before[number])
             signal.raise_signal(number)
             return

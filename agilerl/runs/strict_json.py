@@ -44,6 +44,7 @@ def dumps(value: Any, *, indent: int | None = None) -> str:
 def loads(text: str | bytes) -> Any:
     """Return the value that ``dumps`` wrote; raises ValueError for other text."""
     try:
+        # Python's parser accepts a bare NaN otherwise.
         return _decode(json.loads(text, parse_constant=_refuse))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
