@@ -84,6 +84,7 @@ def _rows_beside(root: Path, rows: Any) -> Iterator[str | None]:
     lines = []
     for number, row in enumerate(rows):
         try:
+            # JSON has no NaN: Python would write one that other readers refuse.
             lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise EnvError(
@@ -95,5 +96,6 @@ def _rows_beside(root: Path, rows: Any) -> Iterator[str | None]:
     try:
         yield str(file)
     except BaseException:
+        # No run.json names it yet.
         file.unlink(missing_ok=True)
         raise
