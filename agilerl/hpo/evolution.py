@@ -191,6 +191,7 @@ class Evolution:
         # The state is a file's content: whatever is wrong with it has to end in one sentence.
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError, ConfigError) as error:
             raise CheckpointError(f"expected what Evolution.state() returned for these genes: {error}") from error
+        # Only now, so that a state that is refused changes nothing.
         self._members, self._births, self.best = members, births, known
         self.generation, self.next_index, self._kept = generation, next_index, kept
 

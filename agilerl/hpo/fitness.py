@@ -281,6 +281,7 @@ def evidence(a: Fitness, b: Fitness, confidence: Share, among: Sequence[Fitness]
         chances[name] = probability_better(one, other, trust)
     # Of equal chances both take the first, which is the reward.
     best, worst = max(chances, key=chances.__getitem__), min(chances, key=chances.__getitem__)
+    # A tie is not worse, even at a confidence of 0.5.
     is_worse = 1 - chances[worst] >= confidence and chances[worst] < 0.5
     return Evidence(
         chances[best],

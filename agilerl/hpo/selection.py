@@ -287,6 +287,7 @@ def with_mates(plan: Plan, fitness: Mapping[int, Fitness], share: float, seed: i
         mates = [index for index in fit if index != birth.parent]
         # Drawn for each child, whether it is crossed or not: no child's draw depends on the others.
         rng = stream(seed, "crossover", plan.generation, birth.child)
+        # Nothing but defaults: a birth of no other kind.
         plain = birth == Birth(birth.child, birth.parent)
         if plain and mates and rng.random() < share:
             birth = replace(birth, mate=mates[int(rng.integers(len(mates)))])

@@ -141,6 +141,7 @@ class Progress(SavedValues):
         return progress
 
 
+# Missing in older files, and left out of new ones while unset.
 _NEWER = ("kept", "pace", "teacher")
 OF_FILE = frozenset(name for name, field in Progress.model_fields.items() if not (field.exclude or name in _NEWER))
 """What every file has."""

@@ -48,6 +48,7 @@ def start(
         with _rows_beside(root, rows) as file:
             session = build(resolved if file is None else resolved.reading(file), allow_code=allow_code)
         wanted = {**resolved.config.training.trackers, **(trackers or {})}
+        # Also closes the run of a caller that stops following its events.
         with closing(train(session, root, trackers=wanted)) as events:
             yield Started(session, root, events)
 
