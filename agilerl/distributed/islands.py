@@ -97,6 +97,7 @@ class IslandPopulation(Population):
 
     def evaluate_agent(self, index: int, split: Panels) -> Fitness:
         """Examine one agent on its island."""
+        # Looked up here: super() does not work inside a lambda.
         examined = super().evaluate_agent
         return Fitness.from_state(self.exchange.by(self._owners()[index], lambda: examined(index, split).state()))
 
@@ -111,6 +112,7 @@ class IslandPopulation(Population):
         everything: list[Failure] = []
         before = 0
         for count, part in self.exchange.all((examined, [asdict(failure) for failure in failures])):
+            # Numbered through all islands, as if one had examined all agents.
             everything += [Failure(**{**f, "request": f["request"] + before * size}) for f in part]
             before += count
         return super()._check_exam(everything, before, size, all_agents=True)
@@ -139,7 +141,9 @@ class IslandPopulation(Population):
             for source in (roots[child], mates.get(child, roots[child]))
         }
         arrived: dict[int, AgentState] = {}
+        # An error of another process is heard of here; a send or receive would only wait for that process.
         self.exchange.all(None)
+        # In one order everywhere: a send waits for its receive, so two orders could block each other.
         for (index, island), owner in sorted(journeys.items()):
             if owner == island:
                 continue
@@ -180,6 +184,7 @@ class IslandPopulation(Population):
         owner, rank = self._owners()[index], self.exchange.rank
         if owner == 0:
             return super().state_of(index) if rank == 0 else None
+        # For errors of other processes, as in _become.
         self.exchange.all(None)
         if rank == owner:
             self.exchange.send(packed(self.agent(index).state()), 0)

@@ -141,6 +141,7 @@ def _connected(ray: Any, config: DistributedConfig) -> Iterator[_Cluster]:
     is_new = config.address is None and "RAY_ADDRESS" not in os.environ
     try:
         if is_new:
+            # Rounded up from whole thousandths, since a sum of floats may end just above a whole number.
             cpus = max(os.cpu_count() or 1, -(-int(sum(bundle["CPU"] for bundle in bundles) * 1000) // 1000))
             ray.init("local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="error")
         else:
@@ -191,7 +192,9 @@ def _attempt(
         .options(
             num_cpus=config.cpus_per_island,
             num_gpus=config.gpus_per_island,
+            # An island that Ray restarted would begin alone; an attempt restarts all of them.
             max_restarts=0,
+            # So that ask_to_stop runs while work does.
             max_concurrency=2,
             scheduling_strategy=cluster.bundle(rank // size),
         )
@@ -206,8 +209,10 @@ def _attempt(
             streams[rank] = actors[rank].work.options(num_returns="streaming").remote(work, variables, url)
         return _endings(ray, actors, streams, say, request), ""
     except ray.exceptions.RayError as error:
+        # Only Ray's own errors: those of the work arrive as an Ending.
         return [], f"a process of the run was lost ({reason(error)})"
     finally:
+        # After a loss the others live on, and wait for the lost one.
         for actor in actors:
             ray.kill(actor)
 
@@ -280,6 +285,7 @@ class Island:
             else:
                 words.put(Ending("done"))
 
+        # In a thread of its own, so that lines are yielded while it works.
         threading.Thread(target=perform, daemon=True).start()
         word: str | Ending = ""
         while not isinstance(word, Ending):
@@ -337,5 +343,6 @@ def _server(cluster: _Cluster, number: int, command: Sequence[str]) -> tuple[Any
 
 def _free_port() -> int:
     with socket.socket() as listening:
+        # Free now: nothing reserves it until whoever asked for it listens there.
         listening.bind(("", 0))
         return int(listening.getsockname()[1])

@@ -88,7 +88,7 @@ class Exchange:
     def _tell(self, error: AgileRLError) -> None:
         try:
             self._words({"error": str(error), "disk": isinstance(error, WriteError)})
-        except ToldError:
+        except ToldError:  # another process had an error, too: all know of one
             pass
         except EngineError:  # the other processes are gone
             return
@@ -169,6 +169,7 @@ def connected(config: DistributedConfig, *, cuda: bool, server: str | None = Non
         try:
             topology = arranged(world, settings)
         except ConfigError as error:
+            # All processes raise it, so that one of them prints it.
             error.everywhere = True
             raise
         yield replace(topology, server=server)

@@ -86,6 +86,7 @@ class Evolution:
         )
         annealed = isinstance(strategy, str) and strategy in ANNEALED
         self.schedule = schedule or (LRSchedule("linear", decay=0.4) if annealed else LRSchedule())
+        # rl_hp alone: the other kinds change weights, which the trainer has.
         self.mutations = mutations or Mutations(0, 0, 0, 0, 0, 1)
         self.seed, self._size = seed, size
         self.genes = dict(genes)
@@ -125,6 +126,7 @@ class Evolution:
         panels = {index: len(one) for index, one in exams.items() if not isinstance(one, Fitness)}
         if len(set(panels.values())) > 1:
             raise ConfigError(f"expected scores on the same questions of every member, found as many: {panels}")
+        # In slot order, which strategies may go by (multi_frequency does), whatever order the caller has.
         fitness = {
             index: one if isinstance(one := exams[index], Fitness) else Fitness.from_scores(one) for index in indices
         }
@@ -136,6 +138,7 @@ class Evolution:
             keep, self.best = leader, Best(leader, first)
             self._kept = dict(self._members[indices.index(leader)].hyperparameters)
         plan = self.strategy.plan(fitness, self.generation, self.seed, self.next_index, Standing(spent, self.best))
+        # A child of the best exam gets the values of then, which its weights were trained with.
         _, members = apply_plan(plan, self._members, lambda child: _Numbers(child, dict(self._kept), self.genes))
         # Children are clones by now, and carry their parents' values into the mutations.
         known = [Member.of(member) for member in members]
@@ -188,6 +191,7 @@ class Evolution:
         # The state is a file's content: whatever is wrong with it has to end in one sentence.
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError, ConfigError) as error:
             raise CheckpointError(f"expected what Evolution.state() returned for these genes: {error}") from error
+        # Only now, so that a state that is refused changes nothing.
         self._members, self._births, self.best = members, births, known
         self.generation, self.next_index, self._kept = generation, next_index, kept
 
@@ -197,6 +201,7 @@ class _Numbers:
 
     def __init__(self, index: int, values: dict[str, Value], genes: Mapping[str, Gene]) -> None:
         self.index, self.hyperparameters, self.genes = index, values, genes
+        # The rest is what selection asks of any agent, and is empty without weights.
         self.fitness: list[float] = []
         self.mut = "none"
         self.rank = 0

@@ -47,6 +47,7 @@ class Fitness:
         if values.ndim != 1 or values.size == 0:
             raise ConfigError(f"A fitness needs the scores of at least one prompt, found shape {values.shape}.")
         n = int(values.size)
+        # One answer without a grade leaves no mean: the agent ranks last and is no parent.
         if not np.isfinite(values).all():
             return cls(math.nan, math.nan, n, tuple(values.tolist()))
         stderr = float(values.std(ddof=1) / math.sqrt(n)) if n > 1 else math.nan
@@ -105,6 +106,7 @@ def is_accuracy(mean: float, stderr: float, n: int) -> bool:
     if not (0 <= mean <= 1 and n > 1):
         return False
     spread = mean * (1 - mean)
+    # With s of ddof 0, and of ddof 1 as in from_scores.
     expected = (math.sqrt(spread / n), math.sqrt(spread / (n - 1)))
     return any(math.isclose(stderr, value, rel_tol=0.01, abs_tol=1e-6) for value in expected)
 
@@ -131,6 +133,7 @@ def within_range(low: float, high: float, mean: float, stderr: float, n: int) ->
 
     Their variance is at most mean (1 - mean) n / (n - 1): Bhatia & Davis, Am. Math. Mon. 107 (2000) 353-357.
     """
+    # Scores that are all 0 or 1 reach the bound exactly, but for rounding.
     if n > 1 and 0 <= mean <= 1 and stderr * stderr * (n - 1) <= mean * (1 - mean) * (1 + 1e-6):
         return max(0.0, low), min(1.0, high)
     return low, high
@@ -201,6 +204,7 @@ def probability_better(a: Fitness, b: Fitness, trust: Share = 1.0) -> float:
     from scipy.special import stdtr  # a quarter of a second, which most uses of this file do not need
 
     if not (a.is_finite and b.is_finite):
+        # Two broken agents are even, and a sound one is certainly better than a broken one.
         return 0.5 if a.is_finite == b.is_finite else float(a.is_finite)
     if not a.scores or len(a.scores) != len(b.scores):
         error = math.hypot(a.stderr, b.stderr)
@@ -217,6 +221,8 @@ def probability_better(a: Fitness, b: Fitness, trust: Share = 1.0) -> float:
     difference = np.concatenate([difference / largest, (1.0, -1.0)])
     count = difference.size
     statistic = difference.mean() / (difference.std(ddof=1) / math.sqrt(count))
+    # Empirical Bayes: a mean d of variance s^2 becomes trust d of variance trust s^2, so d / s becomes
+    # sqrt(trust) d / s.
     return float(stdtr(count - 1, math.sqrt(trust) * statistic))
 
 
@@ -275,6 +281,7 @@ def evidence(a: Fitness, b: Fitness, confidence: Share, among: Sequence[Fitness]
         chances[name] = probability_better(one, other, trust)
     # Of equal chances both take the first, which is the reward.
     best, worst = max(chances, key=chances.__getitem__), min(chances, key=chances.__getitem__)
+    # A tie is not worse, even at a confidence of 0.5.
     is_worse = 1 - chances[worst] >= confidence and chances[worst] < 0.5
     return Evidence(
         chances[best],
@@ -311,8 +318,10 @@ def reliability(fitness: Sequence[Fitness]) -> float:
     lengths = {len(one.scores) for one in finite}
     if len(lengths) == 1 and min(lengths) > 1:
         table = np.array([one.scores for one in finite])
+        # (agents, prompts), less what is due to the prompt and to the agent.
         residual = table - table.mean(axis=0) - means[:, None] + means.mean()
         n = table.shape[1]
+        # The residual mean square over n is the noise in a mean of n prompts, so noise / between is 1 / F.
         noise = float((residual**2).sum() / ((len(finite) - 1) * (n - 1)) / n)
     else:
         noise = float(np.mean([one.stderr**2 for one in finite]))
@@ -355,8 +364,10 @@ def crowding_distance(objectives: Mapping[int, Sequence[float]]) -> dict[int, fl
         value = {index: float(point[objective]) for index, point in points.items()}
         order = sorted(points, key=lambda index: (value[index], index))
         low, high = value[order[0]], value[order[-1]]
+        # An entry that is not finite counts as -inf, whose distance to others means nothing.
         if not 0 < high - low < math.inf:
             continue
+        # Each end is its own outer neighbour here, and becomes infinite below.
         for before, index, after in zip([order[0], *order], order, [*order[1:], order[-1]]):
             distance[index] += (value[after] - value[before]) / (high - low)
         for end in (order[0], min(index for index in order if value[index] == high)):

@@ -104,6 +104,7 @@ def replaced_by_elite(plan: Plan, before: Sequence[int], sick: Collection[int]) 
     if plan.elite in sick or len(plan.slots) != len(before):
         return plan
     known = {birth.child for birth in plan.births}
+    # A plan keeps the order of slots, so whoever is at the place of a sick agent is its heir.
     heirs = {new for old, new in zip(before, plan.slots) if old in sick and new in known}
     births = tuple(
         replace(birth, parent=plan.elite, hyperparameters_from=None, mate=None) if birth.child in heirs else birth
@@ -115,6 +116,7 @@ def replaced_by_elite(plan: Plan, before: Sequence[int], sick: Collection[int]) 
 
 def _late(vitals: Vitals) -> Vitals:
     """Return the later half of the iterations."""
+    # Counted by the lengths: rewards are left out where agents weigh graders differently.
     size = max(_LEAST, -(-len(vitals.length) // 2))
     return Vitals(vitals.entropy[-size:], vitals.length[-size:], vitals.reward[-size:], vitals.reward_before)
 
@@ -133,6 +135,7 @@ def _apart(ours: Sequence[float], theirs: Sequence[float]) -> bool:
     a, b = _finite(ours), _finite(theirs)
     if min(a.size, b.size) < _LEAST:
         return False
+    # As Welch does: the two need not vary alike.
     error = math.sqrt(a.var(ddof=1) / a.size + b.var(ddof=1) / b.size)
     return bool(abs(a.mean() - b.mean()) > _ERRORS * error)
 
@@ -140,4 +143,5 @@ def _apart(ours: Sequence[float], theirs: Sequence[float]) -> bool:
 def _far(ours: Sequence[float], theirs: Sequence[float], factor: float, *, above: bool = False) -> bool:
     """Return whether our mean is more than ``factor`` times smaller than theirs or, with ``above``, larger."""
     a, b = _mean(ours), _mean(theirs)
+    # At 0 and below factors mean nothing. NaN, for an unknown mean, compares as False.
     return (b > 0 and factor * a < b) or (above and 0 < factor * b < a)

@@ -53,6 +53,7 @@ class PulseSelection(Strategy):
         guard: Sureness = 0.99,
         guard_factor: Annotated[float, Within(above=0, most=1)] = 0.4,
     ) -> None:
+        # Such a challenger would train just as its parent does.
         if 1 in factors:
             raise ConfigError(f"PulseSelection: factors must be above 0 and not 1, found {list(factors)}")
         self.every = every
@@ -71,6 +72,7 @@ class PulseSelection(Strategy):
         fallen = self._guarded(fitness[winner], generation, contest.standing, verdicts, winner)
         if fallen is not None:
             agent, factor = fallen
+            # Weights of the best exam, genes of the fallen agent: its rate is the one that went wrong and is lowered.
             birth = Birth(contest.next_index, agent, winner, factor, from_best=True)
             elite, deaths = contest.ranked[0], (*losers, winner)
             return Plan(generation, elite, (birth.child,), (birth,), deaths, reason="guard", verdicts=verdicts)
@@ -265,11 +267,13 @@ class Pace:
         """
         steps = self.steps * SHARED // agents if agents > FIELD else self.steps
         if self.iteration and not self.given:
+            # For FIELD agents at least, so that generations stay as long while founders leave.
             steps = min(steps, int(MOST / (max(agents, FIELD) * self.iteration)))
         return max(1, steps)
 
     def knockout(self, founders: int, period: int = 1) -> tuple[int, float]:
         """Return the generations, and the share of the budget, after which one agent is left at the latest."""
+        # Plays through what KnockoutSelection.decide does if founders leave by their place alone.
         agents, generation, spent = founders, 0, 0.0
         while agents > 1 and spent < 1:
             spent += agents * (self.founders_steps(agents) * self.iteration + self.exam)
@@ -281,4 +285,5 @@ class Pace:
     def first_pulse(self, founders: int, period: int, every: int) -> float:
         """Return the share of the budget at which the first challenger after a knockout is due."""
         generation, spent = self.knockout(founders, period)
+        # PulseSelection.decide counts all generations, those of the knockout too.
         return spent + (every - generation % every) * (self.steps * self.iteration + self.exam)

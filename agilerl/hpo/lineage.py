@@ -75,6 +75,7 @@ class Life:
 
     def first_values(self) -> dict[str, Value]:
         """Return the values that the agent was first trained with."""
+        # A clone mutates in the generation of its birth, before it trains; a founder trains first.
         return self.values(before=self.born if self.parent is None else self.born + 1)
 
 
@@ -165,12 +166,14 @@ def winning_lineage(records: Iterable[Record], agent: int) -> list[Ancestor]:
     line = [_life(lives, agent)]
     while (parent := line[-1].parent) is not None:
         line.append(_life(lives, parent))
+        # Longer than there are agents: one of them is its own ancestor.
         if len(line) > len(lives):
             raise CheckpointError(f"The lineage of agent {agent} is circular; the run directory is damaged.")
     line.reverse()
     ancestors = []
     for life, heir in zip(line, [*line[1:], None], strict=True):
         exam = life.inherited_until(heir) if heir else None
+        # An heir of the best exam was copied at an earlier one than that of its birth.
         end = exam.generation if exam else heir.born if heir else None
         ancestors.append(
             Ancestor(
@@ -194,6 +197,7 @@ def _add(lives: dict[int, Life], record: Record) -> None:
             raise ValueError(f"agent {agent} is born twice")
         parent = record["parent"]
         if parent is not None:
+            # A parent that was never born is a KeyError, which family_tree reports.
             lives[parent].children.append(agent)
         life = Life(agent, parent, record["generation"], record["step"], dict(record["hyperparameters"]))
         life.from_best = bool(record.get("from_best", False))

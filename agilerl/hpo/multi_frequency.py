@@ -105,6 +105,7 @@ class MultiFrequencySelection(Strategy):
         first_loser = len(ranked) - self.n_losers
         losers = [i for rank, i in enumerate(ranked) if rank >= first_loser or not fitness[i].is_finite]
         winners = finite[: self.n_winners]
+        # Without a sound winner all places are open to migrants, those of losers too.
         for loser in losers if winners else ():
             # A stream for each loser, so that no draw depends on how many there are.
             pick = int(stream(seed, "selection", generation, loser).integers(len(winners)))
@@ -115,6 +116,7 @@ class MultiFrequencySelection(Strategy):
         outside = ranking({i: one for i, one in fitness.items() if home[i] != number and one.is_finite})
         # A part without any finite agent may have more slots than there are migrants: some are then used twice.
         migrants = outside if winners else cycle(outside)
+        # The k-th of both sides meet, as far as there are both.
         for local, migrant in zip(open_places, migrants, strict=False):
             if fitness[migrant].value > fitness[local].value:
                 # Genes of a faster part are good for the near future, which the slower one is there to resist.

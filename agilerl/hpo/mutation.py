@@ -143,8 +143,10 @@ class Mutations:
                 raise ConfigError(f"Mutations: found {twice[0]} both by position and by name; leave one of them out")
             named |= {"genes_per_mutation": genes_per_mutation, "rank_range": rank_range, "crossover": crossover}
             named |= dict(zip(order, documented))
+            # Once more by name, so that @checked sees these values as well.
             Mutations.__init__(self, no_mutation, architecture, new_layer_prob, parameters, activation, rl_hp, **named)
             return
+        # The order decides which draw means which kind: another one would change every seeded run.
         chances: dict[Kind, float] = {
             "none": no_mutation,
             "rank": architecture,
@@ -245,6 +247,7 @@ class Mutations:
         if kind == "rank":
             return self._move_rank(member, rng)
         if kind == "parameters":
+            # The key of the noise and not the noise: whoever applies the plan draws the same numbers.
             details = {"sd": self.mutation_sd, "noise_key": [generation, member.index]}
             return Mutation(member.index, "parameters", details=details)
         return Mutation(member.index)
@@ -307,6 +310,7 @@ def rescaled(member: Member, factor: float) -> Mutation:
     changes = []
     for name in LEARNING_RATES:
         gene = member.genes.get(name)
+        # A gene of choices has no factor, and a monotone one does not move against its way.
         if gene is None or gene.dtype != "float" or gene.monotone == ("down" if factor > 1 else "up"):
             continue
         old = float(member.hyperparameters[name])
@@ -362,11 +366,13 @@ def _by_step(gene: Gene, current: float, rng: np.random.Generator) -> float:
     resampled = rng.random() < gene.resample
     target = rng.random() if resampled else _reflect(position + gene.step * rng.standard_t(TAIL))
     moved = float(gene.from_unit(target))
+    # Rounding has undone the step: take the least one possible, the same way.
     return moved if moved != current else _nudge(gene, current, upwards=target >= position)
 
 
 def _by_factor(gene: Gene, current: float, rng: np.random.Generator) -> float:
     shrink, grow = gene.factors or (1.0, 1.0)
+    # The second one is for the ends of the range, which the first may not leave.
     first, second = (shrink, grow) if rng.random() < 0.5 else (grow, shrink)
     for factor in (first, second):
         target = current * factor
@@ -405,5 +411,6 @@ def _nudge(gene: Gene, current: float, upwards: bool) -> float:
 
 def _reflect(position: float) -> float:
     """Fold the real line into [0, 1] with mirrors at both ends."""
+    # Never negative: Python's remainder has the sign of the divisor.
     folded = position % 2.0
     return 2.0 - folded if folded > 1.0 else folded

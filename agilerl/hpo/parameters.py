@@ -42,6 +42,7 @@ class Evolve:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.choices is not None:
+            # The dataclass is frozen.
             object.__setattr__(self, "scale", "choice")
         if self.scale == "choice" and (self.min is not None or self.max is not None):
             raise ConfigError("Evolve: a choice takes `choices`, not `min` and `max`; remove one of the two.")
@@ -96,24 +97,30 @@ class Gene:
     def from_unit(self, position: float) -> Value:
         """Return the value at ``position`` in [0, 1] of the range; an integer covers half a unit on either side."""
         if self.dtype == "choice":
+            # Position 1 belongs to the last choice.
             return self.choices[min(int(position * len(self.choices)), len(self.choices) - 1)]
         low, high = self._ends()
         at = low + position * (high - low)
         at = math.exp(at) if self.scale == "log" else at
+        # exp(log(max)) may lie beyond max, and so may what rounds half a unit beyond an integer's end.
         return self._clip(round(at) if self.dtype == "int" else at)
 
     def to_unit(self, value: Value) -> float:
         """Return the position in [0, 1] of a value; the inverse of ``from_unit`` for floats."""
         if self.dtype == "choice":
+            # The middle of the choice's share, which from_unit maps back to it.
             return (self.choices.index(value) + 0.5) / len(self.choices)
         low, high = self._ends()
+        # A user may have assigned a value outside the range: it counts as the nearer end.
         number = float(self._clip(float(value)))
         return ((math.log(number) if self.scale == "log" else number) - low) / (high - low)
 
     def contains(self, value: Value) -> bool:
         """Return whether ``value`` is of the gene's type and lies in its range."""
         if self.dtype == "choice":
+            # By type as well: in Python True == 1 and 1 == 1.0.
             return any(value == choice and type(value) is type(choice) for choice in self.choices)
+        # A bool is an int to isinstance.
         if isinstance(value, bool | str) or not isinstance(value, int | float | np.integer | np.floating):
             return False
         if self.dtype == "int" and float(value) != round(float(value)):
@@ -157,6 +164,7 @@ class RLParameter:
         check_fields(self)
         if self.dtype not in (int, float):
             raise ConfigError(f"RLParameter: dtype must be int or float, found {self.dtype!r}.")
+        # For the checks of the range, at the declaration and not at the first agent.
         self.gene("RLParameter")
 
     def gene(self, name: str) -> Gene:
@@ -224,6 +232,7 @@ def declared_gene(model_class: Any, name: str) -> Gene | None:
     field_name, dot, entry = name.partition(".")
     field = _fields(model_class).get(field_name)
     marks = [] if field is None else _marks(field)
+    # Of a mapping only an entry is a gene, of other fields only the field; `field.` is neither.
     if field is None or not marks or _is_mapping(field) != bool(entry) or bool(dot) != bool(entry):
         return None
     annotation = typing.get_args(field.annotation)[1] if entry else field.annotation
@@ -318,6 +327,7 @@ def _declared(name: str, annotation: Any, mark: Evolve) -> Gene:
     kinds = _plain_types(annotation)
     if mark.scale != "choice" and not kinds & {int, float, bool}:
         raise ConfigError(f"{name}: only numbers have a range, found a field {annotation}; use Evolve(choices=(...)).")
+    # A bool is a choice, even if its declaration has a range.
     mark = replace(mark, min=None, max=None, scale="choice") if bool in kinds else mark
     whole = int in kinds and float not in kinds
     return mark.gene(name, "int" if whole else "float", mark.choices or _known_choices(kinds))

@@ -41,6 +41,7 @@ def hyperparameter_schedule(records: Iterable[Record], agent: Whole) -> dict[str
                 _append(genes, tokens, {change["gene"]: change["new"] for change in record["changes"]})
             else:
                 not_replayed.append({"tokens": tokens, "kind": record["kind"], "agent": life.agent})
+        # The heir counts on from where this agent stood when it was copied.
         start = start if end is None else _tokens_at(life, end, start)
     last = lives[agent]
     total = _tokens_at(last, last.exams[-1].generation, start) if last.exams else start

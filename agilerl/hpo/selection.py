@@ -101,6 +101,7 @@ class Plan:
         return rebuilt(cls, data, "a selection plan")
 
 
+# What is unused and not listed here is left out: files of other strategies' runs keep their bytes.
 _ALWAYS = ("child", "parent", "hyperparameters_from")
 _UNUSED = {one.name: one.default for one in fields(Birth)}
 
@@ -153,6 +154,7 @@ class Contest:
 
     def unchanged(self, reason: str = "no agent has a finite fitness") -> Plan:
         """Return the plan without births and deaths."""
+        # A plan has an elite in any case; if no fitness is finite, it is only the first of equals.
         return Plan(self.generation, self.ranked[0], tuple(self.fitness), reason=reason)
 
     def reduced(self, kept: Collection[int], reason: str, verdicts: Mapping[int, str] = MappingProxyType({})) -> Plan:
@@ -285,6 +287,7 @@ def with_mates(plan: Plan, fitness: Mapping[int, Fitness], share: float, seed: i
         mates = [index for index in fit if index != birth.parent]
         # Drawn for each child, whether it is crossed or not: no child's draw depends on the others.
         rng = stream(seed, "crossover", plan.generation, birth.child)
+        # Nothing but defaults: a birth of no other kind.
         plain = birth == Birth(birth.child, birth.parent)
         if plain and mates and rng.random() < share:
             birth = replace(birth, mate=mates[int(rng.integers(len(mates)))])
@@ -312,6 +315,7 @@ def latest_fitness(agents: Sequence[Evolvable], exams: int = 1) -> dict[int, Fit
     for agent in agents:
         if not len(agent.fitness):
             raise ConfigError(f"Agent {agent.index} has no fitness yet; evaluate every agent (agent.test(env)) first")
+    # Means alone: these agents record no scores, so no two of them can be compared prompt by prompt.
     fitness = {agent.index: Fitness(fmean(map(float, agent.fitness[-exams:]))) for agent in agents}
     if len(fitness) != len(agents):
         raise ConfigError(f"Agents must have different indices, found {[agent.index for agent in agents]}.")
@@ -362,7 +366,9 @@ class TruncationSelection(Strategy):
         donors = finite[:count]
         births: dict[int, Birth] = {}
         verdicts: dict[int, str] = {}
+        # By age, so that the order of the slots does not decide which child gets which index.
         for index in sorted({*ranked[-count:], *ranked[len(finite) :]} - set(donors)):
+            # A stream for each agent: its donor does not depend on how many others are replaced.
             draw = stream(contest.seed, "selection", contest.generation, index).integers(len(donors))
             donor = donors[int(draw)]
             proof = evidence(fitness[donor], fitness[index], self.confidence, list(fitness.values()))
@@ -397,5 +403,6 @@ class SuccessiveHalving(Strategy):
             return contest.asked_of(self.between)
         if not contest.finite:
             return contest.unchanged()
+        # Broken agents stop even where fewer than half, or than the floor, are left.
         count = min(max((agents + 1) // 2, self.floor), len(contest.finite))
         return contest.reduced(contest.ranked[:count], f"halving: {agents} to {count} agents")

@@ -126,6 +126,7 @@ class LRSchedule:
 
     def __post_init__(self) -> None:
         check_fields(self)
+        # 1e-9 is for rounding. A decay of 1, the default, begins where the warm-up ends, and overlaps with nothing.
         if self.name != "constant" and self.warmup + self.decay > 1 + 1e-9 and self.decay < 1:
             raise ConfigError(f"warmup={self.warmup:g} and decay={self.decay:g} overlap; they add up to at most 1.")
 
@@ -133,6 +134,7 @@ class LRSchedule:
     def factor(self, spent: NotNegative) -> float:
         """Return the factor where ``spent`` of the budget, in [0, 1], is spent."""
         if spent < self.warmup:
+            # Nothing is spent before the first iteration, which would learn nothing at a factor of 0.
             return max(spent / self.warmup, 0.01)
         # A decay over the whole run begins where the warm-up ends.
         decay = min(self.decay, 1 - self.warmup)

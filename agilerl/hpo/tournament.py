@@ -63,6 +63,7 @@ class TournamentSelection(Strategy):
         parents = [index for index in sorted(wins) for _ in range(wins[index] - 1)]
         births: dict[int, Birth] = {}
         verdicts: dict[int, str] = {}
+        # As many of both, because there are as many wins as agents.
         for loser, parent in zip(losers, parents, strict=True):
             if self._passes(fitness, loser, parent, verdicts):
                 births[loser] = Birth(contest.next_index + len(births), parent)
@@ -90,6 +91,7 @@ class TournamentSelection(Strategy):
     def _winners(self, finite: list[int], count: int, generation: int, seed: int) -> list[int]:
         """Return the winner of each tournament; ``finite`` is ranked, so the lowest position wins."""
         rng = stream(seed, "selection", generation)
+        # Fewer agents may be sound than a tournament has places.
         size = min(self.tournament_size, len(finite))
         draws = [rng.choice(len(finite), size, replace=False) for _ in range(count)]
         return [finite[int(np.min(draw))] for draw in draws]

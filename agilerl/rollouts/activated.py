@@ -29,8 +29,10 @@ def invocations(ids: Tensor, prompts: Tensor, tokens: Sequence[int]) -> Tensor:
     if ids.shape[1] < count:  # unfold needs one window at least
         ids = torch.nn.functional.pad(ids, (0, count - ids.shape[1]), value=-1)
     prompts = prompts.to(ids.device)
+    # (rows, windows): where the tokens begin.
     matches = (ids.unfold(1, count, 1) == pattern).all(-1)
     places = torch.arange(matches.shape[1], device=ids.device)
+    # Within the prompt, since a completion may hold the same tokens.
     last = torch.where(matches & (places + count <= prompts[:, None]), places, -1).amax(1)
     missing = (last < 0) & (prompts > 0)
     if bool(missing.any()):
@@ -90,6 +92,7 @@ class PromptCache:
         segments = {segment.key: segment for of_batch in paths for path in of_batch for segment in path}
         firsts, total = dict[bytes, int](), 0
         for key, segment in segments.items():
+            # What was used least recently goes first.
             self._known.move_to_end(key)
             firsts[key], total = total, total + segment.end - segment.start
         line = PromptLine(self.base.num_layers)
@@ -101,12 +104,14 @@ class PromptCache:
             )
             for of_batch in paths
         ]
+        # Last, because what this call needs may be more than the cache holds.
         while self._bytes > self.most and self._known:
             self._bytes -= _bytes(self._known.popitem(last=False)[1])
         return line, places
 
     def _compute(self, rows: Sequence[tuple[Tensor, Sequence[_Segment]]]) -> None:
         """Let the base compute some beginnings, what they have in common once."""
+        # The columns of a TokenTree: rows, starts, ends, parents.
         columns, numbers, of = list[tuple[int, int, int, int]](), dict[bytes, int](), list[int]()
         for row, (_, path) in enumerate(rows):
             last = -1
@@ -127,6 +132,7 @@ class PromptCache:
             for key, start, end in path:
                 if key not in self._known:
                     part = slice(int(places[start]), int(places[start]) + end - start)
+                    # Copies, because a view would keep the whole line in memory.
                     self._known[key] = [(keys[part].clone(), values[part].clone()) for keys, values in line.computed]
                     self._bytes += _bytes(self._known[key])
 
@@ -134,6 +140,7 @@ class PromptCache:
 def _paths(batch: Beginnings) -> list[list[_Segment]]:
     """Return the segments of each beginning: its common parts that end within it, and the rest."""
     paths, ends = [], batch.tree.ends.tolist()
+    # A row that needs nothing gets one token: a sequence cannot be empty.
     for text, count, parts in zip(batch.ids.numpy(), batch.counts.clamp(min=1).tolist(), batch.tree.paths):
         path, start, key = list[_Segment](), 0, b""
         for end in (*(ends[part] for part in parts if ends[part] < count), count):

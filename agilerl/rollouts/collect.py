@@ -47,10 +47,12 @@ def collect(
 
     def sample() -> bytes:
         groups, report = _collected(engine, task, tokenizer, [asks[number] for number in share])
+        # JSON, as what a process receives must not be able to run code.
         return json.dumps(
             {
                 "groups": [[_encoded(t, rows[number]) for t in group] for number, group in zip(share, groups)],
                 "seconds": [report.rollout, report.reward],
+                # By their numbers in the whole batch.
                 "failures": [[share[f.request], f.kind, f.message] for f in report.failures],
             }
         ).encode()
@@ -77,6 +79,7 @@ def generate_beside(
         groups.extend(engine.generate(requests))
         return b""
 
+    # Nothing is exchanged, but a divided base needs all processes until the last one is done.
     agreed(processes, sample, lockstep)
     return groups
 
@@ -98,6 +101,7 @@ def _encoded(trajectory: Trajectory, row: Row | None) -> dict[str, Any]:
 def _decoded(values: dict[str, Any], row: Row | None) -> Trajectory:
     outcome = values["outcome"]
     values["outcome"] = None if outcome is None else EpisodeOutcome(**outcome)
+    # JSON has turned the tuple into a list.
     trajectory = Trajectory(**{**values, "failed": tuple(values["failed"])})
     return trajectory if row is None else replace(trajectory, row=row)
 
@@ -161,6 +165,7 @@ _IDS = "completion_ids"
 def _graded_row(ask: Ask, completion: Completion) -> Row:
     """Return the row that graders get."""
     row = GradedRow({**ask.place.row, _IDS: completion.token_ids})
+    # Any number will do that the rows of one ask share with no other.
     row.state, row.group = ask.state, id(ask)
     return row
 

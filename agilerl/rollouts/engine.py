@@ -179,6 +179,7 @@ class CustomEngine:
         if not isinstance(completion, Completion) or completion.finish_reason not in get_args(FinishReason):
             raise EngineError(f"{where}: expected agilerl.data.Completion objects, found {described(completion)}")
         ids, logprobs = completion.token_ids, completion.logprobs
+        # Not isinstance, which takes True for a token id.
         if not all(type(token) is int and 0 <= token < self.vocabulary_size for token in ids) or len(ids) > longest:
             raise EngineError(
                 f"{where}: expected at most {longest} token ids from 0 to {self.vocabulary_size - 1}, found "
@@ -260,6 +261,7 @@ def lost_places(failed: Sequence[Mapping[int, str]], size: int, *, episodes: boo
     counted = [places for places in failed if len(places) <= size / 2]
     lost = {row for places in counted for row in places}
     if len(lost) > size / 2 or not counted:
+        # Without an agent that counts, all have failed in most places: the message is about all of them.
         errors = {row: error for places in (counted or failed) for row, error in places.items()}
         first = errors[min(errors)]
         if not episodes:

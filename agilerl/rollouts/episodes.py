@@ -84,17 +84,20 @@ def collect_episodes(
             report.rollout += perf_counter() - start
             start = perf_counter()
             completions = [group[0] for group in generated]
+            # The others were reported early, and are stepping already.
             _act(stepping, tokenizer, [(p, c) for p, c in zip(live, completions) if id(p) not in stepping.playing])
             stepping.finish()
         seconds += stepping.seconds
         for p, completion in zip(live, completions):
             if p.episode.done:
+                # Keys and values are the largest part of a rollout's memory.
                 p.conversation = None
             if completion.finish_reason == "oom":
                 p.fail("oom", "memory does not hold a single completion")
         report.reward += perf_counter() - start
         turn += 1
     if seconds:
+        # Decides whether environments step early from now on.
         task.step_seconds = fmean(seconds)
     report.failures = [p.failure for p in playing if p.failure is not None]
     for p in playing:
@@ -108,6 +111,7 @@ def collect_episodes(
 
 def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return how the episodes of these trajectories went, each counted once; nothing for single-turn ones."""
+    # By episode, because one has several rows if its context was rewritten.
     outcomes = list({(t.group, t.episode): t.outcome for t in trajectories if t.outcome is not None}.values())
     if not outcomes:
         return {}

@@ -58,6 +58,7 @@ class GroupedCache(LayerCaches):
         for block in self._blocks:
             block.make_room()
         self.visible = max(block.longest + block.tokens for block in self._blocks)
+        # This mask only says how to attend; which keys a row sees is up to the blocks.
         return asking(torch.ones((1, 1, 1, 1), dtype=torch.bool, device=positions.device), self._attend)
 
     def put(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,6 +67,7 @@ class GroupedCache(LayerCaches):
         for block in self._blocks:
             block.put(layer, keys[start : start + len(block)], values[start : start + len(block)])
             start += len(block)
+        # For _attend, which the same layer calls next.
         self._layer, self._given = layer, (keys, values)
         return keys, values
 
@@ -75,6 +77,7 @@ class GroupedCache(LayerCaches):
         if not (key is self._given[0] and value is self._given[1]):
             raise EngineError("a layer attends to other keys or values than its own, which decoding does not support")
         shared, start, answers = key.shape[1], 0, list[Tensor]()
+        # (rows, shared, sharers, head_dim)
         queries = query[:, :, 0].reshape(len(query), shared, -1, query.shape[3])
         for block in self._blocks:
             part = queries[start : start + len(block)]
@@ -94,6 +97,7 @@ class _Block:
         self.lengths, self.prompt_of, self.longest = lengths.tolist(), prompt_of, places.shape[1]
         keys, _ = self.prompts[0]
         room = (len(prompt_of), keys.shape[1], min(_FIRST_ROOM, tokens))
+        # Uninitialised: attention reads no further than the tokens that are there.
         self.generated = [(k.new_empty((*room, k.shape[3])), v.new_empty((*room, v.shape[3]))) for k, v in self.prompts]
         """Of each layer, keys and values ``[R, heads, room, head_dim]`` of the tokens that each row generated."""
         self._most, self.tokens = tokens, 0
@@ -103,6 +107,7 @@ class _Block:
         self.mask = mask[:, None, None].to(keys.device)
         self.groups: list[_Group] = []
         prompt = row = 0
+        # Neighbouring prompts with equally many rows make a rectangle, which one call can take.
         for size, alike in groupby(torch.bincount(prompt_of, minlength=len(lengths)).tolist()):
             count = len(list(alike))
             self.groups.append(_Group(slice(prompt, prompt + count), size, slice(row, row + count * size)))
@@ -142,6 +147,7 @@ class _Block:
             members = rows[(rows >= group.rows.start) & (rows < group.rows.stop)] - group.rows.start
             group.select(members, start, self.mask.device)
             start += len(members)
+        # The prompts stay, even without rows: calls keep the shape that they began with.
         self.prompt_of, there = self.prompt_of[rows], rows.to(self.mask.device)
         self.generated = [(keys[there], values[there]) for keys, values in self.generated]
 
@@ -173,6 +179,7 @@ class _Group:
         if self.seats is not None:
             query = query.new_zeros((count * self.size, *query.shape[1:])).index_copy_(0, self.seats, query)
         (_, shared, sharers, width), rows = query.shape, count * self.size
+        # (prompts, shared, size * sharers, head_dim): all rows of a prompt ask its keys in one product.
         asked = query.reshape(count, self.size, shared, sharers, width).transpose(1, 2).flatten(2, 3)
         parts = attend_part(asked, keys[self.prompts], values[self.prompts], mask[self.prompts], scale)
         answers, weight = (
@@ -246,6 +253,7 @@ class RaggedCache(LayerCaches):
     def step(self, positions: Tensor) -> Tensor:
         """Set where the next token of each row goes; returns the mask."""
         self._positions, self.visible = positions, self.visible + 1
+        # CPU attention kernels give a row the same bits at any such length.
         length = min(padded_length(self.visible), self._rows[0][0].shape[2])
         there = torch.arange(length, device=positions.device)[None]
         hidden = there > positions[:, None]
@@ -260,6 +268,7 @@ class RaggedCache(LayerCaches):
         """Take the new token of every row; returns all keys and values of each row so far."""
         rows = torch.arange(len(self._positions), device=self._positions.device)
         own_keys, own_values = self._rows[layer]
+        # torch puts the indices that a slice separates first: (rows, heads, head_dim).
         own_keys[rows, :, self._positions], own_values[rows, :, self._positions] = keys[:, :, 0], values[:, :, 0]
         return own_keys[:, :, : self._length], own_values[:, :, : self._length]
 

@@ -91,6 +91,7 @@ class TeacherEndpoint:
                 f"sharing.teacher_url: the model {self.model!r} at {self.url} has other tokens than the base, and "
                 "distillation compares tokens one by one; serve a model with the tokenizer of the base"
             )
+        # Asked as training will ask, so that an endpoint without log-probs is found at the start.
         self._prompt(ours)
 
     def logprobs(self, batch: RolloutBatch, processes: Processes, lockstep: Lockstep | None) -> Tensor:
@@ -104,6 +105,7 @@ class TeacherEndpoint:
             return self._of_rows(batch).numpy().tobytes() if processes.rank == 0 else b""
 
         values = agreed(processes, compute, lockstep)[0]
+        # A copy that can be written: torch warns of buffers that cannot, such as bytes.
         return torch.frombuffer(bytearray(values), dtype=torch.float32).view(batch.action_mask.shape)
 
     def _of_rows(self, batch: RolloutBatch) -> Tensor:
@@ -115,12 +117,14 @@ class TeacherEndpoint:
             known = dict(zip(different, pool.map(lambda row: self._prompt(row)[0], different)))
         logprobs = torch.zeros(mask.shape)
         for values, row in zip(logprobs, rows):
+            # The first token has no log-prob, so a token's is one place before it.
             values[: len(row) - 1] = torch.tensor(known[row])
         return torch.where(mask, logprobs, 0.0)
 
     def _prompt(self, ids: Sequence[int]) -> tuple[list[float], list[str]]:
         """Return the log-prob of each token but the first, and the texts that the endpoint has for them."""
         asked = {"prompt_logprobs": 1} if self.api == "prompt_logprobs" else {"echo": True, "logprobs": 1}
+        # vLLM generates one token at least; nobody reads it.
         body = {"model": self.model, "prompt": list(ids), "max_tokens": 1, "temperature": 0, **asked}
         (choice,) = self._ask("/v1/completions", body, shape=_Completion, tokens=len(ids)).choices
         if self.api == "echo":
@@ -128,6 +132,7 @@ class TeacherEndpoint:
             values, texts = echo.token_logprobs[1 : len(ids)], echo.tokens[1 : len(ids)]
         else:
             entries = zip((choice.prompt_logprobs or [])[1:], ids[1:])
+            # An entry may hold likelier tokens beside the prompt's own; JSON has token ids as text.
             known = [entry[str(token)] for entry, token in entries if entry and str(token) in entry]
             values, texts = [one.logprob for one in known], [one.decoded_token or "" for one in known]
         logprobs = [value for value in values if value is not None]

@@ -126,6 +126,7 @@ class TorchEngine:
         decoded in this way.
         """
         if not (self._decodes or self.base.flattens):
+            # Set first, because the check itself generates.
             self._decodes = True
             try:
                 self._check_decoding()
@@ -133,6 +134,7 @@ class TorchEngine:
                 self._decodes = False
                 raise
         self._check_prompts(requests)
+        # Not in parts if more may arrive: those are numbered on from all of these.
         chunk = len(requests) if arrivals is not None else self.prompts_at_once or len(requests)
         if chunk < len(requests):
             parts = [range(start, min(start + chunk, len(requests))) for start in range(0, len(requests), chunk)]
@@ -191,6 +193,7 @@ class TorchEngine:
 
         What a model makes of our masks, positions and caches is up to its code.
         """
+        # Two lengths, so that the positions and masks of padded rows are tried as well.
         lengths, settings = (5, 11), SamplingSettings(4, temperature=0.0, min_new_tokens=4)
         if self.base.context_length < lengths[-1] + settings.max_new_tokens:
             return
@@ -205,6 +208,7 @@ class TorchEngine:
             logits = self.base.logits(self.base.hidden(ids)[0, len(prompt) - 1 : -1])
             expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
             apart = float((expected - torch.tensor(completion.logprobs, device=expected.device)).abs().mean())
+            # Not `apart >=`: NaN is too far as well.
             if completion.token_ids and not apart < _SAME_LOGPROBS.get(self.base.dtype, 0.5):
                 why = f"its log-probs differ by {apart:.2g} from those of a forward pass"
                 raise EngineError(_UNDECODABLE.format(name, why))
@@ -233,6 +237,7 @@ class _Block:
         self.slots = [u.slot for u in units]
         self.counts = [len(u.rows) + u.filling for u in units]
         """Of each unit, the rows that are left."""
+        # Copies of its last row fill a unit up.
         self.rows = [row for u in units for row in (*u.rows, *u.rows[-1:] * u.filling)]
         self.unit_of = torch.arange(len(units)).repeat_interleave(torch.tensor(self.counts))
         settings = [requests[r].sampling for r, _ in self.rows]
@@ -247,6 +252,7 @@ class _Block:
         self.step = 0
         self.live = torch.arange(len(self.rows))
         """The rows that are left in the batch; those of them that have not ended are ``running``."""
+        # Rows that only fill up have ended from the start.
         self.running = torch.tensor([k < len(u.rows) for u in units for k in range(len(u.rows) + u.filling)])
         # From here on: state of the rows that are left, on the device.
         self.lengths = torch.tensor(lengths, device=device)
@@ -294,6 +300,7 @@ class _Block:
             row, at = int(self.live[i]), int(over[i].int().argmax())
             self.produced[row] = int(steps[at]) + 1
             limit = "context" if self.cut_by_context[row] else "length"
+            # At the step that ends a row, what is broken outweighs a stop, and a stop the limit.
             ended.append((row, "error" if broken[i, at] else "stop" if stops[i, at] else limit))
         self.running &= ~over.any(1)
         return ended
@@ -373,7 +380,7 @@ class _Decoder:
                 self._step()
         for (number, _), (kept, ids) in self._kept.items():
             _keep(self.requests[number], kept, ids)
-        return True
+        return True  # attempt() returns None if memory runs out
 
     def _admit(self) -> None:
         """Let waiting units enter if there is room for them."""
@@ -382,6 +389,7 @@ class _Decoder:
         if not self.waiting or there > (1 - _ENTER_FROM) * self._most or (there and not self.base.flattens):
             return
         running = sum(int(block.running.sum()) for block in self.blocks)
+        # Requests arrive one by one, and a block for each would cost a prefill each.
         if self._arrived is not None and sum(len(unit.rows) for unit in self.waiting) < _ENTER_FROM * running:
             return
         entering: list[_Unit] = []
@@ -434,6 +442,7 @@ class _Decoder:
         hidden, places = self._prompts(numbers, block.slots, per_unit, line)
         lengths, device = torch.tensor([len(request.prompt_ids) for request in requests]), self.base.device
         last = hidden[places[:, -1].to(device)]
+        # The head is a matrix product too, and gets a multiple of rows.
         last = torch.cat([last, last[:1].expand(-len(last) % self.engine._row_multiple, -1)])
         there = prompt_of.to(device)
         if self._arrived is None:
@@ -464,11 +473,13 @@ class _Decoder:
             known = torch.tensor([_known(request) for request in requests])
             line.known = _kept(requests, known.tolist())
             continued = line.known is not None
+            # (prompts, width): what is kept of the prompts lies side by side.
             at = (known.cumsum(0) - known)[:, None] + torch.arange(width)
             if self._arrived is None:
                 rows_of_units = torch.split(self._tree_rows[torch.tensor(numbers)], list(per_unit))
                 trees = [self._trees[slot].select(rows) for slot, rows in zip(slots, rows_of_units)]
             else:
+                # What arrives together is chance, and must not decide how a prompt is computed.
                 trees = [_nothing_in_common(count) for count in per_unit]
             if activated := bool(self.engine.invocation) and slots[0] is not None:
                 known, at = self._activate(requests, ids, known, at, trees, line)
@@ -483,6 +494,7 @@ class _Decoder:
         ids = torch.cat([ids, ids.new_zeros((-len(ids) % self.engine._row_multiple, width))])
         with store.routed(_route(slots, per_unit)):
             hidden = base.hidden(ids.to(base.device), past_key_values=line)
+        # (prompts, width): the padded rows, one after another, are the line.
         starts = torch.arange(len(numbers))[:, None] * width
         return hidden.flatten(0, 1), starts + torch.minimum(torch.arange(width), lengths[:, None] - 1)
 
@@ -505,6 +517,7 @@ class _Decoder:
         columns = (torch.split(column, [len(tree.of) for tree in trees]) for column in (ids, starts * fresh))
         beginnings, places = self.engine.prompts.computed(list(map(Beginnings, *columns, trees)))
         parts = [part for part in (line.known, beginnings.known) if part is not None]
+        # Tokens that conversations have kept, by the keys of layer 0: the base's follow them.
         before = len(parts[0][0][0]) if len(parts) > 1 else 0
         line.known = side_by_side(parts)
         of_base = torch.cat([F.pad(p, (0, ids.shape[1] - p.shape[1])) for p in places]) + before
@@ -552,6 +565,7 @@ class _Decoder:
         rows = sum(len(block) for block in self.blocks)
         padding = self.engine._eos.new_zeros(-rows % self.engine._row_multiple)
         ids = torch.cat([*(block.last for block in self.blocks), padding])
+        # The token that is fed was drawn already, so step counts it.
         positions = torch.cat([*(block.lengths + (block.step - 1) for block in self.blocks), padding])
         # Rows that have ended continue until the next read, and must not ask for positions beyond the context.
         positions.clamp_(max=self.base.context_length - 1)
@@ -634,6 +648,7 @@ def _known(request: GenerationRequest) -> int:
     """Return how many tokens at the beginning of a prompt its conversation has kept, at most all but the last one."""
     conversation = request.conversation
     earlier = conversation.token_ids if conversation is not None and conversation.slot == request.slot else ()
+    # The last token is computed in any case: the first logits come from its state.
     prompt = request.prompt_ids[: len(request.prompt_ids) - 1]
     if list(earlier[: len(prompt)]) == list(prompt[: len(earlier)]):
         return min(len(earlier), len(prompt))
@@ -735,17 +750,20 @@ def _truncate(
         blocked[:, eos] = too_early[:, None]
         logits = torch.where(blocked, float("-inf"), logits)
     scaled = logits / divisor
+    # Stable: of equal logits the lower token id comes first, in any batch.
     ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
     probabilities = torch.softmax(ordered.double(), dim=-1)
     rank = torch.arange(logits.shape[1], device=logits.device)[None]
     limit = torch.where(settings.top_k > 0, settings.top_k, logits.shape[1])[:, None]
     dropped = rank >= limit
     before = torch.where(dropped, 0.0, probabilities)
+    # top-p counts what top-k has left, as in transformers.
     before = before / before.sum(dim=-1, keepdim=True)
     # A token stays while the mass before it is below top_p, so the most likely one always stays.
     # Without top_p nothing is dropped: rounding may take the mass before a rare token to 1.
     bound = torch.where(settings.top_p < 1, settings.top_p, float("inf"))[:, None]
     dropped = dropped | (before.cumsum(dim=-1) - before >= bound)
+    # Relative to the most likely token, so it does not matter what top-p has dropped.
     dropped = dropped | (before < settings.min_p[:, None] * before[:, :1])
     kept = torch.where(dropped, float("-inf"), ordered)
     return torch.empty_like(scaled).scatter_(1, order, kept)

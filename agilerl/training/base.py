@@ -29,6 +29,7 @@ def load_runtime(resolved: Resolved) -> Runtime:
     config, options = resolved.config, resolved.options
     t, network, name = config.training, config.network, config.network.pretrained_model_name_or_path
     check_device(t.device, "training.device")
+    # CPU kernels cut their sums by the number of threads, so the last bits depend on it.
     torch.set_num_threads(t.threads)
     path = resolve_model(name)
     # By the sizes of its files: a process that loads too much is killed without a word.
@@ -36,6 +37,7 @@ def load_runtime(resolved: Resolved) -> Runtime:
     _spare_retries(name)
     tokenizer = _guarded(name, lambda: load_tokenizer(name, **network.of_tokenizer))
     base = _guarded(name, lambda: load_base(name, dtype=t.dtype, device=t.device, options=options))
+    # Padding is looked up like any other token, wherever its id lies.
     if max(len(tokenizer), tokenizer.pad_token_id + 1) > base.model.get_input_embeddings().weight.shape[0]:
         raise ConfigError(
             f"the tokenizer of {name!r} has {len(tokenizer)} tokens, the model {base.vocabulary_size}; use the "
@@ -68,6 +70,7 @@ def _guarded(name: str, load: Callable[[], PartT]) -> PartT:
     except AgileRLError:
         raise
     except Exception as error:
+        # Too little memory is no fault of the files.
         if lacks_memory(error):
             raise
         raise ConfigError(f"cannot load the model {name!r}: {type(error).__name__}: {error}") from error
@@ -92,6 +95,7 @@ def merged_model(folder: Path, config: RunConfig, *, dtype: str = "auto") -> tup
     path = resolve_model(name)
     check_weights(path, "cpu", None)
     _spare_retries(name)
+    # Without the run's overrides: the question is whether the files themselves are quantised.
     files = model_config(path, {})
     if getattr(files, "quantization_config", None) is not None:
         raise ConfigError(
@@ -114,5 +118,6 @@ def merged_model(folder: Path, config: RunConfig, *, dtype: str = "auto") -> tup
     loaded = {"weights": base.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer), "config_overrides": overrides}
     warn_of_another_base(folder, base, loaded)
     kind = files.dtype or "float32" if dtype == "auto" else dtype
+    # safe_merge: PEFT raises if a merged weight is not finite, rather than hand it on.
     merged = peft.PeftModel.from_pretrained(base.model, str(folder), config=settings).merge_and_unload(safe_merge=True)
     return merged.to(getattr(torch, str(kind).removeprefix("torch."))), tokenizer

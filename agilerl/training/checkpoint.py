@@ -31,6 +31,7 @@ CLOCK = "clock.json"
 
 
 def _complete(values: Any) -> Any:
+    # Progress has a default for everything, so pydantic would let a missing counter begin at 0 again.
     missing = sorted(OF_FILE - values.keys()) if isinstance(values, Mapping) else []
     if missing:
         raise ValueError(f"{missing[0]} is missing")
@@ -108,6 +109,7 @@ class SavedCheckpoint:
                 "from an older checkpoint"
             )
         for state in self.states:
+            # Older checkpoints do not say how the base was loaded.
             known = state.loaded is not None
             if known and (why := differences(state.base, state.loaded, runtime.base, runtime.loaded)):
                 raise CheckpointError(
@@ -126,6 +128,7 @@ def write_checkpoint(folder: Path, population: Population, progress: Progress, p
     for state in population.states():
         index = state.counters["index"]
         _write_state(state, agent_folder(folder, index), runtime)
+        # In the files of all other agents the reader takes numbers that are not finite for damage.
         broken += [] if _is_finite(state) else [index]
     values = {
         "progress": progress.to_dict(),
@@ -190,6 +193,7 @@ def _checkpoint(
     """Put a checkpoint together; ``elites`` is empty on processes that do not hold them."""
     kept = len(state["progress"].get("kept", []))
     others: list[AgentState | None] = list(elites[1:]) if elites else [None] * max(kept - 1, 0)
+    # Positions are in both files: clock.json has those of files that depend on the time.
     both: dict[str, Any] = {**state, **clock}
     return SavedCheckpoint(
         path,
@@ -222,6 +226,7 @@ def received(topology: Topology, checkpoint: Path | None, runtime: Runtime) -> S
     sent = [] if whole is None else [*whole.states, *filter(None, best)]
     positions, arrived = topology.places(count), list[AgentState]()
     for position in range(count + elites):
+        # A broadcast needs every process, also those that the agent is not for.
         data = world.processes.broadcast(packed(sent[position]) if sent else None)
         if position in positions or (position >= count and topology.peers.rank == 0):
             arrived.append(unpacked(data))

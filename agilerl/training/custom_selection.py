@@ -41,12 +41,14 @@ class CustomSelection:
     ) -> Plan:
         """Return its plan; raises ConfigError for what it raises, and for a plan that does not fit the agents."""
         with _reported(f"{self.name} failed in plan()"):
+            # A copy: what the strategy does to it must not reach the run's own exams.
             plan = self.inner.plan(dict(fitness), generation, seed, next_index, standing)
         if not isinstance(plan, Plan):
             raise ConfigError(
                 f"{self.name}: expected plan() to return an agilerl.hpo.selection.Plan, found {type(plan).__name__}"
             )
         children, known = [birth.child for birth in plan.births], list(fitness)
+        # The agent of the best exam may have left the population; the run keeps a copy of it.
         parents = [birth.parent for birth in plan.births if not birth.from_best]
         donors = {index for birth in plan.births for index in (birth.hyperparameters_from, birth.mate)}
         wrong = ""
@@ -63,7 +65,7 @@ class CustomSelection:
             wrong = f"parents are among the agents {known}, found {parents}"
         elif donors - {None, *known}:
             wrong = f"hyperparameters_from and mate are one of the agents {known} or None"
-        elif standing.best is None and len(parents) < len(children):
+        elif standing.best is None and len(parents) < len(children):  # some birth is from_best
             wrong = "from_best needs standing.best, which is None"
         if wrong:
             raise ConfigError(f"{self.name}: in a plan, {wrong}")

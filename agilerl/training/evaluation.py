@@ -51,6 +51,7 @@ class Results:
         passed = {}
         for k in (1 << power for power in range(most.bit_length())):
             counts = [
+                # A full score may be a sum of weighted parts, rounded to just below.
                 (len(graded), sum(score >= full - 1e-9 for score in graded))
                 for one in self.samples
                 if len(graded := [a.score for a in one if math.isfinite(a.score)]) >= k
@@ -91,6 +92,7 @@ class Evaluation:
         if self.base is None:
             return None
         adapter, base = (tuple(answer.score for answer in one.greedy) for one in (self.adapter, self.base))
+        # Only scores count here, and those without a grade (NaN) drop out in pairs: the means need not be known.
         return paired_difference(Fitness(math.nan, scores=adapter), Fitness(math.nan, scores=base))
 
     @property
@@ -99,6 +101,7 @@ class Evaluation:
         if self.base is None:
             return math.nan
         pairs = [(a.score, b.score) for a, b in zip(self.adapter.greedy, self.base.greedy)]
+        # One answer without a grade would leave the whole exam without a mean.
         known = [pair for pair in pairs if all(map(math.isfinite, pair))]
         if not known:
             return math.nan
@@ -178,6 +181,7 @@ def before_and_after(population: Population, elite: LLMAlgorithm, count: int = 1
     """Return the first test questions with the greedy answers of the base and of an agent, as plain data."""
     rows = [question.row for question in population.places("test")[:count]]
     groups, _ = population.answers("test", [(None, None), (elite.selected_slot, elite)], first=count)
+    # All questions as the base answers them, then all as the agent does.
     answers = [finite(asdict(answers_of(group, 1)[0])) for group in groups]
     if population.task.multi_turn:
         answers = [{**answer, "text": _last_reply(answer["text"])} for answer in answers]
@@ -189,6 +193,7 @@ def before_and_after(population: Population, elite: LLMAlgorithm, count: int = 1
 
 def _last_reply(log: str) -> str:
     """Return what the model said last in the log of an episode."""
+    # In a log what the model says begins with "> ", and what the environment answers with "< ".
     return f"\n{log}".rpartition("\n> ")[2].partition("\n< ")[0].removeprefix("\n")
 
 

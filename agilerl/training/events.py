@@ -136,6 +136,7 @@ class Evolved(Event):
     def deaths(self) -> dict[int, str]:
         """Agents that left, each with the reason."""
         unsaid = self.plan.reason or "left by the strategy's plan"
+        # Sickness comes first: the strategy's verdict only knows that the fitness was not finite.
         return {i: self.sick.get(i) or self.plan.verdicts.get(i) or unsaid for i in self.plan.deaths}
 
     @property

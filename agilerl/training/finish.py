@@ -26,6 +26,7 @@ def tested_elite(
         return None
     last = None
     if session.config.candidates > 1:  # the agent that was best in the last exam, as it is now
+        # The last exams of agents that have left are still there.
         present = {agent.index for agent in population.everyone}
         best = ranking({index: fitness for index, fitness in progress.fitness.items() if index in present})[0]
         # Every process takes part in this: an agent's state may be on another one.
@@ -60,9 +61,11 @@ def _chosen(session: Session, progress: Progress, last: Kept | None) -> tuple[LL
 
     def assess(state: AgentState | None) -> Fitness:
         agent = population.revived(state)
+        # A revived agent counts on from its saved tokens, so only the difference is new.
         before = agent.tokens["evaluated"]
         fitness = population.evaluate("second", agents=[agent])[agent.index]
         progress.tokens["evaluated"] += agent.tokens["evaluated"] - before
+        # At once: every candidate that stays open would hold slots of the adapter bank.
         agent.clean_up()
         return fitness
 
@@ -89,6 +92,7 @@ def _chosen(session: Session, progress: Progress, last: Kept | None) -> tuple[LL
                 "second": fitness.to_dict(),
                 "candidate": panel[number].to_dict(),
                 "probability_better": sure,
+                # A tie is no evidence, even where 0.5 is asked for.
                 "is_elite": sure >= wanted and sure > 0.5,
             }
             if result["is_elite"]:

@@ -79,6 +79,7 @@ class Scale:
         each counts as half of what it may have.
         """
         completion, samples = self.completion / 2, self.training.eval_samples
+        # A token of an update counts 3, once forwards and twice backwards; sampling it is one more pass.
         trained = self.prompts * (self.prompt + self.group * completion) * (3 if self.learns_from_data else 4)
         return (self.prompt + samples * completion + self.kl * 2 * samples * (self.prompt + completion)) / trained
 
@@ -91,9 +92,11 @@ class Scale:
         """
         t = self.training
         iterations, question = self.lone_agent()[0], self.question_cost()
+        # Iterations of which the whole exam is the share EXAM.
         affordable = self.questions * question / EXAM
         if not given:
             affordable = min(affordable, iterations / LEAST_GENERATIONS)
         steps = t.evo_steps or max(1, round(iterations / GENERATIONS), round(affordable))
+        # Exams may come more often than generations end.
         between = min(steps, t.evaluation_interval or steps)
         return steps, None if given else min(self.questions, max(LEAST_PANEL, int(EXAM * between / question)))

@@ -48,6 +48,7 @@ def genes_of(
         for end in gene.choices or (gene.min, gene.max):
             number = int(end) if gene.dtype == "int" else end
             try:
+                # Without defaults: written out they would count as set, and might contradict this value.
                 validated(model, with_changes(start.model_dump(exclude_unset=True), {name: number}))
             except ConfigError as error:
                 raise ConfigError(f"{where} allows {number!r}, which the algorithm does not: {error}") from None
@@ -82,10 +83,12 @@ def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
         raise ConfigError(f"{where}: min must be below max, found min={low:g} and max={high:g}")
     if declared.dtype == "int" and not (low.is_integer() and high.is_integer()):
         raise ConfigError(f"{where}: expected whole numbers, found min={low:g} and max={high:g}")
+    # A log scale that was declared, not asked for, gives way to a range that begins at 0 or below.
     scale = wanted.scale or (declared.scale if low > 0 else "linear")
     if scale == "log" and low <= 0:
         raise ConfigError(f"{where}: a log scale needs min above 0, found {low:g}; raise it, or set scale: linear")
     gene = replace(declared, min=low, max=high, scale=scale, monotone=wanted.monotone)
     if wanted.shrink_factor is None and wanted.grow_factor is None:
         return gene
+    # One factor is enough; the other is RLParameter's default.
     return replace(gene, factors=(wanted.shrink_factor or 0.8, wanted.grow_factor or 1.2))

@@ -23,6 +23,7 @@ def in_manifest(dataset: Any, reward: Any, environment: Any) -> tuple[dict[str, 
     elif dataset is not None:
         from agilerl.envs.sources import read_dataset
 
+        # Only a name in their place: the rows are written beside the run directory when the run begins.
         rows, values["dataset"] = read_dataset(dataset), "rows.jsonl"
     both = [name for name in values if isinstance(environment, Mapping) and name in environment]
     if both:

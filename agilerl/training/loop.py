@@ -151,6 +151,7 @@ def _work(
                 at = progress.iteration if resumes else None
                 tracked = Trackers(wanted, run, session.resolved.document(), own=session.trackers, resumed_at=at)
                 opened.callback(tracked.finish)
+        # Not earlier: after a tracker that does not start, another run can begin with the session.
         session.begun = True
         # Only the writer's column sends agents to it; the other processes of an island hold the same ones.
         sends, t = session.topology.island.rank == 0, session.config.training
@@ -203,6 +204,7 @@ class Loop:
                     yield PhaseStarted("exam")
                     yield self.examine()
                 self.after_iteration(progress.step == self.generation_steps() or self.spent() >= 1)
+            # Unless evaluation_interval has just examined the agents as they are now.
             if progress.exam is None:
                 yield PhaseStarted("exam")
                 yield self.examine()
@@ -230,6 +232,7 @@ def _run(
 
     def after_iteration(ends: bool) -> None:
         if not ends:  # the end of the generation saves a checkpoint
+            # One clock decides for all: by clocks of their own, some would save, and wait forever for the others.
             if session.topology.world.first(lambda: checkpoints.is_due(progress)) or _asked(session, stop):
                 checkpoints.save(progress)
             stop_if_asked()
@@ -249,6 +252,7 @@ def _run(
         stop_if_asked()
 
     total = max(progress.iteration + 1, planned_iterations(session))
+    # Every checkpoint is later than the base's test, and by then the lineage has the founders.
     founders = {} if progress.base is not None else {a.index: dict(a.hyperparameters) for a in population.everyone}
     yield RunStarted(root, total, -(-total // session.evo_steps), founders)
     if progress.base is None:
@@ -290,6 +294,7 @@ def _run(
 def _spent(session: Session, progress: Progress) -> float:
     """Return the largest share spent of any budget; time is measured by the writer's clock."""
     limited = session.config.training.max_seconds is not None
+    # Asked only where it can matter: each call is an exchange between all processes.
     seconds = session.topology.world.first(lambda: progress.seconds) if limited else None
     return progress.spent(session.config.training, seconds)
 
@@ -334,6 +339,7 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         values = {**learned[agent.index], **shared, "tokens_per_second": rate}
         samples = len(rollout.trajectories[agent.index])
         results[agent.index] = {"metrics": values, "outcome": agent.outcome, "tokens": spent, "samples": samples}
+    # From here on the agents of all islands.
     merged = session.topology.peers.merged(results)
     for index, done in merged.items():
         progress.samples += done["samples"]
@@ -383,9 +389,11 @@ def _waiting(session: Session, progress: Progress) -> frozenset[int]:
         return frozenset()
     everyone = [agent.index for agent in session.population.everyone]
     spent = {index: tokens for index, (tokens, _) in progress.pace.items() if index in everyone}
+    # What an agent's iteration costs is unknown until it has had one in this generation.
     if len(spent) < len(everyone):
         return frozenset()
     cost = {index: tokens / progress.pace[index][1] for index, tokens in spent.items()}
+    # By index as well: in a tie all processes must choose the same agent.
     pace = min(cost, key=lambda index: (cost[index], index))
     target = spent[pace] + cost[pace]
     return frozenset(index for index in spent if index != pace and spent[index] + cost[index] / 2 > target)
@@ -395,6 +403,7 @@ def _exam(session: Session, progress: Progress) -> ExamDone:
     population = session.population
     start, before = perf_counter(), sum(a.tokens["evaluated"] for a in population.everyone)
     fitness = population.evaluate("exam")
+    # Once one exam was finite, the graders are known to give grades.
     if progress.elite_iteration is None:
         _check_graded(session, fitness)
     progress.tokens["evaluated"] += sum(a.tokens["evaluated"] for a in population.everyone) - before
@@ -410,9 +419,11 @@ def _exam(session: Session, progress: Progress) -> ExamDone:
         progress.elite = population.state_of(best)
         progress.elite_iteration = progress.iteration
     most, exam = session.config.kept_exams, sound[best]
+    # A copy takes an adapter with its moments, so an exam that would not be kept gets none.
     full = len(progress.kept) >= most
     if exam.is_finite and most and not (full and exam.mean < progress.kept[-1].fitness.mean):
         is_elite = progress.elite_iteration == progress.iteration
+        # One copy serves as elite and as kept exam.
         state = progress.elite if is_elite else population.state_of(best)
         progress.keep(Kept(agent=best, iteration=progress.iteration, fitness=exam, state=state), most)
     progress.exam = dict(fitness)
@@ -432,6 +443,7 @@ def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
             f"training completions of every agent so far, and for all {size} of its exam: nothing can be learned; "
             "return 0.0 for a wrong answer, and None only for rows that the grader does not apply to"
         )
+        # All processes raise it, so that one of them prints it.
         error.everywhere = True
         raise error
 
@@ -452,6 +464,7 @@ def _evolve(session: Session, progress: Progress, exam: Mapping[int, Fitness]) -
         best=best.state if best else None,
     )
     if config.sharing.elite_teaches:
+        # Without elitism a plan may remove its elite.
         elite = event.plan.elite
         progress.teacher = elite if elite in event.plan.slots and elite not in event.sick else None
     return event

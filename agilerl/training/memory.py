@@ -63,6 +63,7 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
         rows_at_once(count / workers, len(agents), config.training.max_rows_in_flight)
         for count in (sum(rows), len(agents) * len(population.places("exam")) * population.eval_samples)
     )
+    # The smallest group: its prompts' caches are shared by the fewest rows.
     group, prompt = min(population.group_sizes), max(max(population.lengths(split).prompts) for split in _PANELS)
     passes = [_passes(agent, count, longest) for agent, count in zip(agents, rows)]
     tokens = tokens_at_once(max(micro for micro, _ in passes), len(agents), runtime.max_tokens or runtime.pass_tokens)
@@ -106,6 +107,7 @@ def _passes(agent: LLMAlgorithm, rows: int, length: int) -> tuple[int, int]:
         fitting = count if most.tokens is None else max(unit, min(count, most.tokens // length))
         return (fitting if most.rows is None else min(fitting, most.rows)) * length
 
+    # A critic reads the tokens a second time, in the same pass.
     trained = largest(-(-min(rows, agent.window_rows) // workers)) * (1 if agent.critic_slot is None else 2)
     return trained, largest(rows)
 
@@ -136,6 +138,7 @@ def vllm_part(settings: VLLMConfig, weights: int, device_bytes: int | None, *, o
         return {"vllm": weights + (chosen or settings.kv_cache_memory_bytes or VLLM_CPU_CACHE)}
     size = int(settings.gpu_memory_utilization * device_bytes)
     if settings.kv_cache_memory_bytes is not None:
+        # vLLM ignores gpu_memory_utilization where its cache has a given size.
         size = weights // settings.tensor_parallel_size + settings.kv_cache_memory_bytes
     return {("vllm_alone" if offload else "vllm_awake") if settings.sleep_mode else "vllm": size}
 

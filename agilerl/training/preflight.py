@@ -46,6 +46,7 @@ def preflight(session: Session) -> Probe | None:
             while result is None or (len(result.groups) < MOST and not result.has_signal):
                 groups: list[Group] = [] if result is None else result.groups
                 part = probe(session.population, QUESTIONS, first=len(groups))
+                # Each island asks its own agents, and the answers of all count.
                 for plain in session.topology.peers.all([asdict(group) for group in part.groups]):
                     groups = [*groups, *(Group(**{**g, "answers": [Answer(**a) for a in g["answers"]]}) for g in plain)]
                 result = replace(part, groups=groups)
@@ -85,11 +86,13 @@ def tried(session: Session) -> PreflightDone | None:
         return None
     base, lengths = population.runtime.base, population.lengths("exam")
     longest = lengths.row(population.eval_max_new_tokens or population.context_length, population.context_length)
+    # A forward pass takes about two operations for each token and parameter.
     affordable = CHEAP * (1 if base.device.type == "cpu" else 100) // (2 * base.parameters * longest)
     if not affordable:
         return None
     with at_date(session.date):
         probed = probe(population, 1 if population.task.multi_turn else int(min(affordable, QUESTIONS)), 1)
+    # With one answer to each question no group can differ, so only rewards of 0 throughout are worth a word.
     count, alike = len(probed.answers), probed.reward == 0 and len(probed.answers) == QUESTIONS
     sentence = (
         f"mean reward {probed.reward:.3f} of {count} answer{'s' * (count > 1)}, {probed.cut:.0%} cut at the limit"

@@ -159,6 +159,7 @@ def answered(population: Population, asks: Sequence[Ask]) -> Probe:
         answers, row = answers_of(group, ask.samples), ask.place.row
         read = [task.graded_text(a.text, row) if isinstance(task, Task) else a.text for a in answers]
         ids = ask.place.prompt_ids
+        # Episodes have no prompt before they begin.
         prompt = tokenizer.decode(ids) if ids else str(row.get("question", f"seed {row.get('seed')}"))
         expected = None if row.get("answer") is None else str(row["answer"])
         results.append(Group(prompt, expected, answers, read))
@@ -176,4 +177,5 @@ def answers_of(group: Sequence[Trajectory], samples: int) -> list[Answer]:
         score = math.nan if failed else turns[0].episode_return
         length = sum(sum(row.action_mask) for row in turns)
         answers.append(Answer(turns[-1].text, score, length, turns[-1].finish_reason))
+    # An episode that failed before the model said anything has no row.
     return answers + [Answer("", math.nan, 0, "error")] * (samples - len(rows))

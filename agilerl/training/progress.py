@@ -17,6 +17,7 @@ def _by_index(values: Any) -> Any:
     """Return a mapping by agents with numbers as keys, which JSON has as text."""
     if not isinstance(values, Mapping):
         return values
+    # Any 18 digits fit into 64 bits; a file's text could have millions.
     wrong = [key for key in values if not (isinstance(key, int) or (key.isdecimal() and len(key) <= 18))]
     if wrong:
         raise ValueError(f"expected indices of agents, found {wrong[0]!r}")
@@ -134,11 +135,13 @@ class Progress(SavedValues):
         else.
         """
         progress = cls(**{**values, "elite": elite, "seconds_before": seconds, "started": perf_counter()})
+        # Not strict: where no exams are kept, there may be an elite nevertheless.
         for kept, state in zip(progress.kept, [elite, *others], strict=False):
             kept.state = state
         return progress
 
 
+# Missing in older files, and left out of new ones while unset.
 _NEWER = ("kept", "pace", "teacher")
 OF_FILE = frozenset(name for name, field in Progress.model_fields.items() if not (field.exclude or name in _NEWER))
 """What every file has."""

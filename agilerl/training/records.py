@@ -40,7 +40,9 @@ class RunWriter:
             self.journal = opened.enter_context(Journal(run.journal, keep=at.journal_records))
             discard_completions(run.completions, after=0 if saved is None else saved.progress.iteration)
             if saved is not None:
+                # Its own record came after the number that it holds, and was cut off with all later ones.
                 self._note_commit(saved.path)
+            # All are open now; until here an error would close those before it.
             self._files = opened.pop_all()
 
     def close(self) -> None:
@@ -62,6 +64,7 @@ class RunWriter:
     def checkpoint(self, population: Population, progress: Progress, *, keep: int) -> None:
         """Commit the whole population after an iteration: every agent, and the shared state."""
         # Synced first, so that after a power failure no checkpoint refers beyond the end of a file.
+        # The journal syncs each of its records itself.
         self.metrics.sync()
         self.lineage.sync()
         positions = Positions(
@@ -82,6 +85,7 @@ class RunWriter:
         """Return the checkpoints before the current one to keep."""
         older = [number for number in self.checkpoints.numbers() if number < progress.iteration]
         best = progress.elite_iteration
+        # keep is at least 2: with 1 the slice would be [-0:], all of them.
         return set(older[-(keep - 1) :]) | ({best} if best is not None else set())
 
     def _note_commit(self, folder: Path) -> None:
@@ -115,6 +119,7 @@ class RunWriter:
 
             add_file(self.run.elite, CARD, model_card(self.run.root, summary))
         summary["seconds"] = summary.pop("seconds")  # the last entry
+        # From here on the run is finished; the report can be made again from its files.
         self.run.finish(summary)
         from agilerl.report import build_report
 
@@ -153,6 +158,7 @@ class Checkpoints:
         if self._writer is not None:
             self._writer.checkpoint(self._population, progress, keep=self._training.keep_checkpoints)
         elif self._sends:
+            # Iterating is what sends them; values arrive at the first island only.
             for _ in self._population.states():
                 pass
         self._saved = progress.iteration
@@ -226,6 +232,7 @@ def lineage_lines(event: Event) -> Iterator[lineage.Record]:
             for index, reason in event.deaths.items():
                 yield lineage.event_record("death", index, g, reason=reason)
             for index, reason in plan.verdicts.items():
+                # The line of a death has its reason already.
                 if index not in plan.deaths:
                     yield lineage.event_record("verdict", index, g, reason=reason)
             for mutation in event.changes:

@@ -87,6 +87,7 @@ class Resolved:
 
     def with_rate(self, rate: float) -> "Resolved":
         """Return the settings with the usual learning rate of the base, if none was given and the search goes by it."""
+        # As AgileRL documents the tournament, it begins with the algorithm's own default.
         if self.config.selection_strategy.strategy == "tournament" or self.algorithm.env_type != "reasoning":
             return self
         replay = self.config.training.replay
@@ -144,6 +145,7 @@ class Resolved:
     def derived(self, **training: Any) -> "Resolved":
         """Return the settings with values of ``training`` that do not count as set by the user."""
         section = self.config.training.model_copy(update=training)
+        # pydantic's model_copy counts what it updates as set.
         section.model_fields_set.difference_update(training)
         return replace(self, config=self.config.replaced(training=section))
 
@@ -192,6 +194,7 @@ class Resolved:
         values = self.hyperparameters.model_dump(mode="json", include=names)
         shared = self.own_options.model_dump(mode="json", exclude_unset=True)
         algorithm = {"name": self.config.algorithm["name"], **values, **shared}
+        # Not how many processes there were: any number of them can resume the run.
         whole = self.config.model_dump(mode="json", exclude_unset=True, exclude={"distributed"})
         return {**whole, "algorithm": algorithm}
 
@@ -279,6 +282,7 @@ def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> Algori
             hint = hint or nearest(key, [*model.model_fields, *SharedOptions.model_fields])
             raise ConfigError(f"unknown key {shown(f'algorithm.{key}')}; {hint}")
     values.setdefault("seed", config.training.seed)
+    # A least length may be above the default limit, and a limit of the context is one.
     bounded = {"max_model_len", "min_output_tokens"} & values.keys() or config.network.max_context_length
     if "max_output_tokens" in model.model_fields and not bounded:
         values.setdefault("max_output_tokens", COMPLETION)
@@ -310,6 +314,7 @@ def _replayed(schedule: ReplayConfig | None, name: str, start: AlgorithmConfig) 
             raise ConfigError(
                 f"training.replay.genes.{gene}: {name} has no such hyperparameter; {nearest(gene, known)}"
             )
+    # Every stage is checked. The first one comes last, because the run begins with its values.
     for tokens in sorted({step.tokens for steps in schedule.genes.values() for step in steps}, reverse=True):
         values = with_changes(start.model_dump(exclude_unset=True), schedule.at(tokens))
         try:

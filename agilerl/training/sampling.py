@@ -32,6 +32,7 @@ def check_sampling(config: RunConfig, options: SharedOptions) -> None:
             f"algorithm.vllm_config.max_lora_rank={most} is less than the rank {rank} that adapters may reach "
             "(network.lora_config.r, mutation.rank_range); raise it, or narrow mutation.rank_range"
         )
+    # Called for its error alone, beyond the largest rank that vLLM holds.
     lora_capacity(rank)
     processes = config.distributed.processes_per_island or 1
     if processes > 1 and settings.tensor_parallel_size > 1:
@@ -51,8 +52,10 @@ def start_sampling(population: Population, agents: int, rank: int) -> None:
     if engine.config.max_model_len is not None:  # before starting vLLM
         check_room(population, engine.config, engine.config.max_model_len)
     longest = population.context_length + (population.eval_max_new_tokens or 0)
+    # The bank of a resumed run may be wider than its settings ask for.
     rank = max(rank, population.runtime.store.max_rank)
     engine.start(max(len(population), agents), rank, longest)
+    # Once more: a server may hold less than the settings say.
     check_room(population, engine.config, engine.backend.context_length)
 
 

@@ -49,6 +49,7 @@ def load(
     without the ``loss`` of an agent that had a custom one.
     """
     folder, _ = find_adapter(path)
+    # agent.json is beside the adapter's files in elite/, and beside actor/ in a checkpoint.
     home = next((candidate for candidate in (folder, folder.parent) if (candidate / "agent.json").is_file()), None)
     if home is None:
         raise CheckpointError(
@@ -70,8 +71,10 @@ def recorded(info: Mapping[str, Any]) -> RunConfig:
     whole, date = info["config"], run_date(info)
     was_set = info.get("given", whole)
     config = RunConfig.from_dict(was_set)
+    # If a default has changed since, what differs from today's counts as set, with its recorded value.
     if (now := document_of(config)) != whole:
         config = RunConfig.from_dict(_with_differences(was_set, now, whole))
+        # If that does not give the recorded settings again, all of them count as set.
         if document_of(config) != whole:
             config = RunConfig.from_dict(whole)
     return config.dated(date)
@@ -133,6 +136,7 @@ def _newest_usable(run: RunDirectory, report: Callable[[str], None], *, allow_ch
             f"another run from an adapter of this one: network.adapter={newest}/agent_N/actor"
             f"{_as_they_are(run, newest)}"
         )
+    # Only once one is usable: without any, the directory stays as it is.
     for folder, lost in short.items():
         store.put_aside(folder, f"{lost}.")
     if checkpoint is not None and short:

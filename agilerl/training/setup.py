@@ -91,6 +91,7 @@ class Session:
     def generation_steps(self) -> int:
         """Iterations of the present generation: ``evo_steps``, or fewer while a knockout has founders."""
         strategy, indices = self.selection, [agent.index for agent in self.population.everyone]
+        # An index beyond the founders' is a challenger's, and the knockout is over.
         founders = max(indices) < self.config.training.pop_size
         if not isinstance(strategy, KnockoutSelection) or not founders or len(indices) <= strategy.floor:
             return self.evo_steps
@@ -104,6 +105,7 @@ class Session:
             return Pace(self.evo_steps, 0, 0)
         iterations, exam = self.scale.lone_agent()
         given = "evo_steps" in t.model_fields_set
+        # max_steps counts what is sampled for training, so exams take nothing of it.
         return Pace(self.evo_steps, 1 / iterations, 0 if t.max_tokens is None else exam / iterations, given)
 
     @property
@@ -174,6 +176,7 @@ def build(
     config = resolved.config
     topology.check(config.training.pop_size)
     config.check_islands(topology.peers.size)
+    # Before the base, which can take minutes to load, while this fails at once.
     trackers = load_trackers(config.training.trackers, allow_code=allow_code)
     if resolved.selection is None:
         resolved = replace(resolved, selection=selection_strategy(config.selection_strategy, allow_code=allow_code))
@@ -186,6 +189,7 @@ def build(
         try:
             runtime = load_runtime(here) if runtime is None else runtime
             runtime.share(topology.island, here.config.distributed.base_sharding())
+            # The usual rate depends on the base, which is there only now.
             resolved = resolved.with_rate(usual_rate(runtime.base)).with_usual_founder(usual_rate(runtime.base))
             saved = received(topology, checkpoint, runtime)
             population = _population(resolved, here.config, source, runtime, topology, saved)
@@ -205,6 +209,7 @@ def build(
     files = digests(named_files(here.config))
     files["code"] |= given_digests(config.environment, config.selection_strategy.strategy, config.training)
     session = Session(resolved, source, population, saved, files, topology, date, trackers)
+    # How many the budget pays depends on lengths of prompts that only a population can measure.
     if saved is None and session.founders < config.training.pop_size:
         population.keep_first(session.founders)
     return session
@@ -235,7 +240,9 @@ def _population(
         sharing=here.sharing,
     )
     if saved is not None:
+        # Not counted from the living agents: indices of the dead are never used again.
         population.next_index = saved.next_index
+        # What memory was found to hold, so that it does not run out again.
         runtime.limits.train_tokens, runtime.limits.decode_rows = saved.memory.train_tokens, saved.memory.decode_rows
     return population
 
@@ -274,6 +281,7 @@ def first_generation(resolved: Resolved, runtime: Runtime, topology: Topology) -
     if network.adapter is not None:
         _start_from(Path(network.adapter).expanduser(), agents)
     if len(resolved.algorithms) > 1 and t.init == "spread":
+        # In turn, so that every algorithm has founders.
         for number, agent in zip(places, agents):
             agent.set_hyperparameters({"algorithm": resolved.algorithms[number % len(resolved.algorithms)].__name__})
     return agents
@@ -296,6 +304,7 @@ def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
             f"network.lora_config rank {wanted.r} and scale {lora_scaling(wanted):g}; set lora_config r={given.r}, "
             f"lora_alpha={given.lora_alpha}, use_rslora={str(given.use_rslora).lower()}"
         )
+    # Room for all reference policies at once: each growth of the bank copies it.
     store.reserve(store.used + len(agents))
     for agent in agents:
         store.load_adapter(agent.slot, factors)

@@ -48,6 +48,7 @@ def start(
         with _rows_beside(root, rows) as file:
             session = build(resolved if file is None else resolved.reading(file), allow_code=allow_code)
         wanted = {**resolved.config.training.trackers, **(trackers or {})}
+        # Also closes the run of a caller that stops following its events.
         with closing(train(session, root, trackers=wanted)) as events:
             yield Started(session, root, events)
 
@@ -84,6 +85,7 @@ def _rows_beside(root: Path, rows: Any) -> Iterator[str | None]:
     lines = []
     for number, row in enumerate(rows):
         try:
+            # JSON has no NaN: Python would write one that other readers refuse.
             lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False))
         except (TypeError, ValueError) as error:
             raise EnvError(
@@ -95,5 +97,6 @@ def _rows_beside(root: Path, rows: Any) -> Iterator[str | None]:
     try:
         yield str(file)
     except BaseException:
+        # No run.json names it yet.
         file.unlink(missing_ok=True)
         raise

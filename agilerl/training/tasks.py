@@ -101,6 +101,7 @@ def _procedural(e: EnvironmentConfig, seed: int, name: str, second: int) -> _Tem
         params=e.params,
         seed=seed,
         exam_prompts=e.exam_panel,
+        # The questions of the second panel follow those of the test.
         test_prompts=e.test_prompts + second,
         reward=e.reward,
         holdout=e.holdout,

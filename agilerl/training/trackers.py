@@ -134,6 +134,7 @@ def points_of(run: RunLayout) -> Iterator[Point]:
         (founders if is_founder else by_generation[line["generation"]]).append(line)
     points, last = [_point([], founders, 0)], 0
     lines = read_lines(run.metrics)
+    # The lines of one event stand together, and differ in the agent alone.
     for (kind, _, step), group in groupby(lines, lambda line: (line["kind"], line.get("who"), line.get("step"))):
         last = last if step is None else step
         metrics = list(group)
@@ -144,6 +145,7 @@ def points_of(run: RunLayout) -> Iterator[Point]:
 def _point(metrics: Sequence[Record], lineage: Sequence[Record], last: int) -> Point | None:
     """Return what is sent about the lines of an event, those of metrics.jsonl and those of lineage.jsonl."""
     if not metrics:
+        # Founders: the only event with lines in the lineage and none in the metrics.
         genes = {f"agent/{b['agent']}/hp/{gene}": v for b in lineage for gene, v in b["hyperparameters"].items()}
         return Point(0, _PLACES.index("start"), genes) if genes else None
     first = metrics[0]
@@ -411,6 +413,7 @@ def _prepare_accelerate() -> None:
     from accelerate import PartialState
 
     launched = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    # With these, PartialState would start torch.distributed and wait for processes that do not call it.
     kept = {name: os.environ.pop(name) for name in launched if name in os.environ}
     try:
         PartialState()

@@ -84,14 +84,17 @@ def collect_programs(
     episodes = []
     for number, ask in enumerate(asks):
         for sample in range(ask.samples):
+            # By the agent's own episodes alone: kept caches change last bits, which must not depend on other agents.
             keeps = of_slot[ask.slot] <= UNIT_ROWS
             sessions.append(Session(ask, sample, task.limits, endpoint.chat_of, keeps))
             episodes.append(_Episode(number, sessions[-1]))
     # The endpoint ends first: if the engine fails, programs are refused, and no one waits for them to time out.
+    # A second more than a program's own limit, which ends it and says why.
     with Stepping(task.limits.timeout + 1, workers=task.limits.concurrency) as stepping, endpoint:
         for number, episode in enumerate(episodes):
             stepping.add(partial(episode.play, task, endpoint.url(number), endpoint.key))
         errors: list[Exception | None] = []
+        # The engine stays in this thread; another one waits for the programs to end.
         waiting = Thread(target=lambda: errors.extend(stepping.results()), daemon=True)
         waiting.start()
         quiet = _BEGINNING
@@ -128,6 +131,7 @@ def _answer(engine: RolloutEngine, endpoint: Endpoint, pending: list[Pending]) -
     """Let the engine complete requests, and those that arrive meanwhile if it takes them."""
 
     def deliver(number: int, sample: int, completion: Completion) -> None:
+        # False for an answer that was cancelled: a result would raise InvalidStateError.
         if pending[number].answer.set_running_or_notify_cancel():
             pending[number].answer.set_result(completion)
 
@@ -150,6 +154,7 @@ def _answer(engine: RolloutEngine, endpoint: Endpoint, pending: list[Pending]) -
             deliver(number, 0, completion)
     finally:
         for p in pending:
+            # Does nothing to those that have their result; the others have lost their engine.
             p.answer.cancel()
 
 

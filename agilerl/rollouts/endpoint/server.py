@@ -121,6 +121,7 @@ class Endpoint:
                 + how_to_install("agents")
             ) from error
         listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        # A free port, for programs of this machine only.
         listening.bind(("127.0.0.1", 0))
         self._port = listening.getsockname()[1]
         config = uvicorn.Config(self.app(), log_config=None, access_log=False, lifespan="off", ws="none")
@@ -142,6 +143,7 @@ class Endpoint:
     def __exit__(self, *_: object) -> None:
         for session in self.sessions:
             session.over = True
+        # Without force_exit uvicorn waits for clients that keep their connection open.
         self._server.should_exit = self._server.force_exit = True
         while True:  # what waits for the engine is refused
             try:
@@ -195,6 +197,7 @@ class Endpoint:
         # verifiers' client puts a key of its own into the usual header.
         headers = request.headers
         given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        # In constant time; of bytes, because it raises for text beyond ASCII.
         if not secrets.compare_digest(given.encode(), self.key.encode()):
             raise RefusedError("wrong or missing API key", status=401, code="invalid_api_key")
 
@@ -224,6 +227,7 @@ class Endpoint:
         if model not in slots:
             known = ", ".join(slots)
             raise RefusedError(f"unknown model {model!r}; there are {known}", status=404, code="model_not_found")
+        # By slot: an agent's own name, and `elite` if it is that, mean the episode's policy too.
         return self.sessions[number] if number is not None and slots[model] == slots[MODEL] else None
 
     async def _listed(self, request: Any) -> Any:
@@ -279,6 +283,7 @@ class Endpoint:
 
         def choice(completion: Completion, text: str) -> dict[str, Any]:
             pairs = zip(completion.token_ids, completion.logprobs or [])
+            # The form in which verifiers' client reads tokens.
             parts = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
             reason = _REASONS[completion.finish_reason]
             return {"token_ids": completion.token_ids, "finish_reason": reason, "logprobs": {"content": parts}}
@@ -314,10 +319,12 @@ class Endpoint:
             for _ in range(body.n):
                 calls.append(asked := call(at))
                 pending.append(Pending(at.request(asked, body.longest) if session else self._of_other(at, body, asked)))
+            # Only once all are made: if one of them is refused, none is asked.
             for one in pending:
                 self.inbox.put(one)
             completions = [await asyncio.wrap_future(p.answer) for p in pending]
         except asyncio.CancelledError:
+            # The answer was cancelled: the endpoint is closing, or the engine has failed.
             raise RefusedError("this episode is over", status=410, code="episode_over") from None
         finally:
             for asked, p in zip(calls, pending) if session is not None else ():
@@ -329,6 +336,7 @@ class Endpoint:
         completions = [_cut(self.tokenizer, completion, body.stops) for completion in completions]
         texts = decode_completions(self.tokenizer, [c.token_ids for c in completions])
         for stop in body.stops:
+            # As OpenAI has it, without the stop text; the tokens that are trained on include it.
             texts = [text.partition(stop)[0] for text in texts]
         choices = [{"index": i, **choice(*answer)} for i, answer in enumerate(zip(completions, texts))]
         # A program that has gone would not know what it is rewarded for.

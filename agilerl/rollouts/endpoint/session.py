@@ -119,6 +119,7 @@ class Session:
         rendering, best = self.chat_of(described), None
         for call in self.calls:
             history = [*call.messages, call.reply] if call.messages else []
+            # Chained: the messages begin with its history, and something follows.
             if history and call.tools == described and history == plain[: len(history)] != plain:
                 best = call if best is None or len(call.ids) > len(best.ids) else best
         if best is None:
@@ -126,6 +127,7 @@ class Session:
         else:
             assert best.completion is not None
             before = rendering.messages(best.messages, begins=True)
+            # After its reply, whose tokens stay as they were sampled.
             new = rendering.messages(plain[len(best.messages) + 1 :], begins=False)
             ids = best.ids + rendering.chat.between(before, best.completion.token_ids, new)
         call = self.of_tokens(ids, seed)
@@ -165,11 +167,13 @@ class Session:
             depth, call = depth + 1, call.parent
         prompt, root = _digest(ids), _digest(ids if parent is None else parent.root.prompt_ids)
         if seed is not None:
+            # A seed may be negative, a key of a stream may not.
             key = (depth, self.sample, *root, seed & 0xFFFFFFFF)
         else:
             self._root = self._root or root
             line = (depth, self.sample, *(root if root != self._root else ()))
             key = line if self._lines.setdefault(line, prompt) == prompt else (*line, *prompt)
+        # The same call again, as a retry or one of n, has draws of its own.
         self._prompts[*key, *prompt] = again = self._prompts.get((*key, *prompt), -1) + 1
         return (*key, again) if again else key
 
@@ -193,6 +197,7 @@ class Session:
             most = min(most, self.limits.max_tokens - self.tokens - self.promised)
         call.promised = most
         self.promised += most
+        # SamplingSettings takes no least length above the most.
         least = min(request.sampling.min_new_tokens, most)
         return replace(request, sampling=replace(request.sampling, max_new_tokens=most, min_new_tokens=least))
 
@@ -222,13 +227,16 @@ class Session:
         rows: list[TrainingRow] = []
         tails: dict[int, TrainingRow] = {}
         turns = {id(call): turn for turn, call in enumerate(self.calls)}
+        # A prompt is longer than those of the calls that it continues, so parents come first.
         for call in sorted(self.calls, key=lambda c: (len(c.prompt_ids), c.prompt_ids, c.key)):
             assert call.completion is not None
+            # Popped: a second call that continues the same one begins a row.
             row = tails.pop(id(call.parent), None)
             if row is None:
                 rows.append(row := TrainingRow(list(call.prompt_ids)))
             else:
                 heard = call.prompt_ids[len(row.ids) :]
+                # What the program added was not sampled: no turn, and no loss.
                 row.append(heard, -1, [0.0] * len(heard))
             row.append(call.completion.token_ids, turns[id(call)], call.completion.logprobs)
             tails[id(call)] = row
@@ -296,6 +304,7 @@ def normalised(message: Mapping[str, Any]) -> Message:
         content = "".join(str(part.get("text", "")) for part in content)
     if not isinstance(content, str | None):
         raise RefusedError(f"the content of a message is text, found {str(content)[:80]!r}")
+    # OpenAI's newer name of system, and its older one of tool.
     role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
     plain: Message = {"role": role, "content": content or ""}
     calls = []
@@ -348,5 +357,6 @@ def _as_text(message: Message) -> Message:
 
 def _digest(ids: Sequence[int]) -> tuple[int, ...]:
     """Return two words that stand for token ids."""
+    # In words of 32 bits, for which streams draw many rows at once.
     packed = blake2b(b"".join(token.to_bytes(4, "little") for token in ids), digest_size=8).digest()
     return int.from_bytes(packed[:4], "little"), int.from_bytes(packed[4:], "little")

@@ -128,6 +128,7 @@ def completion_of(answer: Answer, row: Row) -> Completion:
     """Return an answer as a completion; one with a log-prob that is not finite ends there, as an error."""
     finite = np.isfinite(answer.logprobs)
     if not finite.all():
+        # argmin of booleans is the place of the first False.
         end = int(np.argmin(finite)) + 1
         return Completion(answer.token_ids[:end], answer.logprobs[:end], "error")
     reasons: dict[str, FinishReason] = {"stop": "stop", "length": "context" if row.cut_by_context else "length"}

@@ -78,6 +78,7 @@ class AdapterVersions:
     def outdated(self, keep: int) -> list[StagedAdapter]:
         """Drop the oldest versions that no slot uses, except the newest ``keep``, and remove their folders."""
         alive = set(self._digests.values())
+        # A dict keeps the order of insertion: the oldest come first.
         idle = [digest for digest in self._staged if digest not in alive]
         gone = [self._staged.pop(digest) for digest in idle[: max(0, len(self._staged) - keep)]]
         for adapter in gone:
@@ -98,6 +99,7 @@ class AdapterVersions:
         digest = hashlib.blake2b(f"{self.store.ranks[slot]} {float(self.store.scaling[slot])!r}".encode())
         for pair in factors:
             for factor in pair:
+                # As bytes, because numpy has no bfloat16.
                 digest.update(factor.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
@@ -106,6 +108,7 @@ class AdapterVersions:
         # The staging folder's name is unique, so trainers that share a server do not collide.
         name, rank = f"{self.folder.name}-{number}", self.store.ranks[slot]
         config = copy.deepcopy(self.lora_config)
+        # The scale in force as alpha / r: with rslora vLLM would divide alpha by sqrt(r).
         config.r, config.use_rslora = rank, False
         config.lora_alpha = float(self.store.scaling[slot]) * rank
         path = self.folder / str(number)
@@ -127,6 +130,7 @@ def _staging_folder(wanted: str | None) -> Path:
             parent.mkdir(parents=True, exist_ok=True)
         return Path(tempfile.mkdtemp(prefix="agilerl-", dir=parent))
     except OSError as error:
+        # /dev/shm may be full, or closed to this process.
         if wanted is None and parent is not None:
             return Path(tempfile.mkdtemp(prefix="agilerl-"))
         raise EngineError(
@@ -356,6 +360,7 @@ class VLLMEngine:
         if probes:
             rounding = _FLOAT32_LIMIT if self.backend.computes_in_float32 else _HALF_LIMIT
             self.probed = check_probes(self.base, self.store, probes, self.config.probe_tolerance or rounding)
+        # After the comparison: a version that has failed it is probed again.
         self._trusted.update(None if r.slot is None else versions[r.slot].number for r in asked)
         done = iter([early.get(k) or completion_of(answer, row) for k, (answer, row) in enumerate(zip(answers, rows))])
         return [[next(done) for _ in range(r.samples)] for r in requests]
@@ -465,6 +470,7 @@ class OffloadedBase:
             pinned = [torch.empty_like(t, device="cpu", pin_memory=t.device.type == "cuda") for t in tensors]
             self._host = [host.copy_(tensor.detach()) for host, tensor in zip(pinned, tensors)]
         for tensor, on_host in zip(tensors, self._host, strict=True):
+            # Through .data the parameters stay the same objects, and tied ones stay tied.
             tensor.data = on_host
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()

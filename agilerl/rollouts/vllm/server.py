@@ -96,6 +96,7 @@ class VLLMServer:
             connections=_CONNECTIONS,
             key=os.environ.get(API_KEY),
         )
+        # Knows nothing of self, which it would keep alive otherwise.
         self._finalizer = weakref.finalize(self, _leave, self._server, self._names)
 
     def start(self, adapters: int, rank: int, context_length: int | None) -> None:
@@ -119,6 +120,7 @@ class VLLMServer:
                 return
             except RequestError as error:
                 status, text = error.status, error.text
+            # No time is left for another try.
             late = time.monotonic() + _POLL > deadline
             if status is not None and (late or status != 503):
                 raise EngineError(
@@ -141,6 +143,7 @@ class VLLMServer:
         wanted = self.config.vllm_model_name_or_path or self.base.source
         for model in bases:
             names = {model.id, str(model.root)}
+            # By its last part too: on another machine the folder may lie elsewhere.
             if wanted in names or PurePath(wanted).name in {PurePath(name).name for name in names}:
                 return model
         served = ", ".join(repr(model.root or model.id) for model in bases[:_SHOWN]) or "nothing"
@@ -188,9 +191,11 @@ class VLLMServer:
                         answered(futures[future], future.result())
                 return [future.result() for future in futures]
             finally:
+                # After a failure, rows that have not been sent are not sent any more.
                 pool.shutdown(cancel_futures=True)
 
     def _completed(self, row: Row) -> Answer:
+        # To vLLM's API an adapter is one more model.
         model = self.model if row.adapter is None else row.adapter.name
         most = row.sampling["max_tokens"]
         (choice,) = self._ask(
