@@ -86,7 +86,9 @@ class Gene:
             raise ConfigError(f"{self.name}: min must be below max, found min={low}, max={high}.")
         elif self.dtype == "int" and (low != round(low) or high != round(high)):
             raise ConfigError(f"{self.name}: an integer range needs integer bounds, found [{low}, {high}].")
-        elif self.scale == "choice" or (self.scale == "log" and low <= 0):
+        elif self.scale == "choice":
+            raise ConfigError(f"{self.name}: scale='choice' is for dtype='choice'; use scale='linear' or 'log'")
+        elif self.scale == "log" and low <= 0:
             raise ConfigError(f"{self.name}: a {self.scale} range needs min > 0, found {low}; or use scale='linear'")
 
     def state(self) -> dict[str, Any]:

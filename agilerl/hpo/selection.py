@@ -47,7 +47,7 @@ class Standing:
     spent: float = 0.0
     """Share of the run's budget that is spent, in [0, 1]."""
     best: Best | None = None
-    """The best exam before this one; None at the first exam, and if no copy was kept."""
+    """The best exam so far, this one included; None if no copy of its agent was kept."""
     stuck: frozenset[int] = frozenset()
     """Agents that can learn no more (``agilerl.hpo.guard.stuck``)."""
 

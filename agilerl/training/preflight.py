@@ -42,14 +42,16 @@ def preflight(session: Session) -> Probe | None:
     """
     result = session.preflight
     if result is None and is_due(session):
+        groups: list[Group] = []
         with at_date(session.date):
-            while result is None or (len(result.groups) < MOST and not result.has_signal):
-                groups: list[Group] = [] if result is None else result.groups
-                part = probe(session.population, QUESTIONS, first=len(groups))
-                # Each island asks its own agents, and the answers of all count.
+            for first in range(0, MOST, QUESTIONS):
+                part = probe(session.population, QUESTIONS, first=first)
+                # Every process gets the groups of all, so that they agree on whether there is a signal.
                 for plain in session.topology.peers.all([asdict(group) for group in part.groups]):
-                    groups = [*groups, *(Group(**{**g, "answers": [Answer(**a) for a in g["answers"]]}) for g in plain)]
+                    groups += (Group(**{**g, "answers": [Answer(**a) for a in g["answers"]]}) for g in plain)
                 result = replace(part, groups=groups)
+                if result.has_signal:
+                    break
         session.preflight = result
     if result is not None and not result.has_signal and session.config.training.preflight == "stop":
         raise ConfigError(

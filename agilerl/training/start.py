@@ -10,7 +10,7 @@ from typing import Any
 from agilerl.config.run import RunConfig, place_of_run
 from agilerl.errors import EnvError
 from agilerl.runs.atomic import write_text
-from agilerl.runs.directory import check_vacant
+from agilerl.runs.directory import RunLayout, check_vacant
 from agilerl.training.events import Event
 from agilerl.training.loop import resume, train
 from agilerl.training.resolved import Resolved, resolve
@@ -45,12 +45,12 @@ def start(
     """
     resolved = resolve(config)
     with place_of_run(resolved.config.environment, out) as root:
+        wanted = {**resolved.config.training.trackers, **(trackers or {})}
         with _rows_beside(root, rows) as file:
             session = build(resolved if file is None else resolved.reading(file), allow_code=allow_code)
-        wanted = {**resolved.config.training.trackers, **(trackers or {})}
-        # Also closes the run of a caller that stops following its events.
-        with closing(train(session, root, trackers=wanted)) as events:
-            yield Started(session, root, events)
+            # Also closes the run of a caller that stops following its events.
+            with closing(train(session, root, trackers=wanted)) as events:
+                yield Started(session, root, events)
 
 
 @contextmanager
@@ -97,6 +97,6 @@ def _rows_beside(root: Path, rows: Any) -> Iterator[str | None]:
     try:
         yield str(file)
     except BaseException:
-        # No run.json names it yet.
-        file.unlink(missing_ok=True)
+        if not RunLayout(root).run_json.exists():  # which would name it
+            file.unlink(missing_ok=True)
         raise
