@@ -285,6 +285,7 @@ class LLMAlgorithm(Learner):
         if store.route is not None and self.slot in store.route.slots:  # of use_adapter
             store.route = None
         self._lease()
+        # Last, because slots cannot be read from here on.
         self.is_open = False
 
     def move_to(self, slot: int) -> None:
@@ -468,6 +469,7 @@ class LLMAlgorithm(Learner):
         else:
             group_size = getattr(self.config, "group_size", 1)
             batch = to_batch(experiences, self.pad_token_id, turn_ids, sampling_logps, group_size=group_size)
+            # The user's own tensor: to_batch makes another one in every call.
             ids = experiences[0] if isinstance(experiences[0], Tensor) else next(iter(experiences[0]), batch.ids)
         self._check_fits(batch)
         with self._noting(ids):
@@ -550,6 +552,7 @@ class LLMAlgorithm(Learner):
     def _noting(self, ids: Any) -> Iterator[None]:
         """Remember the batch, so that the next call can tell whether it gets the same one again."""
         self.learns_again = self._learned is not None and self._learned() is ids
+        # Weak, so that the batch does not stay in memory; an id() could be that of a later tensor.
         self._learned = weakref.ref(ids) if isinstance(ids, Tensor) else None
         try:
             yield
@@ -789,6 +792,7 @@ class LLMAlgorithm(Learner):
         ``ranges`` are those that they are spread over; the agent of index 0 has the given values.
         """
         self.runtime.store.reserve(len(places) * self.trained_slots)
+        # Of the whole generation, of which each process may ask for a part.
         starts = initial_hyperparameters(ranges, self.hyperparameters, size, self.config.seed, init)
         agents = [self, *(self.clone(index) for index in places[1:])]
         for agent in agents:
@@ -838,6 +842,7 @@ def _signature(cls: type[LLMAlgorithm]) -> inspect.Signature:
         parameters[name] = inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=field.get_default(call_default_factory=True)
         )
+    # inspect wants the kinds in order; sorting is stable, so the names of one kind keep theirs.
     return inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))
 
 

@@ -52,6 +52,7 @@ def tensors(state: AgentState, layers: Iterable[str] | None = None) -> dict[str,
     critic = state.critic
     if critic is not None:
         parts |= {"critic.adapter": critic.adapter, **{f"critic.{name}": part for name, part in critic.moments.items()}}
+        # The steps are a tensor because the plain parts say nothing of a critic.
         named |= {"critic.head": critic.head, "critic.steps": torch.tensor(critic.optimizer_steps, dtype=torch.float64)}
         named |= {f"critic.{name}.head": tensor for name, tensor in critic.head_moments.items()}
     for part, factors in parts.items():

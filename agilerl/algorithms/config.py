@@ -181,6 +181,7 @@ class SurrogateConfig(ReferenceConfig, LLMConfig):
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> Self:
+        # CISPO has its bounds elsewhere, DPPO has none.
         if self.clip_coef is None:
             return self
         low, high = self.clip_range
@@ -266,6 +267,7 @@ class PolicyConfig(LLMConfig):
     @classmethod
     def refuse_pinned(cls, values: Any) -> Any:
         """Raise for a hyperparameter of the family that this algorithm fixes."""
+        # Before the fields are checked, which would only call such a name unknown.
         for name in values if isinstance(values, dict) else ():
             if name in _FAMILY_FIELDS and name not in cls.model_fields:
                 pinned = getattr(cls, name, None)
@@ -406,6 +408,7 @@ def lr_factor(schedule: CosineLRScheduleConfig | None, update: int) -> float:
         return 1.0
     warmup = schedule.num_epochs * schedule.warmup_proportion
     if update < warmup:
+        # Neither 0 in the first update nor 1 before the warm-up is over.
         return (update + 1) / (warmup + 1)
     progress = min((update - warmup) / (schedule.num_epochs - warmup), 1.0)
     return 0.5 * (1 + cos(pi * progress))

@@ -213,7 +213,7 @@ class DPO(DataAlgorithm):
 
     def window_denominator(self, mask: Tensor) -> float:
         """Return the number of pairs, and with it that of the chosen completions' tokens."""
-        return PairCount(len(mask) / 2, float(mask[0::2].sum()))
+        return PairCount(len(mask) / 2, float(mask[0::2].sum()))  # even rows are the chosen ones
 
     def score(self, batch: RolloutBatch) -> Tensor:
         """Return 1 for each pair ``[B / 2]`` whose chosen completion gained more on the reference than the other.

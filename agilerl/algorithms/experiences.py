@@ -72,7 +72,7 @@ def action_result(
         for i, completion in enumerate(group):
             end = len(prompt) + len(completion.token_ids)
             rows[i, len(prompt) : end] = torch.tensor(completion.token_ids)
-            mask[i, len(prompt) - 1 : end - 1] = True
+            mask[i, len(prompt) - 1 : end - 1] = True  # column t is about token t + 1
             result.sampling_logps.append(None if completion.logprobs is None else torch.tensor(completion.logprobs))
         result.completion_ids.append(rows)
         result.action_masks.append(mask)
@@ -108,6 +108,7 @@ def to_batch(
     _check_rows(ids, masks, group_size if stacked else 1)
     shapes = {(rows // size, size) for size in (group_size, rows // len(ids)) if rows % size == 0}
     by_row = _rewards(rewards, rows, shapes, per_turn=turn_ids is not None)
+    # Single rows, as of get_action with repeat_prompts=False: a group is group_size of them in a row.
     expanded = not stacked and len(ids) == rows
     length = padded_length(max(i.shape[1] for i in ids))
     wide = torch.full((rows, length), pad_token_id, dtype=torch.int64)

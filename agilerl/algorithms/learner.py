@@ -280,6 +280,7 @@ class Learner:
         self.check_open()
         store, energy = self.runtime.store, 1.0
         factors, scaling = store.adapter(self.slot), float(store.scaling[self.slot])
+        # With 1 it is the policy to the bit, which a decomposition would not give.
         if alpha < 1:
             parts = [Part(factors, scaling, alpha)]
             if self.reference_slot is not None:
@@ -457,8 +458,10 @@ class ReferenceLogprobs:
         of = policy + repr(float(temperature)).encode()
         keys = [_key(of, batch, row) for row in range(len(batch))]
         missing = list({key: row for row, key in enumerate(keys) if key not in self._known}.values())
+        # Taken now, because the rows that are computed may push these out of the store.
         logprobs = {key: self._known[key] for key in keys if key in self._known}
         if missing:
+            # Whole prompts alone are shared: with other common parts a row's bits would depend on its batch.
             part, runtime = batch.select(torch.tensor(missing)).with_prompts_once(), self._runtime()
             assert runtime is not None
             values = runtime.fixed_logprobs(slot, part, temperature, most).cpu()
@@ -488,6 +491,7 @@ def fingerprint(factors: Sequence[tuple[Tensor, Tensor]], scaling: float) -> byt
 
 def _key(policy: bytes, batch: RolloutBatch, row: int) -> bytes:
     length = int(batch.lengths[row])
+    # With its length: the end of a policy's name must not be taken for token ids.
     digest = hashlib.blake2b(len(policy).to_bytes(4) + policy, digest_size=16)
     digest.update(batch.ids[row, :length].cpu().numpy().tobytes())
     digest.update(batch.action_mask[row, : length - 1].cpu().numpy().tobytes())

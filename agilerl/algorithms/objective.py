@@ -111,6 +111,7 @@ def policy_terms(inputs: LossInputs, parts: PolicyParts) -> PolicyTerms:
     low, high = parts.bounds
     regions: tuple[Tensor, Tensor] | None = None
     if parts.surrogate == "clipped":
+        # The bounds are ratios, clipped_surrogate takes distances from 1.
         loss = clipped_surrogate(ratio, advantages, 1 - low, high - 1, dual_clip=parts.dual_clip, delta=parts.delta)
     elif parts.surrogate == "cispo":
         loss = cispo(ratio, advantages, inputs.logp, clip_max=high, clip_min=low)
@@ -124,6 +125,7 @@ def policy_terms(inputs: LossInputs, parts: PolicyParts) -> PolicyTerms:
         loss = _of_user(parts.surrogate(ratio, advantages, inputs.logp), mask, "surrogate")
     if parts.surrogate in ("clipped", "cispo"):
         regions = clip_regions(ratio.detach(), advantages, 1 - low, high - 1)
+    # Before KL and entropy join: the correction weighs the policy term alone.
     if inputs.sampling_logp is not None and parts.mismatch is not None:
         loss = loss * mismatch_weights(
             inputs.old_logp, inputs.sampling_logp, mask, parts.mismatch, cap=parts.mismatch_cap
@@ -132,6 +134,7 @@ def policy_terms(inputs: LossInputs, parts: PolicyParts) -> PolicyTerms:
     if parts.kl is not None and inputs.ref_logp is not None:
         kl = _kl(inputs.logp, inputs.ref_logp, mask, parts.kl)
         if parts.kl_weight is not None:
+            # The metric is of the KL itself, not of the capped one.
             limit = parts.kl_clamp
             loss = loss + parts.kl_weight * (kl if limit is None else kl.clamp(-limit, limit))
     if parts.entropy_coef > 0 and inputs.entropy is not None:

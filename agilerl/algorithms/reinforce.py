@@ -89,6 +89,7 @@ def reinforce_credit(c: REINFORCEConfig, batch: RolloutBatch, kl: Tensor | None,
     check_whole_episodes("REINFORCE", batch)
     mask = batch.action_mask
     penalty = kl_coef * kl if kl is not None and c.kl_placement == "reward" else None
+    # Without the KL, which is subtracted below from what it belongs to.
     rewards = shaped_rewards(c, batch, None, kl_coef)
     if c.advantage_estimator == "rebn":
         advantages = _returns(c, rewards, batch, penalty)

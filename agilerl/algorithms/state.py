@@ -154,6 +154,7 @@ def capture(agent: Learner) -> AgentState:
         base=agent.runtime.base.name,
         config=agent.config.model_dump(mode="json", exclude_unset=True),
         genes={name: gene.state() for name, gene in agent.genes.items()},
+        # An option at its default is left out, as it is in older states.
         lora={"r": lora.r, "lora_alpha": lora.lora_alpha, "use_rslora": lora.use_rslora}
         | ({"lora_dropout": lora.lora_dropout} if lora.lora_dropout else {})
         | ({"init_lora_weights": "gaussian"} if lora.init_lora_weights == "gaussian" else {})
@@ -238,6 +239,7 @@ def _is_like(saved: Any, example: Any) -> bool:
         return type(saved) is type(example)
     if isinstance(example, float) and isinstance(saved, float):
         return True
+    # Not isinstance: a bool is an int, too.
     return (saved is None and example is None) or (type(saved) is int and 0 <= saved <= LARGEST)
 
 
@@ -250,6 +252,7 @@ def adopt(
     warning if its own scale was different. Without ``with_critic`` the agent keeps the values of its critic.
     """
     store, lora = agent.runtime.store, agent.lora_config
+    # First, so that an agent whose head does not fit is left as it was.
     if with_critic and agent.critic_slot is not None and state.critic is not None:
         _check_head(store, state.critic)
     before = float(store.scaling[agent.slot])
@@ -257,6 +260,7 @@ def adopt(
     scaling = adapters.lora_scaling(lora)
     store.set_rank(agent.slot, agent.rank, scaling)
     if agent.critic_slot is not None:
+        # One lora_config, and so one scale, serves both adapters; the critic's delta stays what it is.
         rescale(store, agent.critic_slot, scaling)
     agent.forget_reference()
     load_weights(agent, state, with_optimizer=with_optimizer, with_critic=with_critic)
@@ -368,6 +372,7 @@ def differences(name: str, saved: Mapping[str, Any] | None, base: BaseModel, loa
     """
     sentences, known = [], saved or {}
     weights, here = known.get("weights"), loaded["weights"]
+    # Only weights of the same types can be compared: rounded to another type, all numbers differ.
     if weights is not None and here is not None and weights.partition(":")[0] == here.partition(":")[0]:
         if weights != here:
             sentences.append(
