@@ -143,6 +143,7 @@ def warn_of_another_base(folder: Path, base: BaseModel, loaded: Mapping[str, Any
                 agent = strict_json.read_json(home / "agent.json", PlainState)
                 name, saved = agent["base"], agent.get("loaded")
             break
+    # Adapter folders name what the base was loaded from, states what the user called it.
     for difference in differences(base.name if name == base.original else name, saved, base, loaded):
         warnings.warn(f"{folder}: {difference}", stacklevel=3)
 
@@ -291,6 +292,7 @@ def _read_head(path: Path, *, finite: bool) -> Tensor:
 
 def _with_optimizer(path: Path, layers: tuple[LinearShape, ...], state: AgentState, *, finite: bool) -> AgentState:
     """Return a state with the moments in a file, each of the shape of its weight."""
+    # A moment has the shape of its weight, so a state with weights in place of moments says what the file must have.
     names, critic = [layer.name for layer in layers], state.critic
     if critic is not None:
         critic = replace(critic, moments=dict.fromkeys(MOMENTS, critic.adapter))

@@ -161,6 +161,7 @@ def compute_loss(agent: Learner, override: LossFunction | None, inputs: LossInpu
     loss = override if override is not None else agent.loss
     if loss is None:
         return agent.objective(inputs, metrics)
+    # Looked up in every call: a mutation may have changed them.
     arguments = {name: getattr(owner, name) for name, owner in _arguments(loss, agent).items()}
     try:
         with torch_restored():

@@ -225,7 +225,7 @@ class DPO(DataAlgorithm):
         reference = self.reference_logprobs(batch) if self.config.needs_reference else 0.0
         gain = torch.where(mask, logprobs - reference, 0.0).double().sum(-1)
         if self.config.per_token:
-            gain = gain / mask.sum(-1)
+            gain = gain / mask.sum(-1)  # no row is empty: _check_pairs
         return (gain[0::2] > gain[1::2]).double()
 
     @property

@@ -228,7 +228,7 @@ class Exams:
         except MemoryExhaustedError:
             return [math.nan] * len(rows)
         if counted:
-            agent.tokens["evaluated"] += 2 * int(batch.lengths.sum())
+            agent.tokens["evaluated"] += 2 * int(batch.lengths.sum())  # the agent's pass and the reference's
         return kl.double().sum(dim=1).tolist()
 
     def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, all_agents: bool) -> set[int]:

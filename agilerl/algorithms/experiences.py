@@ -102,6 +102,7 @@ def to_batch(
         )
     completion_ids, action_masks, rewards = experiences
     stacked = isinstance(completion_ids, Tensor)
+    # The parts, checked against each other.
     ids = _groups(completion_ids, token_rows, "completion_ids", group_size)
     masks = _groups(action_masks, mask_rows, "action_masks", group_size)
     rows = sum(len(i) for i in ids)
@@ -110,6 +111,7 @@ def to_batch(
     by_row = _rewards(rewards, rows, shapes, per_turn=turn_ids is not None)
     # Single rows, as of get_action with repeat_prompts=False: a group is group_size of them in a row.
     expanded = not stacked and len(ids) == rows
+    # All rows in one padded matrix.
     length = padded_length(max(i.shape[1] for i in ids))
     wide = torch.full((rows, length), pad_token_id, dtype=torch.int64)
     mask = torch.zeros((rows, length - 1), dtype=torch.bool)

@@ -223,6 +223,7 @@ class GRPO(PolicyLearner, LLMAlgorithm):
         for cls in (type(self), family[name]):
             _check_movable(cls)
         algorithm = family[name].algorithm
+        # What was set moves along; everything else takes the defaults of the other algorithm.
         kept = with_changes(self.config.model_dump(exclude_unset=True), values)
         del kept["algorithm"]
         before = self.algorithm, self.config

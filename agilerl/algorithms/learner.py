@@ -254,6 +254,7 @@ class Learner:
         if self.reference_slot is None:
             self.reference_slot = store.allocate(rank, scaling)
             self._reference_lease = self._lease_of(self.reference_slot)
+        # A slot that is used again may have held factors of another rank.
         store.set_rank(self.reference_slot, rank, scaling)
         store.load_adapter(self.reference_slot, factors)
         self.reference_key = fingerprint(factors, scaling)
@@ -391,7 +392,9 @@ class Sampled(NamedTuple):
 def sampled_logprobs(agent: PolicyLearner, batch: RolloutBatch) -> Sampled:
     """Adapt the weight of the KL to a batch, and compute the log-probs that the batch is compared with."""
     c = agent.config
+    # For a ratio that can differ from 1, or for a KL that is needed before the update.
     old = behaviour_logprobs(agent, batch) if is_off_policy(agent, batch) or c.kl_when_sampled else None
+    # Our own engine samples from the policy that is trained: there is nothing to correct.
     reported = None if agent.runtime.engine.exact else batch.sampling_logps
     ref = reference_logprobs(agent, batch) if c.beta > 0 else None
     kl = None
@@ -432,7 +435,7 @@ class ReferenceLogprobs:
     A fixed policy gives a row the same bits for every agent and in every batch, so agents may share them.
     """
 
-    def __init__(self, runtime: Runtime, max_tokens: int = 2**25) -> None:
+    def __init__(self, runtime: Runtime, max_tokens: int = 2**25) -> None:  # 128 MiB of log-probs
         # Weak, as the key that leads here is: the store must not keep its runtime alive.
         self._runtime = weakref.ref(runtime)
         self.max_tokens = max_tokens
@@ -485,6 +488,7 @@ def fingerprint(factors: Sequence[tuple[Tensor, Tensor]], scaling: float) -> byt
     digest = hashlib.blake2b(repr(scaling).encode(), digest_size=16)
     for pair in factors:
         for factor in pair:
+            # In fp32, because numpy has no bfloat16.
             digest.update(factor.detach().float().cpu().contiguous().numpy().tobytes())
     return digest.digest()
 

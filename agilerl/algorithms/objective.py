@@ -183,6 +183,7 @@ def _of_user(values: Tensor, mask: Tensor, part: str) -> Tensor:
     if not isinstance(values, Tensor) or values.shape != mask.shape:
         given = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ConfigError(f"PolicyLoss({part}=...) must return a tensor of shape {tuple(mask.shape)}, found {given}")
+    # Off the mask a user's part may be anything, NaN included.
     return torch.where(mask, values, 0.0)
 
 

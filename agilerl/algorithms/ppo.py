@@ -147,6 +147,7 @@ class PPO(PolicyLearner, LLMAlgorithm):
         c = self.config
         check_whole_episodes("PPO", batch)
         batch = batch.select(batch.graded)  # a row without a grade teaches nothing
+        # From here on every turn has a column of rewards.
         batch = replace(batch, rewards=_turn_rewards(batch))
         old, reported, ref, kl = sampled_logprobs(self, batch)
         values = self.runtime.fixed_values(self.critic_slot, batch, self.micro_batch).to(batch.ids.device)
@@ -169,6 +170,7 @@ class PPO(PolicyLearner, LLMAlgorithm):
         penalty = torch.zeros_like(values)
         if kl is not None and c.kl_placement == "reward":
             penalty = self.kl_coef * kl.to(values.device)
+        # Rewards, values and mask of the units that get one advantage.
         if by_turn:
             turns = batch.rewards.shape[1]
             rewards = batch.rewards - per_turn_sums(penalty, turn_ids, turns)
@@ -193,6 +195,7 @@ class PPO(PolicyLearner, LLMAlgorithm):
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
         """Clipped surrogate, plus beta times the KL, plus ``vf_coef`` times the value loss: the mean over tokens."""
         c = self.config
+        # All are -1 if prepare has found no turns in the whole batch.
         turns = inputs.turn_ids if inputs.turn_ids is not None and bool((inputs.turn_ids >= 0).any()) else None
         parts = PolicyParts.of(
             c,

@@ -118,7 +118,7 @@ def _returns(c: REINFORCEConfig, rewards: Tensor, batch: RolloutBatch, penalty: 
         played = torch.stack([(batch.turn_ids == k).any(dim=1) for k in range(turns)], dim=1)
         cells = rebn(fill_masked(by_turn, by_turn.isfinite()), played, c.gamma)
         return broadcast_turns(cells, batch.turn_ids)
-    whole = by_turn.nansum(dim=1, keepdim=True)
+    whole = by_turn.nansum(dim=1, keepdim=True)  # (rows, 1): a trajectory is one cell
     return broadcast_rows(rebn(whole, torch.ones_like(whole, dtype=torch.bool), c.gamma)[:, 0], mask)
 
 

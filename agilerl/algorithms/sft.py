@@ -153,6 +153,7 @@ class SFT(DataAlgorithm):
         order, lengths = super().shuffle(rows, epoch), self._lengths
         if not self.config.packing or lengths is None or len(lengths) != rows:
             return order
+        # Within a window, so that it stays random which rows make an optimizer step.
         windows = torch.split(order, self.window_rows)
         return torch.cat([window[lengths[window].argsort(stable=True)] for window in windows])
 

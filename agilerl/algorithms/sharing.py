@@ -165,6 +165,7 @@ def with_borrowed(
     if not len(borrowed):
         return experience
     sampled = sampled.select(sampled.graded)
+    # None: check_borrows has ruled out a KL.
     ours, theirs = (shaped_rewards(config, batch, None, 0.0).nansum(dim=1) for batch in (sampled, borrowed))
     by_row = borrowed_advantages(
         theirs, borrowed.groups, ours, sampled.groups, norm=config.adv_norm, adv_eps=config.adv_eps
@@ -227,6 +228,7 @@ def borrowable(
     by reward would bias what is learned from them. Only completions with a grade and known log-probs are lent. With
     ``prompts="flat"`` they are for groups of one's own that teach nothing, which does not depend on the others' either.
     """
+    # By prompt, the completions of each lender.
     lent: dict[tuple[int, ...], list[list[Trajectory]]] = {}
     for rows in others:
         by_prompt: dict[tuple[int, ...], list[Trajectory]] = {}
@@ -234,6 +236,7 @@ def borrowable(
             by_prompt.setdefault(tuple(row.prompt_ids), []).append(row)
         for prompt, group in by_prompt.items():
             lent.setdefault(prompt, []).append(group)
+    # By group, the borrower's own.
     groups: dict[int, list[Trajectory]] = {}
     for row in sampled:
         groups.setdefault(row.group, []).append(row)

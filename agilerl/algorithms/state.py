@@ -262,6 +262,7 @@ def adopt(
     if agent.critic_slot is not None:
         # One lora_config, and so one scale, serves both adapters; the critic's delta stays what it is.
         rescale(store, agent.critic_slot, scaling)
+    # A checkpoint without a reference has the base model as its reference.
     agent.forget_reference()
     load_weights(agent, state, with_optimizer=with_optimizer, with_critic=with_critic)
     if actor_as_reference:
@@ -306,7 +307,7 @@ def _load_critic(store: AdapterStore, slot: int, critic: CriticState, *, with_op
     _check_head(store, critic)
     store.load_adapter(slot, critic.adapter)
     store.clear_moments(slot)
-    head = torch.zeros_like(store.read_head(slot))
+    head = torch.zeros_like(store.read_head(slot))  # weights and the two moments of Adam
     head[0] = critic.head
     if with_optimizer and critic.moments:
         store.write(slot, critic.moments)
@@ -333,6 +334,7 @@ def join(agent: Learner, mate: AgentState) -> None:
     if agent.critic_slot is not None and mine.critic is not None and mate.critic is not None:
         _join(store, agent.critic_slot, mine.critic, mate.critic, _scaling(mate))
         head = torch.stack([mine.critic.head, mate.critic.head]).mean(dim=0)
+        # As merged_moments does for adapters: no momentum, and the mean of the second moments.
         second = torch.stack([critic.head_moments["exp_avg_sq"] for critic in (mine.critic, mate.critic)]).mean(dim=0)
         store.write_head(agent.critic_slot, torch.stack([head, torch.zeros_like(head), second]))
 
@@ -379,6 +381,7 @@ def differences(name: str, saved: Mapping[str, Any] | None, base: BaseModel, loa
                 f"the checkpoint was trained on the base model {name!r}, and the weights of this one, {base.name!r}, "
                 "are others: its adapter does not fit; load the base that it was trained on"
             )
+    # Without digests that can be compared the names have to do.
     elif name and base.name and _place(name) != _place(base.name):
         sentences.append(
             f"the checkpoint was trained on the base model {name!r}, this agent is on {base.name!r}; unless they are "

@@ -196,13 +196,15 @@ def _divided(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow 
     # Indexing by a list copies: what was pending, to which rounds are added.
     total = store.grad[every]
     for start in range(0, longest, width):
+        # Micro-batch k of agent i is for process (i + k) mod size, so that the first ones of agents are spread as well.
         places = [
             [k for k in range(start, min(start + width, len(of_agent))) if (i + k) % processes.size == processes.rank]
             for i, of_agent in enumerate(pieces)
         ]
-        store.grad[every] = 0.0
+        store.grad[every] = 0.0  # what this round adds is all that is sent
         work = partial(_compute, runtime, pieces, places, every if in_order else [])
         received = [_opened(part) for part in agreed(processes, work, runtime.lockstep)]
+        # All processes see the same reports, and so stop together.
         full = next((layout for layout, _, _ in received if layout is not None), None)
         if full is not None:
             return full
@@ -318,6 +320,7 @@ def _inputs(piece: _Piece, output: TokenOutputs, values: Tensor | None) -> LossI
         if values is None:
             return None
         selected = values[piece.rows.to(values.device)]
+        # A micro-batch is cut to its longest row, and so narrower than the batch.
         return (selected if selected.dim() == 1 else selected[:, :width]).to(device)
 
     old, advantages = rows(e.old_logp), rows(e.advantages)
@@ -403,6 +406,7 @@ def learn_together(
         record_batch(batch, update.metrics)
         for name, value in update.experience.metrics.items():
             update.metrics.add(name, value)
+    # What calls of accumulate have left behind does not belong to this update.
     clear_gradients(agents)
     for step in range(max((len(u.windows) for u in updates), default=0)):
         active = [u for u in updates if step < len(u.windows) and u.outcome == "ok"]
@@ -410,6 +414,7 @@ def learn_together(
         for update in active:
             if update.agent in unfit:
                 update.outcome = "oom"
+        # Without memory for a window an agent keeps the steps that it took, and takes no more.
         active = [u for u in active if u.outcome == "ok"]
         if active:
             optim_step([u.agent for u in active], [u.metrics for u in active])
