@@ -240,6 +240,7 @@ class Exams:
             return {question for places in by_agent if len(places) <= size / 2 for question in places}
         episodes = self.task.multi_turn
         if not episodes and len(errors) == examined * size * self.eval_samples:
+            # This raises, because all answers failed.
             check_error_rate(len(errors), errors, 0.0, episodes=False)
         return lost_places(by_agent, size, episodes=episodes)
 

@@ -197,6 +197,7 @@ def constructor_arguments(state: AgentState, runtime: Runtime) -> dict[str, Any]
 def lora_of(state: AgentState, runtime: Runtime) -> Any:
     """Return the LoraConfig of a state's adapter: the runtime's, with the rank, scale and dropout of the state."""
     lora = copy.deepcopy(runtime.lora_config)
+    # A state leaves these two out at their defaults, from which the runtime's may differ.
     for name, value in ({"lora_dropout": 0.0, "init_lora_weights": True} | state.lora).items():
         setattr(lora, name, value)
     return lora

@@ -124,6 +124,7 @@ class _Run(NamedTuple):
         """Return the factors ``[slots, entries of each, in]`` on the inputs: 0, or 1 / (1 - rate); None: all are 1."""
         if self.keys is None:
             return None
+        # The sum wraps around; of a thousand layers no two come closer than 515,091 channels.
         channels = _mixed(torch.arange(self.a.shape[2], dtype=torch.int32, device=self.keys.device) + layer * _LAYER)
         # In place: these are as many numbers as the inputs.
         words = _mixed(self.keys[..., None] ^ channels).bitwise_and_(0x7FFFFFFF)
