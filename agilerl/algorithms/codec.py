@@ -171,6 +171,7 @@ def write_state(
     if critic is not None:
         adapters.write_adapter(folder / "critic", layers, critic.adapter, lora_config, source)
         head = critic.head.cpu()
+        # As a linear layer with one output: [1, H] and [1].
         adapters.write_tensors(folder / "critic" / _HEAD_FILE, {"weight": head[None, :-1], "bias": head[-1:]})
     if save_optimizer:
         named = tensors(state, [layer.name for layer in layers])

@@ -161,6 +161,7 @@ class PairCount(float):
     def __new__(cls, pairs: float, chosen_tokens: float) -> Self:
         """Make a number of pairs."""
         count = super().__new__(cls, pairs)
+        # A loss has one denominator, and the cross-entropy of chosen completions needs a second one.
         count.chosen_tokens = chosen_tokens
         return count
 
@@ -185,6 +186,7 @@ class DPO(DataAlgorithm):
         """Return the batch with the reference's log-probs, if needed; raises ConfigError unless its rows are pairs."""
         self._check_pairs(batch)
         reference = self.reference_logprobs(batch) if self.config.needs_reference else None
+        # A preference loss reads no advantages.
         return Experience(batch, torch.zeros(batch.action_mask.shape), ref_logp=reference)
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:

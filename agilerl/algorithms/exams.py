@@ -190,6 +190,7 @@ class Exams:
                 self.context_length,
                 number,
                 of_task,
+                # The row's number in its split: the same draws for all agents, in every exam.
                 (start + number,),
                 self.eval_max_new_tokens or 1,
                 state=self._state(agent),

@@ -125,6 +125,7 @@ def to_batch(
     turns = torch.where(mask, 0, -1)
     if turn_ids is not None:
         for row, ids_of_turns in enumerate(_by_row(turn_ids, rows, max(m.shape[1] for m in masks))):
+            # Only actions have a turn, whatever the given ids say elsewhere.
             turns[row, : len(ids_of_turns)] = torch.where(mask[row, : len(ids_of_turns)], ids_of_turns.cpu(), -1)
     if not mask.any():
         raise ConfigError(
@@ -216,6 +217,7 @@ def _sampled(logps: Sequence[Tensor | None] | None, mask: Tensor) -> Tensor | No
     flat = torch.cat(known)
     if flat.numel() != int(mask.sum()):
         raise ConfigError(f"sampling_logps hold {flat.numel()} numbers, the action masks mark {int(mask.sum())}")
+    # It fills row by row, which is the order of flat.
     return torch.zeros(mask.shape).masked_scatter(mask, flat)
 
 

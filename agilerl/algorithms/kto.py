@@ -68,6 +68,7 @@ class KTO(DataAlgorithm):
             batch,
             torch.zeros(batch.action_mask.shape),
             ref_logp=self.reference_logprobs(batch),
+            # One number, given to each row, so that micro-batches take it along.
             reference_point=point.expand(len(batch)),
             metrics={"reference_point": float(point)} if len(batch) else {},
         )

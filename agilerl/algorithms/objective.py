@@ -80,6 +80,7 @@ class PolicyParts:
         usual = {
             "dual_clip": c.dual_clip,
             "delta": c.delta,
+            # Without a beta there are no log-probs of the reference, and this is not used.
             "kl": c.kl_estimator,
             "kl_weight": kl_coef if c.kl_in_loss else None,
             "kl_clamp": c.kl_clamp_value,
@@ -212,6 +213,7 @@ def record_batch(batch: RolloutBatch, metrics: MetricReducer) -> None:
 def record_idle(tokens: int, metrics: MetricReducer) -> None:
     """Count action tokens that were skipped because their advantages, and so all of these metrics, are 0."""
     if tokens:
+        # Else these would be means over the rows that were computed.
         zeros = torch.zeros(tokens)
         for name in ("policy_loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
             metrics.add(name, zeros)
