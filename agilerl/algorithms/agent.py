@@ -138,6 +138,7 @@ class LLMAlgorithm(Learner):
         index: Whole = 0,
         **arguments: Any,
     ) -> None:
+        # Settings: the agent's own, and those of the base that it shares.
         keywords, shared = split_options(arguments)
         for name, accepted in self.implied.items():
             if name in keywords and not any((value := keywords[name]) is a or value == a for a in accepted):
@@ -147,6 +148,7 @@ class LLMAlgorithm(Learner):
         options = validated(SharedOptions, shared)
         self.config = self._merge(config, keywords)  # type: ignore[assignment]
         self.hp_config = hp_config
+        # Where it comes from, and how it has done so far.
         self.index = index
         self.parent: int | None = None
         """Index of the agent that this one was cloned from; None for a founder."""
@@ -166,6 +168,7 @@ class LLMAlgorithm(Learner):
         if loss is not None:
             check_loss(loss, self)
         self.loss = loss
+        # The base, which may be there already.
         self.runtime = Runtime.resolve(
             runtime,
             model_name,
@@ -181,6 +184,7 @@ class LLMAlgorithm(Learner):
         self.runtime.base.check_routers(self.config.router_aux_loss_coef)
         self.pad_token_id, self.pad_token = self._padding(pad_token_id, pad_token), pad_token
         self.cosine_lr_schedule_config = cosine_lr_schedule_config
+        # Counters, most of which are part of its state.
         self.position = 0
         """Prompts of the training stream that this agent has consumed."""
         self.updates = 0
@@ -202,6 +206,7 @@ class LLMAlgorithm(Learner):
         longest = getattr(self.config, "max_output_tokens", None)
         if longest is not None and longest > self.context_length:
             _say_that_the_context_ends_it(longest, self.context_length)
+        # A copy of its own, because a mutation of the rank writes r and alpha into it.
         self.lora_config = copy.deepcopy(lora_config if lora_config is not None else self.runtime.lora_config)
         adapters.check_lora_config(self.lora_config)
         self._take_slots()
@@ -285,6 +290,7 @@ class LLMAlgorithm(Learner):
         if store.route is not None and self.slot in store.route.slots:  # of use_adapter
             store.route = None
         self._lease()
+        # Last, because slots cannot be read from here on.
         self.is_open = False
 
     def move_to(self, slot: int) -> None:
@@ -311,6 +317,7 @@ class LLMAlgorithm(Learner):
 
     def select_adapter(self, adapter_name: str) -> AbstractContextManager[object]:
         """Read from an adapter as :meth:`use_adapter` does; as a context (``with``), only while it is open."""
+        # It acts at once, and undoes it only if the caller enters it as a context.
         after = ExitStack()
         after.callback(self._select, self._selected, self.runtime.store.route)
         self.use_adapter(adapter_name)
@@ -468,6 +475,7 @@ class LLMAlgorithm(Learner):
         else:
             group_size = getattr(self.config, "group_size", 1)
             batch = to_batch(experiences, self.pad_token_id, turn_ids, sampling_logps, group_size=group_size)
+            # The user's own tensor: to_batch makes another one in every call.
             ids = experiences[0] if isinstance(experiences[0], Tensor) else next(iter(experiences[0]), batch.ids)
         self._check_fits(batch)
         with self._noting(ids):
@@ -521,6 +529,7 @@ class LLMAlgorithm(Learner):
                 f"expected d loss / d log-prob as a tensor of shape {expected}, one number for each entry of "
                 f"agent.logprobs(batch), found {given}"
             )
+        # In place of the advantages: tangent_loss multiplies them by the log-probs.
         accumulate_batch(self, Experience(rows, dloss_dlogp.detach()), tangent_loss, 1.0)
         self._count(rows)
 
@@ -550,6 +559,7 @@ class LLMAlgorithm(Learner):
     def _noting(self, ids: Any) -> Iterator[None]:
         """Remember the batch, so that the next call can tell whether it gets the same one again."""
         self.learns_again = self._learned is not None and self._learned() is ids
+        # Weak, so that the batch does not stay in memory; an id() could be that of a later tensor.
         self._learned = weakref.ref(ids) if isinstance(ids, Tensor) else None
         try:
             yield
@@ -699,6 +709,7 @@ class LLMAlgorithm(Learner):
         if there is none. Raises CheckpointError when the ranks differ; the agent is then unchanged.
         """
         self.check_open()
+        # All that may be refused comes before adopt, which changes the agent.
         state = read_state(Path(path), self.runtime.store.layers)
         if state.lora["r"] != self.rank:
             raise CheckpointError(
@@ -789,6 +800,7 @@ class LLMAlgorithm(Learner):
         ``ranges`` are those that they are spread over; the agent of index 0 has the given values.
         """
         self.runtime.store.reserve(len(places) * self.trained_slots)
+        # Of the whole generation, of which each process may ask for a part.
         starts = initial_hyperparameters(ranges, self.hyperparameters, size, self.config.seed, init)
         agents = [self, *(self.clone(index) for index in places[1:])]
         for agent in agents:
@@ -826,6 +838,7 @@ def _declare(cls: type[LLMAlgorithm]) -> None:
 
 def _signature(cls: type[LLMAlgorithm]) -> inspect.Signature:
     """Return the constructor's signature with every hyperparameter spelled out."""
+    # The constructors' own arguments, the most derived ones first; then a keyword for each hyperparameter.
     parameters: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:  # the most derived first
         init = base.__dict__.get("__init__")
@@ -838,6 +851,7 @@ def _signature(cls: type[LLMAlgorithm]) -> inspect.Signature:
         parameters[name] = inspect.Parameter(
             name, inspect.Parameter.KEYWORD_ONLY, default=field.get_default(call_default_factory=True)
         )
+    # inspect wants the kinds in order; sorting is stable, so the names of one kind keep theirs.
     return inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))
 
 

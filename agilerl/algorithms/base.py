@@ -76,6 +76,7 @@ class _WhileOpen:
         if agent is None:
             return self
         agent.check_open()
+        # Under the same name: a descriptor with __set__ is asked before the dictionary of the agent.
         return agent.__dict__.get(self.name)
 
     def __set__(self, agent: Any, value: Any) -> None:

@@ -52,6 +52,7 @@ def tensors(state: AgentState, layers: Iterable[str] | None = None) -> dict[str,
     critic = state.critic
     if critic is not None:
         parts |= {"critic.adapter": critic.adapter, **{f"critic.{name}": part for name, part in critic.moments.items()}}
+        # The steps are a tensor because the plain parts say nothing of a critic.
         named |= {"critic.head": critic.head, "critic.steps": torch.tensor(critic.optimizer_steps, dtype=torch.float64)}
         named |= {f"critic.{name}.head": tensor for name, tensor in critic.head_moments.items()}
     for part, factors in parts.items():
@@ -142,6 +143,7 @@ def warn_of_another_base(folder: Path, base: BaseModel, loaded: Mapping[str, Any
                 agent = strict_json.read_json(home / "agent.json", PlainState)
                 name, saved = agent["base"], agent.get("loaded")
             break
+    # Adapter folders name what the base was loaded from, states what the user called it.
     for difference in differences(base.name if name == base.original else name, saved, base, loaded):
         warnings.warn(f"{folder}: {difference}", stacklevel=3)
 
@@ -169,6 +171,7 @@ def write_state(
     if critic is not None:
         adapters.write_adapter(folder / "critic", layers, critic.adapter, lora_config, source)
         head = critic.head.cpu()
+        # As a linear layer with one output: [1, H] and [1].
         adapters.write_tensors(folder / "critic" / _HEAD_FILE, {"weight": head[None, :-1], "bias": head[-1:]})
     if save_optimizer:
         named = tensors(state, [layer.name for layer in layers])
@@ -290,6 +293,7 @@ def _read_head(path: Path, *, finite: bool) -> Tensor:
 
 def _with_optimizer(path: Path, layers: tuple[LinearShape, ...], state: AgentState, *, finite: bool) -> AgentState:
     """Return a state with the moments in a file, each of the shape of its weight."""
+    # A moment has the shape of its weight, so a state with weights in place of moments says what the file must have.
     names, critic = [layer.name for layer in layers], state.critic
     if critic is not None:
         critic = replace(critic, moments=dict.fromkeys(MOMENTS, critic.adapter))

@@ -31,6 +31,7 @@ def shaped_rewards(c: PolicyConfig, batch: RolloutBatch, kl: Tensor | None, kl_c
         lengths = per_turn_sums(batch.action_mask.float(), batch.turn_ids, played)
         punishment = overlong_penalty(lengths, c.max_output_tokens, c.overlong_cache_tokens)
         for k in range(played):
+            # As in per_turn_sums, turns beyond the last column of rewards join it.
             column = min(k, turns - 1)
             rewards = rewards.index_add(1, torch.tensor([column]), punishment[:, k : k + 1])
     if kl is not None and c.kl_placement == "reward":
@@ -46,11 +47,12 @@ def group_credit(c: GroupConfig, batch: RolloutBatch, shaped: Tensor) -> tuple[T
     heads, places = batch.heads()
     rewards = shaped
     if batch.episodes is not None:  # the rows of an episode share what each adds or subtracts
-        change = (shaped - batch.rewards).nan_to_num(nan=0.0)
+        change = (shaped - batch.rewards).nan_to_num(nan=0.0)  # NaN: turns that a row does not have
         rewards = batch.rewards[heads] + torch.zeros_like(batch.rewards[heads]).index_add(0, places, change)
     groups = batch.groups[heads]
     if c.advantage_level == "turn":
         check_turn_rewards(batch)
+        # Each turn stands for a token of its own, so the result is [E, K].
         by_turn = turn_advantages(
             rewards,
             groups,

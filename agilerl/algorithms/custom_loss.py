@@ -161,18 +161,22 @@ def compute_loss(agent: Learner, override: LossFunction | None, inputs: LossInpu
     loss = override if override is not None else agent.loss
     if loss is None:
         return agent.objective(inputs, metrics)
+    # Looked up in every call: a mutation may have changed them.
     arguments = {name: getattr(owner, name) for name, owner in _arguments(loss, agent).items()}
     try:
         with torch_restored():
             result: Any = loss(inputs, **arguments)
     except BaseException as error:
+        # left() raises an ordinary error as it is; what it returns tried to exit the process.
         raise ConfigError(f"the loss {loss_name(loss)} failed: {left(error)}; let it raise an error instead") from error
     pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)
     value, named = result if pair else (result, {})
     _check_scalar(value, loss_name(loss))
     assert isinstance(value, Tensor)
+    # Its advantages are derivatives, of which the usual metrics would say nothing.
     if loss is not tangent_loss:
         _record(inputs, value, named, metrics)
+    # The losses of all agents are stacked, whatever type and device a user computes in.
     return value.to(inputs.logp)
 
 
@@ -270,6 +274,7 @@ def _record_own(inputs: LossInputs, name: str, values: Any, metrics: MetricReduc
     if tensor.shape == inputs.mask.shape:
         metrics.add(name, tensor, inputs.mask, reduction=reduction)
     elif tensor.dim() == 0 and reduction == "mean":
+        # Once for each row, so that the mean does not depend on micro-batches.
         metrics.add_ratio(name, float(tensor) * len(inputs.mask), len(inputs.mask))
     elif tensor.dim() < 2:
         metrics.add(name, tensor, reduction=reduction)

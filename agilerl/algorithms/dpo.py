@@ -161,6 +161,7 @@ class PairCount(float):
     def __new__(cls, pairs: float, chosen_tokens: float) -> Self:
         """Make a number of pairs."""
         count = super().__new__(cls, pairs)
+        # A loss has one denominator, and the cross-entropy of chosen completions needs a second one.
         count.chosen_tokens = chosen_tokens
         return count
 
@@ -185,6 +186,7 @@ class DPO(DataAlgorithm):
         """Return the batch with the reference's log-probs, if needed; raises ConfigError unless its rows are pairs."""
         self._check_pairs(batch)
         reference = self.reference_logprobs(batch) if self.config.needs_reference else None
+        # A preference loss reads no advantages.
         return Experience(batch, torch.zeros(batch.action_mask.shape), ref_logp=reference)
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
@@ -213,7 +215,7 @@ class DPO(DataAlgorithm):
 
     def window_denominator(self, mask: Tensor) -> float:
         """Return the number of pairs, and with it that of the chosen completions' tokens."""
-        return PairCount(len(mask) / 2, float(mask[0::2].sum()))
+        return PairCount(len(mask) / 2, float(mask[0::2].sum()))  # even rows are the chosen ones
 
     def score(self, batch: RolloutBatch) -> Tensor:
         """Return 1 for each pair ``[B / 2]`` whose chosen completion gained more on the reference than the other.
@@ -225,7 +227,7 @@ class DPO(DataAlgorithm):
         reference = self.reference_logprobs(batch) if self.config.needs_reference else 0.0
         gain = torch.where(mask, logprobs - reference, 0.0).double().sum(-1)
         if self.config.per_token:
-            gain = gain / mask.sum(-1)
+            gain = gain / mask.sum(-1)  # no row is empty: _check_pairs
         return (gain[0::2] > gain[1::2]).double()
 
     @property

@@ -108,6 +108,7 @@ class Exams:
             for agent in chosen:
                 agent.fitness.append(float("nan") if agent.sick else results[agent.index].mean)
                 rewards = [reward for reward in agent.vitals["reward"] if math.isfinite(reward)]
+                # Rewards under weights of its own have another scale than other agents'.
                 if rewards and not own_weights(agent):
                     results[agent.index] = replace(results[agent.index], training=math.fsum(rewards) / len(rewards))
         return results
@@ -138,6 +139,7 @@ class Exams:
         results = []
         for k, (_, agent) in enumerate(who):
             answers = [group for number, group in enumerate(groups[k * size : (k + 1) * size]) if number not in lost]
+            # Log-probs that are not finite are the agent's own fault: one such answer spoils its whole exam.
             failed = any(t.finish_reason == "error" for group in answers for t in group)
             # An episode may have several rows, each with the whole return.
             scores = [float("nan") if failed or not group else self._score(group) for group in answers]
@@ -188,6 +190,7 @@ class Exams:
                 self.context_length,
                 number,
                 of_task,
+                # The row's number in its split: the same draws for all agents, in every exam.
                 (start + number,),
                 self.eval_max_new_tokens or 1,
                 state=self._state(agent),
@@ -201,6 +204,7 @@ class Exams:
         self, agent: LLMAlgorithm, groups: Sequence[Sequence[Trajectory]], *, counted: bool
     ) -> dict[str, Fitness]:
         """Return the other objectives of an agent's exam; the scores of a prompt that failed are NaN."""
+        # Without a token there is nothing to divide by, and the costs are NaN.
         lengths = [float(sum(sum(t.action_mask) for t in group)) or math.nan for group in groups]
         costs = {}
         if "kl" in self.objectives:
@@ -225,7 +229,7 @@ class Exams:
         except MemoryExhaustedError:
             return [math.nan] * len(rows)
         if counted:
-            agent.tokens["evaluated"] += 2 * int(batch.lengths.sum())
+            agent.tokens["evaluated"] += 2 * int(batch.lengths.sum())  # the agent's pass and the reference's
         return kl.double().sum(dim=1).tolist()
 
     def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, all_agents: bool) -> set[int]:
@@ -233,9 +237,11 @@ class Exams:
         errors = [failure for failure in failures if failure.kind != "oom"]
         by_agent = [{f.request % size: f.message for f in errors if f.request // size == k} for k in range(examined)]
         if not all_agents:
+            # As in lost_places: who fails in more than half of the exam is the cause and is excused nothing.
             return {question for places in by_agent if len(places) <= size / 2 for question in places}
         episodes = self.task.multi_turn
         if not episodes and len(errors) == examined * size * self.eval_samples:
+            # This raises, because all answers failed.
             check_error_rate(len(errors), errors, 0.0, episodes=False)
         return lost_places(by_agent, size, episodes=episodes)
 
@@ -250,6 +256,7 @@ class Exams:
         first = min(size, self.test_prompts or size)
         if split == "test":
             return "test", 0, first
+        # The second panel comes after the test's rows, so that choosing by it leaves the test unseen.
         return "test", first, min(size, first + (self.exam_prompts or size))
 
     def places(self, split: Split | Panels) -> list[Place]:

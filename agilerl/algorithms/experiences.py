@@ -72,7 +72,7 @@ def action_result(
         for i, completion in enumerate(group):
             end = len(prompt) + len(completion.token_ids)
             rows[i, len(prompt) : end] = torch.tensor(completion.token_ids)
-            mask[i, len(prompt) - 1 : end - 1] = True
+            mask[i, len(prompt) - 1 : end - 1] = True  # column t is about token t + 1
             result.sampling_logps.append(None if completion.logprobs is None else torch.tensor(completion.logprobs))
         result.completion_ids.append(rows)
         result.action_masks.append(mask)
@@ -102,13 +102,16 @@ def to_batch(
         )
     completion_ids, action_masks, rewards = experiences
     stacked = isinstance(completion_ids, Tensor)
+    # The parts, checked against each other.
     ids = _groups(completion_ids, token_rows, "completion_ids", group_size)
     masks = _groups(action_masks, mask_rows, "action_masks", group_size)
     rows = sum(len(i) for i in ids)
     _check_rows(ids, masks, group_size if stacked else 1)
     shapes = {(rows // size, size) for size in (group_size, rows // len(ids)) if rows % size == 0}
     by_row = _rewards(rewards, rows, shapes, per_turn=turn_ids is not None)
+    # Single rows, as of get_action with repeat_prompts=False: a group is group_size of them in a row.
     expanded = not stacked and len(ids) == rows
+    # All rows in one padded matrix.
     length = padded_length(max(i.shape[1] for i in ids))
     wide = torch.full((rows, length), pad_token_id, dtype=torch.int64)
     mask = torch.zeros((rows, length - 1), dtype=torch.bool)
@@ -122,6 +125,7 @@ def to_batch(
     turns = torch.where(mask, 0, -1)
     if turn_ids is not None:
         for row, ids_of_turns in enumerate(_by_row(turn_ids, rows, max(m.shape[1] for m in masks))):
+            # Only actions have a turn, whatever the given ids say elsewhere.
             turns[row, : len(ids_of_turns)] = torch.where(mask[row, : len(ids_of_turns)], ids_of_turns.cpu(), -1)
     if not mask.any():
         raise ConfigError(
@@ -213,6 +217,7 @@ def _sampled(logps: Sequence[Tensor | None] | None, mask: Tensor) -> Tensor | No
     flat = torch.cat(known)
     if flat.numel() != int(mask.sum()):
         raise ConfigError(f"sampling_logps hold {flat.numel()} numbers, the action masks mark {int(mask.sum())}")
+    # It fills row by row, which is the order of flat.
     return torch.zeros(mask.shape).masked_scatter(mask, flat)
 
 

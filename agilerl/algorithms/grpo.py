@@ -139,8 +139,10 @@ class GRPO(PolicyLearner, LLMAlgorithm):
         """Return advantages and the log-probs that the objective compares with."""
         c = self.config
         batch = batch.select(batch.graded)  # a row without a grade teaches nothing
+        # Before the credit, of which the KL may be a part.
         old, reported, ref, kl = sampled_logprobs(self, batch)
         advantages = self.credit(batch, kl)
+        # After the credit: a row that is left out still counts in the baseline of its group.
         kept = self._kept_rows(batch, advantages)
         if not kept.all():
             batch = batch.select(kept)  # which may cut the padding
@@ -149,8 +151,10 @@ class GRPO(PolicyLearner, LLMAlgorithm):
             old, ref, reported = (x if x is None else x[kept, :width] for x in (old, ref, reported))
         if c.top_entropy_quantile < 1 and len(batch):
             advantages = self._on_top_entropy(batch, advantages)
+        # A KL or an entropy bonus has a gradient where the advantage is 0, too.
         still = c.beta == 0 and c.entropy_coef == 0
         idle = ~nonzero_advantage_rows(advantages, batch.action_mask) if still else None
+        # It may have been computed for the KL alone, or the rows that are left may fit one optimizer step.
         old = old if is_off_policy(self, batch) else None
         metrics = {} if c.kl_target is None else {"kl_coef": self.kl_coef}
         return Experience(batch, advantages, old, ref, reported, idle=idle, metrics=metrics)
@@ -219,6 +223,7 @@ class GRPO(PolicyLearner, LLMAlgorithm):
         for cls in (type(self), family[name]):
             _check_movable(cls)
         algorithm = family[name].algorithm
+        # What was set moves along; everything else takes the defaults of the other algorithm.
         kept = with_changes(self.config.model_dump(exclude_unset=True), values)
         del kept["algorithm"]
         before = self.algorithm, self.config

@@ -68,6 +68,7 @@ class KTO(DataAlgorithm):
             batch,
             torch.zeros(batch.action_mask.shape),
             ref_logp=self.reference_logprobs(batch),
+            # One number, given to each row, so that micro-batches take it along.
             reference_point=point.expand(len(batch)),
             metrics={"reference_point": float(point)} if len(batch) else {},
         )
@@ -134,6 +135,7 @@ def mismatched(batch: RolloutBatch, pad_token_id: int, context_length: int) -> R
     starts = [mask.index(True) + 1 for mask in masks]
     prompts = [row[:start] for row, start in zip(ids, starts)]
     rows = len(batch)
+    # Twice around, because the search goes on behind the last row; backwards, so that each step is one comparison.
     following: list[int | None] = [None] * (2 * rows)
     for i in reversed(range(2 * rows - 1)):
         following[i] = i + 1 if prompts[i % rows] != prompts[(i + 1) % rows] else following[i + 1]
@@ -143,6 +145,6 @@ def mismatched(batch: RolloutBatch, pad_token_id: int, context_length: int) -> R
             continue
         j = after % rows
         tokens = ids[j][starts[j] : lengths[j]][: context_length - len(prompt)]
-        mask = masks[j][starts[j] - 1 :][: len(tokens)]
+        mask = masks[j][starts[j] - 1 :][: len(tokens)]  # column t is about token t + 1
         trajectories.append(Trajectory(prompt, tokens, mask, None, [float("nan")]))
     return collate(trajectories, pad_token_id)

@@ -254,6 +254,7 @@ class Learner:
         if self.reference_slot is None:
             self.reference_slot = store.allocate(rank, scaling)
             self._reference_lease = self._lease_of(self.reference_slot)
+        # A slot that is used again may have held factors of another rank.
         store.set_rank(self.reference_slot, rank, scaling)
         store.load_adapter(self.reference_slot, factors)
         self.reference_key = fingerprint(factors, scaling)
@@ -280,6 +281,7 @@ class Learner:
         self.check_open()
         store, energy = self.runtime.store, 1.0
         factors, scaling = store.adapter(self.slot), float(store.scaling[self.slot])
+        # With 1 it is the policy to the bit, which a decomposition would not give.
         if alpha < 1:
             parts = [Part(factors, scaling, alpha)]
             if self.reference_slot is not None:
@@ -389,7 +391,9 @@ class Sampled(NamedTuple):
 def sampled_logprobs(agent: PolicyLearner, batch: RolloutBatch) -> Sampled:
     """Adapt the weight of the KL to a batch, and compute the log-probs that the batch is compared with."""
     c = agent.config
+    # For a ratio that can differ from 1, or for a KL that is needed before the update.
     old = behaviour_logprobs(agent, batch) if is_off_policy(agent, batch) or c.kl_when_sampled else None
+    # Our own engine samples from the policy that is trained: there is nothing to correct.
     reported = None if agent.runtime.engine.exact else batch.sampling_logps
     ref = reference_logprobs(agent, batch) if c.beta > 0 else None
     kl = None
@@ -430,7 +434,7 @@ class ReferenceLogprobs:
     A fixed policy gives a row the same bits for every agent and in every batch, so agents may share them.
     """
 
-    def __init__(self, runtime: Runtime, max_tokens: int = 2**25) -> None:
+    def __init__(self, runtime: Runtime, max_tokens: int = 2**25) -> None:  # 128 MiB of log-probs
         # Weak, as the key that leads here is: the store must not keep its runtime alive.
         self._runtime = weakref.ref(runtime)
         self.max_tokens = max_tokens
@@ -456,8 +460,10 @@ class ReferenceLogprobs:
         of = policy + repr(float(temperature)).encode()
         keys = [_key(of, batch, row) for row in range(len(batch))]
         missing = list({key: row for row, key in enumerate(keys) if key not in self._known}.values())
+        # Taken now, because the rows that are computed may push these out of the store.
         logprobs = {key: self._known[key] for key in keys if key in self._known}
         if missing:
+            # Whole prompts alone are shared: with other common parts a row's bits would depend on its batch.
             part, runtime = batch.select(torch.tensor(missing)).with_prompts_once(), self._runtime()
             assert runtime is not None
             values = runtime.fixed_logprobs(slot, part, temperature, most).cpu()
@@ -481,12 +487,14 @@ def fingerprint(factors: Sequence[tuple[Tensor, Tensor]], scaling: float) -> byt
     digest = hashlib.blake2b(repr(scaling).encode(), digest_size=16)
     for pair in factors:
         for factor in pair:
+            # In fp32, because numpy has no bfloat16.
             digest.update(factor.detach().float().cpu().contiguous().numpy().tobytes())
     return digest.digest()
 
 
 def _key(policy: bytes, batch: RolloutBatch, row: int) -> bytes:
     length = int(batch.lengths[row])
+    # With its length: the end of a policy's name must not be taken for token ids.
     digest = hashlib.blake2b(len(policy).to_bytes(4) + policy, digest_size=16)
     digest.update(batch.ids[row, :length].cpu().numpy().tobytes())
     digest.update(batch.action_mask[row, : length - 1].cpu().numpy().tobytes())

@@ -13,6 +13,7 @@ class MaxRLConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     algorithm: ClassVar[str] = "MaxRL"
     loss_type: ClassVar[Literal["grpo"]] = "grpo"  # type: ignore[misc]  # fixed: no hyperparameters here
     adv_norm: ClassVar[Literal["mean"]] = "mean"  # type: ignore[misc]
+    # group_credit passes it on with every norm, although this one does not use it.
     adv_eps: ClassVar[float] = 1e-4  # type: ignore[misc]
 
 

@@ -80,6 +80,7 @@ class PolicyParts:
         usual = {
             "dual_clip": c.dual_clip,
             "delta": c.delta,
+            # Without a beta there are no log-probs of the reference, and this is not used.
             "kl": c.kl_estimator,
             "kl_weight": kl_coef if c.kl_in_loss else None,
             "kl_clamp": c.kl_clamp_value,
@@ -111,6 +112,7 @@ def policy_terms(inputs: LossInputs, parts: PolicyParts) -> PolicyTerms:
     low, high = parts.bounds
     regions: tuple[Tensor, Tensor] | None = None
     if parts.surrogate == "clipped":
+        # The bounds are ratios, clipped_surrogate takes distances from 1.
         loss = clipped_surrogate(ratio, advantages, 1 - low, high - 1, dual_clip=parts.dual_clip, delta=parts.delta)
     elif parts.surrogate == "cispo":
         loss = cispo(ratio, advantages, inputs.logp, clip_max=high, clip_min=low)
@@ -124,6 +126,7 @@ def policy_terms(inputs: LossInputs, parts: PolicyParts) -> PolicyTerms:
         loss = _of_user(parts.surrogate(ratio, advantages, inputs.logp), mask, "surrogate")
     if parts.surrogate in ("clipped", "cispo"):
         regions = clip_regions(ratio.detach(), advantages, 1 - low, high - 1)
+    # Before KL and entropy join: the correction weighs the policy term alone.
     if inputs.sampling_logp is not None and parts.mismatch is not None:
         loss = loss * mismatch_weights(
             inputs.old_logp, inputs.sampling_logp, mask, parts.mismatch, cap=parts.mismatch_cap
@@ -132,6 +135,7 @@ def policy_terms(inputs: LossInputs, parts: PolicyParts) -> PolicyTerms:
     if parts.kl is not None and inputs.ref_logp is not None:
         kl = _kl(inputs.logp, inputs.ref_logp, mask, parts.kl)
         if parts.kl_weight is not None:
+            # The metric is of the KL itself, not of the capped one.
             limit = parts.kl_clamp
             loss = loss + parts.kl_weight * (kl if limit is None else kl.clamp(-limit, limit))
     if parts.entropy_coef > 0 and inputs.entropy is not None:
@@ -180,6 +184,7 @@ def _of_user(values: Tensor, mask: Tensor, part: str) -> Tensor:
     if not isinstance(values, Tensor) or values.shape != mask.shape:
         given = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else f"a {type(values).__name__}"
         raise ConfigError(f"PolicyLoss({part}=...) must return a tensor of shape {tuple(mask.shape)}, found {given}")
+    # Off the mask a user's part may be anything, NaN included.
     return torch.where(mask, values, 0.0)
 
 
@@ -208,6 +213,7 @@ def record_batch(batch: RolloutBatch, metrics: MetricReducer) -> None:
 def record_idle(tokens: int, metrics: MetricReducer) -> None:
     """Count action tokens that were skipped because their advantages, and so all of these metrics, are 0."""
     if tokens:
+        # Else these would be means over the rows that were computed.
         zeros = torch.zeros(tokens)
         for name in ("policy_loss", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"):
             metrics.add(name, zeros)

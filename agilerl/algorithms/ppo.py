@@ -147,6 +147,7 @@ class PPO(PolicyLearner, LLMAlgorithm):
         c = self.config
         check_whole_episodes("PPO", batch)
         batch = batch.select(batch.graded)  # a row without a grade teaches nothing
+        # From here on every turn has a column of rewards.
         batch = replace(batch, rewards=_turn_rewards(batch))
         old, reported, ref, kl = sampled_logprobs(self, batch)
         values = self.runtime.fixed_values(self.critic_slot, batch, self.micro_batch).to(batch.ids.device)
@@ -169,14 +170,17 @@ class PPO(PolicyLearner, LLMAlgorithm):
         penalty = torch.zeros_like(values)
         if kl is not None and c.kl_placement == "reward":
             penalty = self.kl_coef * kl.to(values.device)
+        # Rewards, values and mask of the units that get one advantage.
         if by_turn:
             turns = batch.rewards.shape[1]
             rewards = batch.rewards - per_turn_sums(penalty, turn_ids, turns)
             values = pool_turn_values(values, turn_ids, turns, c.turn_value_reduction)
+            # (rows, tokens, turns) -> (rows, turns): which turns a row has played.
             mask = (turn_ids.unsqueeze(-1) == torch.arange(turns, device=turn_ids.device)).any(dim=1)
         else:
             rewards = place_rewards(batch.rewards, turn_ids) - penalty
         advantages, returns = gae(rewards, values, mask, c.gamma, c.gae_lambda)
+        # Before a turn's advantage is spread over its tokens: each turn counts once.
         if c.whiten_advantages:
             advantages = masked_whiten(advantages, mask)
         if by_turn:
@@ -191,6 +195,7 @@ class PPO(PolicyLearner, LLMAlgorithm):
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
         """Clipped surrogate, plus beta times the KL, plus ``vf_coef`` times the value loss: the mean over tokens."""
         c = self.config
+        # All are -1 if prepare has found no turns in the whole batch.
         turns = inputs.turn_ids if inputs.turn_ids is not None and bool((inputs.turn_ids >= 0).any()) else None
         parts = PolicyParts.of(
             c,
@@ -201,6 +206,7 @@ class PPO(PolicyLearner, LLMAlgorithm):
             bounds=c.clip_range,
             aggregation=c.loss_norm,
         )
+        # KL(old || new): the tokens are the old policy's.
         metrics.add("approx_kl", kl_estimate(inputs.old_logp, inputs.logp), inputs.mask)
         return policy_objective(inputs, parts, metrics, c.vf_coef * self._value_error(inputs, turns, metrics))
 
@@ -235,6 +241,7 @@ class PPO(PolicyLearner, LLMAlgorithm):
     def optimizer_settings(self) -> dict[int, AdamWSettings]:
         """Return the settings of the next optimizer step of the actor and of the critic; each is clipped by itself."""
         critic = self.config.lr_critic * self.lr_factor
+        # A rate of 0 keeps the policy, weight decay included, while its moments form.
         policy = 0.0 if self.updates < self.config.critic_warmup_steps else self.current_lr
         return {self.slot: self.adamw(policy), self.critic_slot: self.adamw(critic)}
 
@@ -277,5 +284,5 @@ def _turn_rewards(batch: RolloutBatch) -> Tensor:
         return rewards
     if rewards.shape[1] > 1:
         raise ConfigError(f"turn_ids name {turns} turns, the rewards have {rewards.shape[1]} columns; give one a turn")
-    last = batch.turn_ids.amax(dim=1, keepdim=True).clamp(min=0)
+    last = batch.turn_ids.amax(dim=1, keepdim=True).clamp(min=0)  # -1: a row without an action
     return torch.zeros((len(batch), turns), dtype=rewards.dtype, device=rewards.device).scatter(1, last, rewards)

@@ -89,6 +89,7 @@ def reinforce_credit(c: REINFORCEConfig, batch: RolloutBatch, kl: Tensor | None,
     check_whole_episodes("REINFORCE", batch)
     mask = batch.action_mask
     penalty = kl_coef * kl if kl is not None and c.kl_placement == "reward" else None
+    # Without the KL, which is subtracted below from what it belongs to.
     rewards = shaped_rewards(c, batch, None, kl_coef)
     if c.advantage_estimator == "rebn":
         advantages = _returns(c, rewards, batch, penalty)
@@ -117,7 +118,7 @@ def _returns(c: REINFORCEConfig, rewards: Tensor, batch: RolloutBatch, penalty: 
         played = torch.stack([(batch.turn_ids == k).any(dim=1) for k in range(turns)], dim=1)
         cells = rebn(fill_masked(by_turn, by_turn.isfinite()), played, c.gamma)
         return broadcast_turns(cells, batch.turn_ids)
-    whole = by_turn.nansum(dim=1, keepdim=True)
+    whole = by_turn.nansum(dim=1, keepdim=True)  # (rows, 1): a trajectory is one cell
     return broadcast_rows(rebn(whole, torch.ones_like(whole, dtype=torch.bool), c.gamma)[:, 0], mask)
 
 

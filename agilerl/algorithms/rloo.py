@@ -17,6 +17,7 @@ class RLOOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     algorithm: ClassVar[str] = "RLOO"
     loss_type: ClassVar[Literal["grpo"]] = "grpo"  # type: ignore[misc]  # fixed: no hyperparameters here
     adv_norm: ClassVar[Literal["rloo"]] = "rloo"  # type: ignore[misc]
+    # group_credit passes it on with every norm, although this one does not use it.
     adv_eps: ClassVar[float] = 1e-4  # type: ignore[misc]
     kl_estimator: Annotated[KLEstimator, Needs("beta")] = "k1"
     """Estimator of KL(policy || reference); k1's sum over a completion is its log-ratio, as in the paper."""

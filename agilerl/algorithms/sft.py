@@ -119,12 +119,14 @@ class SFT(DataAlgorithm):
         """Return the batch with the share of its tokens that the present policy would choose."""
         if not bool(batch.action_mask.any(dim=1).all()):
             raise ConfigError("every example needs a token to learn, found a row without one; leave such rows out")
+        # For shuffle, which is told the number of rows alone.
         self._lengths = batch.lengths
         metrics = {"mean_token_accuracy": self._token_accuracy(batch)} if len(batch) else {}
         return Experience(batch, torch.zeros(batch.action_mask.shape), metrics=metrics)
 
     def objective(self, inputs: LossInputs, metrics: MetricReducer) -> Tensor:
         """Sum of the token losses / tokens of the optimizer step."""
+        # Without a mask: log-probs are 0 where it is False.
         loss = dft(inputs.logp) if self.config.loss_type == "dft" else sft(inputs.logp)
         metrics.add("nll", -inputs.logp.detach(), inputs.mask)
         if inputs.entropy is not None:
@@ -153,6 +155,7 @@ class SFT(DataAlgorithm):
         order, lengths = super().shuffle(rows, epoch), self._lengths
         if not self.config.packing or lengths is None or len(lengths) != rows:
             return order
+        # Within a window, so that it stays random which rows make an optimizer step.
         windows = torch.split(order, self.window_rows)
         return torch.cat([window[lengths[window].argsort(stable=True)] for window in windows])
 

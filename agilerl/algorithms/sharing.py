@@ -118,6 +118,7 @@ def with_teacher(agent: Learner, experience: Experience, teacher: int | TeacherE
         theirs = agent.runtime.fixed_logprobs(teacher, batch, temperature_of(agent), agent.micro_batch).cpu()
         agent.tokens["trained"] += int(batch.lengths.sum())
     advantages = experience.advantages.cpu() + distillation_advantages(ours.cpu(), theirs, mask, weight)
+    # A group whose rewards are equal is taught as well, so its rows are no longer idle.
     idle = None if experience.idle is None else ~nonzero_advantage_rows(advantages, mask)
     gap = float(masked_mean(ours.cpu() - theirs, mask))
     metrics = {**experience.metrics, "sharing/teacher_kl": gap}
@@ -164,6 +165,7 @@ def with_borrowed(
     if not len(borrowed):
         return experience
     sampled = sampled.select(sampled.graded)
+    # None: check_borrows has ruled out a KL.
     ours, theirs = (shaped_rewards(config, batch, None, 0.0).nansum(dim=1) for batch in (sampled, borrowed))
     by_row = borrowed_advantages(
         theirs, borrowed.groups, ours, sampled.groups, norm=config.adv_norm, adv_eps=config.adv_eps
@@ -192,11 +194,14 @@ def _joined(
     assert now is not None
     sampled = experience.batch
     known = sampled.sampling_logps is not None
+    # Borrowed rows can make several optimizer steps of one, and the later ones need old log-probs.
     several = agent.config.update_epochs > 1 or len(sampled) + count > agent.window_rows
     old = experience.old_logp
     if old is None and several:
         old = behaviour_logprobs(agent, sampled)
+    # Borrowed rows count as sampled by the policy itself: their correction is in the advantages.
     reported, idle = experience.sampling_logp, experience.idle
+    # A batch has sampling log-probs of all of its rows or of none.
     rows = borrowed if known else replace(borrowed, sampling_logps=None)
     batch = concatenated([replace(sampled, episodes=None), rows], pad_token_id=0)  # padding is never read
     return replace(
@@ -223,6 +228,7 @@ def borrowable(
     by reward would bias what is learned from them. Only completions with a grade and known log-probs are lent. With
     ``prompts="flat"`` they are for groups of one's own that teach nothing, which does not depend on the others' either.
     """
+    # By prompt, the completions of each lender.
     lent: dict[tuple[int, ...], list[list[Trajectory]]] = {}
     for rows in others:
         by_prompt: dict[tuple[int, ...], list[Trajectory]] = {}
@@ -230,6 +236,7 @@ def borrowable(
             by_prompt.setdefault(tuple(row.prompt_ids), []).append(row)
         for prompt, group in by_prompt.items():
             lent.setdefault(prompt, []).append(group)
+    # By group, the borrower's own.
     groups: dict[int, list[Trajectory]] = {}
     for row in sampled:
         groups.setdefault(row.group, []).append(row)
@@ -238,6 +245,7 @@ def borrowable(
         if prompts == "flat" and not teaches_nothing(group):
             continue
         first = group[0]
+        # Equal prompts may be of different rows of the task, with different answers.
         lenders = [rows for rows in lent.get(tuple(first.prompt_ids), []) if rows[0].row == first.row]
         ordered = [rows[k] for k in range(max(map(len, lenders), default=0)) for rows in lenders if k < len(rows)]
         sound = [

@@ -154,6 +154,7 @@ def capture(agent: Learner) -> AgentState:
         base=agent.runtime.base.name,
         config=agent.config.model_dump(mode="json", exclude_unset=True),
         genes={name: gene.state() for name, gene in agent.genes.items()},
+        # An option at its default is left out, as it is in older states.
         lora={"r": lora.r, "lora_alpha": lora.lora_alpha, "use_rslora": lora.use_rslora}
         | ({"lora_dropout": lora.lora_dropout} if lora.lora_dropout else {})
         | ({"init_lora_weights": "gaussian"} if lora.init_lora_weights == "gaussian" else {})
@@ -196,6 +197,7 @@ def constructor_arguments(state: AgentState, runtime: Runtime) -> dict[str, Any]
 def lora_of(state: AgentState, runtime: Runtime) -> Any:
     """Return the LoraConfig of a state's adapter: the runtime's, with the rank, scale and dropout of the state."""
     lora = copy.deepcopy(runtime.lora_config)
+    # A state leaves these two out at their defaults, from which the runtime's may differ.
     for name, value in ({"lora_dropout": 0.0, "init_lora_weights": True} | state.lora).items():
         setattr(lora, name, value)
     return lora
@@ -238,6 +240,7 @@ def _is_like(saved: Any, example: Any) -> bool:
         return type(saved) is type(example)
     if isinstance(example, float) and isinstance(saved, float):
         return True
+    # Not isinstance: a bool is an int, too.
     return (saved is None and example is None) or (type(saved) is int and 0 <= saved <= LARGEST)
 
 
@@ -250,6 +253,7 @@ def adopt(
     warning if its own scale was different. Without ``with_critic`` the agent keeps the values of its critic.
     """
     store, lora = agent.runtime.store, agent.lora_config
+    # First, so that an agent whose head does not fit is left as it was.
     if with_critic and agent.critic_slot is not None and state.critic is not None:
         _check_head(store, state.critic)
     before = float(store.scaling[agent.slot])
@@ -257,7 +261,9 @@ def adopt(
     scaling = adapters.lora_scaling(lora)
     store.set_rank(agent.slot, agent.rank, scaling)
     if agent.critic_slot is not None:
+        # One lora_config, and so one scale, serves both adapters; the critic's delta stays what it is.
         rescale(store, agent.critic_slot, scaling)
+    # A checkpoint without a reference has the base model as its reference.
     agent.forget_reference()
     load_weights(agent, state, with_optimizer=with_optimizer, with_critic=with_critic)
     if actor_as_reference:
@@ -302,7 +308,7 @@ def _load_critic(store: AdapterStore, slot: int, critic: CriticState, *, with_op
     _check_head(store, critic)
     store.load_adapter(slot, critic.adapter)
     store.clear_moments(slot)
-    head = torch.zeros_like(store.read_head(slot))
+    head = torch.zeros_like(store.read_head(slot))  # weights and the two moments of Adam
     head[0] = critic.head
     if with_optimizer and critic.moments:
         store.write(slot, critic.moments)
@@ -329,6 +335,7 @@ def join(agent: Learner, mate: AgentState) -> None:
     if agent.critic_slot is not None and mine.critic is not None and mate.critic is not None:
         _join(store, agent.critic_slot, mine.critic, mate.critic, _scaling(mate))
         head = torch.stack([mine.critic.head, mate.critic.head]).mean(dim=0)
+        # As merged_moments does for adapters: no momentum, and the mean of the second moments.
         second = torch.stack([critic.head_moments["exp_avg_sq"] for critic in (mine.critic, mate.critic)]).mean(dim=0)
         store.write_head(agent.critic_slot, torch.stack([head, torch.zeros_like(head), second]))
 
@@ -368,12 +375,14 @@ def differences(name: str, saved: Mapping[str, Any] | None, base: BaseModel, loa
     """
     sentences, known = [], saved or {}
     weights, here = known.get("weights"), loaded["weights"]
+    # Only weights of the same types can be compared: rounded to another type, all numbers differ.
     if weights is not None and here is not None and weights.partition(":")[0] == here.partition(":")[0]:
         if weights != here:
             sentences.append(
                 f"the checkpoint was trained on the base model {name!r}, and the weights of this one, {base.name!r}, "
                 "are others: its adapter does not fit; load the base that it was trained on"
             )
+    # Without digests that can be compared the names have to do.
     elif name and base.name and _place(name) != _place(base.name):
         sentences.append(
             f"the checkpoint was trained on the base model {name!r}, this agent is on {base.name!r}; unless they are "

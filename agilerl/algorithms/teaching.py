@@ -55,7 +55,7 @@ class Teaching:
                     sharing.experience_for,
                 )
                 borrowed = collate(rows, agent.pad_token_id) if rows else None
-            taught = teacher if teacher != agent.slot else None
+            taught = teacher if teacher != agent.slot else None  # the elite does not learn from itself
             lessons.append(Lesson(borrowed, sharing.experience_cap, taught, sharing.distillation))
         return lessons
 

@@ -53,7 +53,7 @@ class Share:
         """[B] int32 number of each row of the batch, by which ``lora_dropout`` chooses what to leave out."""
         key = (self.agent.index, self.agent.updates, self.window)
         words = stream(self.agent.config.seed, "dropout", *key).bytes(4 * len(self.experience))
-        return torch.frombuffer(bytearray(words), dtype=torch.int32)
+        return torch.frombuffer(bytearray(words), dtype=torch.int32)  # torch warns of a buffer that it cannot write to
 
     def cut(self) -> tuple[list["_Piece"], int]:
         """Cut into micro-batches, without the rows that need no computation, whose action tokens are counted.
@@ -152,6 +152,7 @@ def accumulate(runtime: Runtime, shares: Sequence[Share], *, keep_pending: bool 
     store, unfit, left = runtime.store, list[Learner](), list(shares)
     before = runtime.limits.train_tokens
     slots = [slot for share in shares for slot in share.agent.optimizer_settings()]
+    # A copy of what earlier calls have added, to go back to.
     pending = {slot: store.grad[slot].clone() for slot in slots if keep_pending}
     while True:
         cuts = [share.cut() for share in left]
@@ -160,14 +161,17 @@ def accumulate(runtime: Runtime, shares: Sequence[Share], *, keep_pending: bool 
             break
         for slot in slots:
             store.grad[slot] = pending.get(slot, 0.0)
+        # Half of the pass that failed, which may have been far below the limit.
         runtime.limits.train_tokens = max(1, full.tokens // 2)
         share = next(share for share in left if share.agent.slot == full.slot)
         if 0 < full.rows <= share.most.unit:  # it cannot make do with fewer
+            # The passes of the others are to be what they are without this agent.
             runtime.limits.train_tokens = before
             unfit.append(share.agent)
             left = [other for other in left if other is not share]
     for share, (pieces, idle_tokens) in zip(left, cuts):
         record_idle(idle_tokens, share.metrics)
+        # Only now, since an attempt that failed must leave neither metrics nor a verdict.
         for piece in pieces:
             share.metrics.merge(piece.metrics)
             share.agent.gradient_is_finite &= piece.is_finite
@@ -187,16 +191,20 @@ def _divided(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow 
     every = [slot for of_agent in slots.values() for slot in of_agent]
     longest = max((len(of_agent) for of_agent in pieces), default=0)
     in_order = _adds_in_order(store)
+    # Micro-batches of an agent in one round: one a process if they are added in order, else all.
     width = processes.size if in_order else max(longest, 1)
+    # Indexing by a list copies: what was pending, to which rounds are added.
     total = store.grad[every]
     for start in range(0, longest, width):
+        # Micro-batch k of agent i is for process (i + k) mod size, so that the first ones of agents are spread as well.
         places = [
             [k for k in range(start, min(start + width, len(of_agent))) if (i + k) % processes.size == processes.rank]
             for i, of_agent in enumerate(pieces)
         ]
-        store.grad[every] = 0.0
+        store.grad[every] = 0.0  # what this round adds is all that is sent
         work = partial(_compute, runtime, pieces, places, every if in_order else [])
         received = [_opened(part) for part in agreed(processes, work, runtime.lockstep)]
+        # All processes see the same reports, and so stop together.
         full = next((layout for layout, _, _ in received if layout is not None), None)
         if full is not None:
             return full
@@ -207,6 +215,7 @@ def _divided(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow 
             parts = [torch.frombuffer(g, dtype=store.dtype).view(total.shape) for _, _, g in received]
             row = 0
             for i, of_agent in slots.items():
+                # In the order of k, as a single process adds. Who has no k-th one sends zeros, which change nothing.
                 for k in range(start, start + width):
                     total[row : row + len(of_agent)] += parts[(i + k) % processes.size][row : row + len(of_agent)]
                 row += len(of_agent)
@@ -295,6 +304,7 @@ def _forward_backward(runtime: Runtime, pack: Sequence[_Piece]) -> float:
             piece.metrics.add("router_aux_loss", output.router_loss.detach())
         piece.is_finite = bool(torch.isfinite(loss))
         losses.append(loss)
+    # A sum hands each loss a gradient of 1, so that a NaN stays with its agent.
     total = torch.stack(losses).sum()
     with nullcontext() if runtime.lockstep is None else runtime.lockstep.backward():
         total.backward()  # type: ignore[no-untyped-call]
@@ -310,6 +320,7 @@ def _inputs(piece: _Piece, output: TokenOutputs, values: Tensor | None) -> LossI
         if values is None:
             return None
         selected = values[piece.rows.to(values.device)]
+        # A micro-batch is cut to its longest row, and so narrower than the batch.
         return (selected if selected.dim() == 1 else selected[:, :width]).to(device)
 
     old, advantages = rows(e.old_logp), rows(e.advantages)
@@ -368,6 +379,7 @@ class _Update:
 def _order(agent: Learner, rows: int, epoch: int) -> Tensor:
     """Return the rows of one epoch in random order; rows that belong together (a pair) stay side by side."""
     unit = agent.rows_per_unit
+    # The units are shuffled, [units, 1] + [unit] gives their rows.
     units = agent.shuffle(rows // unit, epoch)
     return (units[:, None] * unit + torch.arange(unit)).flatten()
 
@@ -394,6 +406,7 @@ def learn_together(
         record_batch(batch, update.metrics)
         for name, value in update.experience.metrics.items():
             update.metrics.add(name, value)
+    # What calls of accumulate have left behind does not belong to this update.
     clear_gradients(agents)
     for step in range(max((len(u.windows) for u in updates), default=0)):
         active = [u for u in updates if step < len(u.windows) and u.outcome == "ok"]
@@ -401,6 +414,7 @@ def learn_together(
         for update in active:
             if update.agent in unfit:
                 update.outcome = "oom"
+        # Without memory for a window an agent keeps the steps that it took, and takes no more.
         active = [u for u in active if u.outcome == "ok"]
         if active:
             optim_step([u.agent for u in active], [u.metrics for u in active])
@@ -432,6 +446,7 @@ def _begin(agent: Learner, batch: RolloutBatch, outcome: Outcome, lesson: Lesson
         agent.skipped_steps += 1
         agent.note_step(taken=False)
     if outcome != "ok":
+        # No rows, so no window and no step; the metrics of sampling are still reported.
         return _Update(agent, agent.prepare(nothing), outcome=outcome)
     try:
         return _Update(agent, lesson.applied(agent, batch, agent.prepare(batch)))
@@ -477,6 +492,7 @@ def optim_step(agents: Sequence[Learner], metrics: Sequence[MetricReducer]) -> l
     owners, slots, settings, sound = [], [], [], []
     for i, agent in enumerate(agents):
         by_slot = agent.optimizer_settings()
+        # adamw_step looks at each slot alone, but of two slots neither may move without the other.
         sound.append(agent.gradient_is_finite and (len(by_slot) == 1 or _finite_gradients(store, list(by_slot))))
         for slot, setting in by_slot.items():
             owners.append(i)
@@ -488,6 +504,7 @@ def optim_step(agents: Sequence[Learner], metrics: Sequence[MetricReducer]) -> l
     for i, agent in enumerate(agents):
         agent.skipped_steps += not stepped[i]
         agent.note_step(taken=stepped[i])
+        # The actor's slot, which optimizer_settings names first.
         first = owners.index(i)
         metrics[i].add("grad_norm", norms[first])
         metrics[i].add("learning_rate", settings[first].lr)

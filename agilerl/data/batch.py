@@ -140,6 +140,7 @@ class RolloutBatch:
             return every, every
         _, episode_of = self.episodes.unique(return_inverse=True)  # type: ignore[no-untyped-call]
         rows = torch.arange(len(self), device=episode_of.device)
+        # Filled with a number above all rows, which amin replaces.
         heads = torch.full((int(episode_of.max()) + 1 if len(self) else 0,), len(self), device=episode_of.device)
         return heads.scatter_reduce(0, episode_of, rows, "amin"), episode_of
 
@@ -151,6 +152,7 @@ class RolloutBatch:
     @property
     def prompt_lengths(self) -> Tensor:
         """[B] tokens before the first action of each row; 0 without one."""
+        # Column t of the mask is about token t + 1. argmax finds the first True, but takes no bool.
         return torch.where(self.action_mask.any(dim=1), self.action_mask.int().argmax(dim=1) + 1, 0)
 
     @property
@@ -165,6 +167,7 @@ class RolloutBatch:
     def with_prompts_once(self) -> "RolloutBatch":
         """Return the batch with only whole prompts in common, so that a row has the same bits in every batch."""
         batch = RolloutBatch(**self.columns)
+        # Where cached_property looks first; the dataclass is frozen.
         batch.__dict__["tree"] = whole_prompts(self.ids, self.prompt_lengths.cpu())
         return batch
 
@@ -179,6 +182,7 @@ class RolloutBatch:
         batch = self._mapped(lambda column: column[rows])
         numbers = torch.arange(len(self), device=rows.device if isinstance(rows, Tensor) else None)[rows]
         batch.__dict__["tree"] = self.tree.select(numbers)
+        # A user's batch may be narrower than the next padded length.
         length = min(padded_length(int(batch.lengths.max()) if len(batch) else 1), self.ids.shape[1])
         if length == self.ids.shape[1]:
             return batch
@@ -216,6 +220,7 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBat
     positions = torch.arange(length)
     ids = torch.full((count, length), pad_token_id, dtype=torch.int64)
     ids[positions < lengths[:, None]] = torch.tensor(list(chain.from_iterable(rows)), dtype=torch.int64)
+    # Columns of masks and log-probs begin at token 1.
     span = (positions[1:] >= prompts[:, None]) & (positions[1:] < lengths[:, None])
 
     def spread(values: Iterable[Sequence[float]], fill: Tensor) -> Tensor:
@@ -241,6 +246,7 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> RolloutBat
     rewards = torch.tensor(padded, dtype=torch.float32).reshape(count, turns)
     labels = [t.desirable for t in trajectories if t.desirable is not None]
     episodes: dict[tuple[int, int], int] = {}
+    # An episode has the number of its first row; numbers from count on are rows that are episodes of their own.
     numbers = [
         count + i if t.episode is None else episodes.setdefault((t.group, t.episode), i)
         for i, t in enumerate(trajectories)
@@ -266,6 +272,7 @@ def union(processes: Processes, batch: RolloutBatch, pad_token_id: int) -> Rollo
     """
     if processes.size == 1:
         return batch
+    # As safetensors: reading what another process sends runs no code.
     sent = save({name: value.cpu().contiguous() for name, value in batch.columns.items() if value is not None})
     parts = [RolloutBatch(**load(part)) for part in processes.gather(sent)]
     groups = rows = 0
@@ -379,6 +386,7 @@ def cut(batch: RolloutBatch, rows: Tensor, most: MicroBatch, *, flat: bool) -> l
     lengths = [batch.ids.shape[1]] * len(batch)
     if flat:
         tree, lengths = batch.tree, batch.lengths.tolist()
+        # Parts are numbered depth first: rows that share the most come side by side, otherwise in the order given.
         units = units[tree.of[units[:, 0]].argsort(stable=True)]
         paths, again = tree.paths, ((tree.ends - tree.starts) * (1 - _COPIED)).tolist()
 
@@ -398,6 +406,7 @@ def cut(batch: RolloutBatch, rows: Tensor, most: MicroBatch, *, flat: bool) -> l
         if parts[-1] and (len(parts[-1]) == limit or (most.tokens is not None and spent + more > most.tokens)):
             parts.append([])
             there = set()
+            # Nothing is there yet in a pass of its own, so the unit costs more.
             spent, more = 0.0, cost(unit, there)
         parts[-1].append(unit)
         spent += more

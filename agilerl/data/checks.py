@@ -92,6 +92,7 @@ def _tensor(value: Any, where: str, expected: str, hint: str) -> Tensor:
     cure = f"; {hint}" if hint else ""
     try:
         if value is None or isinstance(value, str | bytes):
+            # Without a text: torch's own ("Could not infer dtype of NoneType") would not help.
             raise TypeError
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -31,7 +31,7 @@ class TokenTree(NamedTuple):
     @property
     def own(self) -> Tensor:
         """[B] tokens before each row's own."""
-        return torch.cat([self.ends, self.ends.new_zeros(1)])[self.of]
+        return torch.cat([self.ends, self.ends.new_zeros(1)])[self.of]  # -1 is the 0 at the end
 
     @property
     def paths(self) -> list[list[int]]:
@@ -47,6 +47,7 @@ class TokenTree(NamedTuple):
         for index, row in enumerate(rows.tolist()):
             for part in paths[row]:
                 first.setdefault(part, index)
+        # In the old order, so that parents still come before their children.
         kept = torch.tensor(sorted(first), dtype=torch.int64)
         number = torch.full((len(self.rows) + 1,), -1)  # the last one stands for no part
         number[kept] = torch.arange(len(kept))
@@ -73,6 +74,7 @@ class TokenTree(NamedTuple):
         ]
         number, starts, parents = {part: i for i, part in enumerate(kept)}, list[int](), list[int]()
         for part in kept:
+            # Without its parent a part begins where the known tokens of its rows end.
             parents.append(number.get(int(self.parents[part]), -1))
             starts.append(int(self.starts[part]) if parents[-1] >= 0 else max(having[part]))
         of = [next((number[part] for part in reversed(path) if part in number), -1) for path in paths]
@@ -84,6 +86,7 @@ def token_tree(ids: Tensor, lengths: Tensor) -> TokenTree:
     """Return what rows ``ids [B, T]`` of ``lengths [B]`` tokens have in common, from their ids alone."""
     ids, lengths = ids.cpu(), lengths.cpu()
     beyond = torch.arange(ids.shape[1]) >= lengths[:, None]
+    # 0 is what follows a row, below all tokens: a row comes right before those that begin with it.
     tokens = (ids + 1).masked_fill(beyond, 0).numpy().astype(">u4")  # as bytes in the order of the numbers
     as_bytes = [row.tobytes() for row in tokens]
     order = sorted(range(len(ids)), key=as_bytes.__getitem__)
@@ -100,12 +103,15 @@ def token_tree(ids: Tensor, lengths: Tensor) -> TokenTree:
         if last - first == 1:
             of[order[first]] = parent
             continue
+        # What all of these rows share: they are sorted, so it is the least that two neighbours share.
         end = min(shared[first : last - 1])
         if end - depth >= SHORTEST:
             parts.append((min(order[first:last]), depth, end, parent))
             depth, parent = end, len(parts) - 1
+        # There is one at least, where neighbours share the least, so groups become smaller.
         cuts = [i + 1 for i in range(first, last - 1) if shared[i] - depth < SHORTEST]
         bounds = [first, *cuts, last]
+        # A stack with the first group on top: parents before children, and subtrees without gaps.
         left += [(begin, stop, depth, parent) for begin, stop in pairwise(bounds)][::-1]
     rows, starts, ends, parents = torch.tensor(parts, dtype=torch.int64).reshape(-1, 4).T
     return TokenTree(rows, starts, ends, parents, torch.tensor(of, dtype=torch.int64))

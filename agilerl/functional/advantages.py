@@ -37,8 +37,9 @@ def group_advantages(
     elif norm == "batch_std":
         advantages = centred / (_std(values, torch.isfinite(rewards)) + adv_eps)
     elif norm == "rloo":
-        advantages = centred * count / (count - 1).clamp(min=1)
+        advantages = centred * count / (count - 1).clamp(min=1)  # a group of one becomes 0 below
     elif norm == "mean":
+        # Of a row without a grade both are 0, and so is its advantage.
         mean = values - centred
         advantages = torch.where(mean > 0, centred / torch.where(mean > 0, mean, 1.0), 0.0)
     else:
@@ -74,11 +75,12 @@ def borrowed_advantages(
     centred, std, count, values = _group_statistics(own_rewards, own_groups)
     _, pooled, _, _ = _group_statistics(torch.cat([own_rewards, rewards]), torch.cat([own_groups, groups]))
     graded = torch.isfinite(rewards)
-    # The learner's first graded row in each group has what all of them share.
+    # The learner's first graded row in each group has what all of them share. (borrowed rows, own rows)
     fit = (groups[:, None] == own_groups) & (torch.isfinite(own_rewards) & (count > 0))
-    known, row = fit.any(1) & graded, fit.int().argmax(1)
+    known, row = fit.any(1) & graded, fit.int().argmax(1)  # argmax takes no bool
     if not known.any():
         return torch.zeros(rewards.shape, dtype=_float(rewards), device=rewards.device)
+    # A graded reward less its centred value is the mean of its group.
     mean = (values - centred)[row]
     advantages = fill_masked(rewards.detach().double(), graded) - mean
     if norm == "mean_std":
@@ -120,6 +122,7 @@ def informative_groups(advantages: Tensor, groups: Tensor) -> Tensor:
     """
     _, index = groups.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     labels = torch.arange(int(index.max()) + 1 if len(index) else 0, device=index.device)
+    # (groups, rows), then (groups, rows, columns).
     member = index == labels[:, None]
     informative: Tensor = (member.unsqueeze(-1) & (advantages != 0)).any(1)
     return informative.index_select(0, index)
@@ -144,6 +147,7 @@ def turn_advantages(
     _check_turns(rewards, turn_ids)
     graded = torch.isfinite(rewards)
     columns = []
+    # A row without any grade has no return; the sum over none would be one of 0.
     whole = torch.where(graded.any(1), fill_masked(rewards, graded).sum(1), torch.nan)
     fallback = group_advantages(whole, groups, norm=norm, adv_eps=adv_eps)
     for turn in range(rewards.shape[1]):
@@ -151,6 +155,7 @@ def turn_advantages(
         advantages = group_advantages(column, groups, norm=norm, adv_eps=adv_eps)
         if trajectory_fallback:
             _, _, count, _ = _group_statistics(column, groups)
+            # A row that did not play this turn keeps its 0: informative_groups looks at cells without tokens too.
             advantages = torch.where((count < 2) & graded[:, turn], fallback, advantages)
         columns.append(advantages)
     return broadcast_turns(torch.stack(columns, 1), turn_ids)
@@ -176,6 +181,7 @@ def place_rewards(turn_rewards: Tensor, turn_ids: Tensor) -> Tensor:
     """
     _check_turns(turn_rewards, turn_ids)
     member, positions = _members(turn_ids, turn_rewards.shape[1])
+    # A turn without action tokens is at -1, where no token is.
     last = torch.where(member, positions[:, None], -1).amax(1)
     here = broadcast_turns(last, turn_ids) == positions
     return fill_masked(broadcast_turns(turn_rewards.nan_to_num(nan=0.0), turn_ids), here & (turn_ids >= 0))
@@ -217,6 +223,7 @@ def gae(
         valid, value = mask[:, t], values[:, t]
         advantage = rewards[:, t] + gamma * following - value + gamma * lam * carry
         advantages[:, t] = fill_masked(advantage, valid)
+        # Past an environment token both stay as they are: gamma and lambda count action tokens only.
         carry = torch.where(valid, advantage, carry)
         following = torch.where(valid, value, following)
     return advantages, fill_masked(advantages + values, mask)
@@ -243,6 +250,7 @@ def reinforce_plus_plus(rewards: Tensor, mask: Tensor, *, gamma: float = 1.0, pe
     """
     graded = torch.isfinite(rewards)
     mask = mask & graded.unsqueeze(-1)
+    # All action tokens as one turn, so that the reward is on the last of them.
     token_rewards = place_rewards(fill_masked(rewards, graded).unsqueeze(-1), torch.where(mask, 0, -1))
     if penalty is not None:
         token_rewards = token_rewards - fill_masked(penalty.detach(), mask)
@@ -258,6 +266,7 @@ def reinforce_plus_plus_baseline(
     is not 0, and a group of equal rewards gets minus that mean, divided by the batch's spread.
     """
     centred = group_advantages(rewards, groups, norm="mean_only")
+    # group_advantages gives a row without a grade 0, which would go on as a reward of 0.
     centred = torch.where(torch.isfinite(rewards), centred, torch.nan)
     return reinforce_plus_plus(centred, mask, gamma=gamma, penalty=penalty)
 
@@ -284,6 +293,8 @@ def _group_statistics(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, 
     values = fill_masked(rewards.detach().double(), graded)
     _, index = groups.unique(return_inverse=True)  # type: ignore[no-untyped-call]
     labels = torch.arange(int(index.max()) + 1 if len(index) else 0, device=index.device)
+    # (groups, rows). A sum in order passes over the zeros of other groups exactly, so that on a CPU the bits of a
+    # group's statistics do not depend on what else is in the batch.
     member = (index == labels[:, None]) & graded
     count = member.sum(1)
     mean = ordered_sum(fill_masked(values.expand(member.shape), member), 1) / count.clamp(min=1)

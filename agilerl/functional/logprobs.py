@@ -91,12 +91,13 @@ def linear_kl(
     _check(reference, weight, torch.empty(hidden.shape[0]), chunk_rows)
     dtype = _wide(weight.dtype) if wide else weight.dtype
     temperature = torch.ones(hidden.shape[0], dtype=dtype, device=hidden.device)
+    # 8 bytes a logit: a tile of p and one of q exist at a time.
     rows = max(chunk_rows or TILE_BYTES // (8 * weight.shape[0]), CPU_ROWS)
     head = _Head(weight, bias, softcap, float(scale), rows, entropy=False, jacobian=False)
     kl = torch.empty_like(temperature)
     for part in _tiles(hidden.shape[0], rows):
         (p, _), (q, _) = (_tile(states, temperature, part, head) for states in (hidden, reference))
-        kl[part] = (p.exp() * (_finite(p) - _finite(q))).sum(-1).clamp(min=0)
+        kl[part] = (p.exp() * (_finite(p) - _finite(q))).sum(-1).clamp(min=0)  # rounding
     return kl
 
 
@@ -122,6 +123,7 @@ def linear_collision_entropy(
     head = _Head(weight, bias, softcap, float(scale), rows, entropy=False, jacobian=False)
     entropies = torch.empty_like(temperature)
     for part in _tiles(len(hidden), rows):
+        # As a logsumexp, because the squares of small probabilities would underflow.
         entropies[part] = -torch.logsumexp(2 * _tile(hidden, temperature, part, head)[0], dim=-1)
     return entropies
 
@@ -158,11 +160,13 @@ class _LinearLogProbs(torch.autograd.Function):
                 entropies[part] = -(probabilities * _finite(tile)).sum(-1)
             if head.jacobian:
                 # d log p_target / d logit_j = 1[j = target] - p_j
+                # In place to save a tile of memory; so after the entropy, which reads the probabilities.
                 slope = probabilities.neg_()
                 slope.scatter_add_(1, targets[part, None], torch.ones_like(slope[:, :1]))
                 slopes[part] = _matmul(slope.mul_(factor).to(head.weight.dtype), head.weight)
         ctx.save_for_backward(hidden, temperature, entropies, slopes)
         ctx.head = head
+        # An output that nobody uses gets None instead of zeros, which saves the entropy's second pass.
         ctx.set_materialize_grads(False)
         if not head.entropy:
             ctx.mark_non_differentiable(entropies)
@@ -175,6 +179,7 @@ class _LinearLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor | None, None, None, None]:
         hidden, temperature, entropies, slopes = ctx.saved_tensors
         head: _Head = ctx.head
+        # Both parts are added in the wide type, and rounded to that of the hidden states once.
         grad = torch.zeros_like(hidden, dtype=temperature.dtype)
         if grad_logp is not None:
             grad += _row_scaled(slopes.to(grad.dtype), grad_logp)
@@ -182,6 +187,7 @@ class _LinearLogProbs(torch.autograd.Function):
             for part in _tiles(hidden.shape[0], head.rows):
                 tile, factor = _tile(hidden, temperature, part, head)
                 # d H / d logit_j = -p_j (log p_j + H)
+                # _finite copies the tile, so that exp_ may overwrite it.
                 slope = _finite(tile).add_(entropies[part, None]).mul_(tile.exp_()).neg_().mul_(factor)
                 rows = _matmul(slope.to(head.weight.dtype), head.weight).to(grad.dtype)
                 grad[part] += _row_scaled(rows, grad_entropy[part])
@@ -197,6 +203,7 @@ def _tile(hidden: Tensor, temperature: Tensor, part: slice, head: _Head) -> tupl
     factor = head.scale / temperature[part, None]
     if head.softcap is not None:
         logits.div_(head.softcap).tanh_()
+        # d softcap tanh(z / softcap) / dz = 1 - tanh^2; the logits are the tanh between these two lines.
         factor = factor * (1 - logits.square())
         logits.mul_(head.softcap)
     return torch.log_softmax(logits.div_(temperature[part, None]), dim=-1), factor

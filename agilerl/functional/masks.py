@@ -91,6 +91,7 @@ class _OrderedSum(torch.autograd.Function):
         # fp64 accumulator); on a GPU it would be slower and no more exact.
         if x.device.type != "cpu" or not ctx.size:
             return x.sum(dim)
+        # A copy, because a view would keep the whole scan in memory.
         return x.cumsum(dim).select(dim, -1).clone()
 
     @staticmethod

@@ -63,6 +63,7 @@ def pool_log_ratio(
     else:
         raise ValueError(f"level must be 'token', 'turn' or 'trajectory', found {level!r}")
     number = int(units.max()) + 1 if units.numel() else 1
+    # (rows, tokens, units). Without any action all turns are -1: one unit, which is empty.
     member = mask.unsqueeze(-1) & (units.unsqueeze(-1) == torch.arange(max(number, 1), device=units.device))
     pooled = ordered_sum(fill_masked(fill_masked(log_ratios, mask).unsqueeze(-1), member), 1)
     if reduction == "mean":
@@ -137,6 +138,7 @@ def kl_estimate(
     elif estimator == "k3":
         kl = _k3(difference)
     else:
+        # The bracket is 0 and has k2's gradient.
         quadratic = _k2(difference)
         kl = _k3(difference).detach() + (quadratic - quadratic.detach())
     return kl if clamp is None else kl.clamp(-clamp, clamp)
@@ -147,6 +149,7 @@ def _k2(difference: Tensor) -> Tensor:
 
 
 def _k3(difference: Tensor) -> Tensor:
+    # expm1, because exp(d) - 1 loses the digits of a small d, and k3 is about d^2 / 2 there.
     return torch.expm1(difference.clamp(max=_EXP_LIMIT)) - difference
 
 
@@ -171,6 +174,7 @@ def adaptive_kl_coefficient(beta: float, kl: float, target: float, *, horizon: f
     if target <= 0 or horizon <= 0:
         raise ValueError(f"the KL target and horizon must be greater than 0, found {target} and {horizon}")
     error = kl / target - 1.0
+    # Not >=, which would let NaN through.
     if not abs(error) < float("inf"):
         return beta
     return beta * (1.0 + min(max(error, -0.2), 0.2) * samples / horizon)
@@ -201,9 +205,11 @@ def clipped_surrogate(
     """
     ratio, advantages = fill_masked(ratio, mask, 1.0), fill_masked(advantages.detach(), mask)
     bounded = _clip(ratio, 1.0 - low, 1.0 + high)
+    # Only A < 0 notices: for A > 0 the bounded term is the smaller one long before delta.
     free = ratio if delta is None else ratio.clamp(max=delta)
     loss = -torch.minimum(free * advantages, bounded * advantages)
     if dual_clip is not None:
+        # For A < 0 the loss grows with rho: without a cap one token that became likely again can rule the step.
         loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
     return loss
 
@@ -275,6 +281,7 @@ def divergence_region(
     else:
         # log1p keeps the rest of a distribution that is nearly certain of its token.
         rest_old, rest = torch.log1p(-old.clamp(max=_ALMOST_ONE)), torch.log1p(-p.clamp(max=_ALMOST_ONE))
+        # old log(old / p) + (1 - old) log((1 - old) / (1 - p))
         distance = old * (old_logp - logp) + (1 - old) * (rest_old - rest)
     far = distance > limit
     return far & (p < old) & (advantages < 0), far & (p > old) & (advantages > 0)
@@ -324,11 +331,13 @@ def dft(logp: Tensor, *, mask: Tensor | None = None) -> Tensor:
 
 
 def _clip(x: Tensor, low: float | Tensor, high: float | Tensor) -> Tensor:
+    # torch.clamp takes two numbers or two tensors, not one of each.
     bounds = (torch.as_tensor(bound, dtype=x.dtype, device=x.device) for bound in (low, high))
     return torch.clamp(x, *bounds)
 
 
 def _variance(x: Tensor, mask: Tensor) -> Tensor:
+    # In fp64 equal returns have a variance of 0; in fp32 it would be the rounding of their mean.
     x = fill_masked(x, mask).double()
     return masked_mean((x - masked_mean(x, mask)).square(), mask)
 
@@ -406,9 +415,11 @@ def router_balance_loss(logits: Sequence[Tensor], rows: Tensor, top_k: int) -> T
     ``logits``: each layer's ``[n, E]`` of n tokens; ``rows`` ``[b, n]``: 1 where a token is in a row, else 0. Source:
     arXiv 2101.03961, eq. 4 to 6, in the form for several experts a token of the transformers library.
     """
+    # A token counts once in each layer.
     tokens = rows.sum(dim=1, keepdim=True) * len(logits)
     chosen, probability = rows.new_zeros(()), rows.new_zeros(())
     for layer in logits:
+        # p and top are [n, E], top being 1 at the chosen experts; rows @ them are [b, E].
         p = layer.to(rows.dtype).softmax(dim=-1)
         top = torch.zeros_like(p).scatter_(1, p.detach().topk(top_k, dim=-1).indices, 1.0)
         chosen, probability = chosen + rows @ top, probability + rows @ p

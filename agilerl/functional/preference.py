@@ -100,6 +100,7 @@ def preference_scores(
         weights = torch.exp(aligned[0] + aligned[1])
     if ld_alpha is not None:
         whole, common = masked_sum(pc, mc, -1), torch.minimum(mc.sum(-1), mr.sum(-1))[..., None]
+        # By number within a completion, not by column: a completion begins where its prompt ends.
         by_token = [torch.where(m.cumsum(-1) > common, ld_alpha, 1.0).to(pc.dtype) for m in masks]
         (pc, pr), (rc, rr) = ([x * w for x, w in zip(pair, by_token)] for pair in (policy, reference))
     return PreferenceScores(
@@ -137,6 +138,7 @@ def preference_loss(
         if name == "sft":
             if chosen_tokens is None:
                 raise ValueError("the sft term needs chosen_tokens, the number of chosen tokens in the whole window")
+            # ld_alpha weighs preferences; the cross-entropy is that of the whole completion.
             whole = scores.policy_chosen if scores.chosen_sum is None else scores.chosen_sum
             term = -whole.sum() / max(chosen_tokens, 1.0)
         elif name in PREFERENCE_LOSSES:
@@ -264,7 +266,7 @@ def exo_pair(scores: PreferenceScores, beta: float, options: PreferenceOptions) 
     ``s(z) (log s(z) - log(1 - e)) + s(-z) (log s(-z) - log e)`` with ``z = beta Delta``.
     """
     z = beta * scores.delta
-    e = z.new_tensor(options.label_smoothing or 1e-3)
+    e = z.new_tensor(options.label_smoothing or 1e-3)  # log 0 is infinite
     kept = torch.sigmoid(z) * (F.logsigmoid(z) - torch.log1p(-e))
     return kept + torch.sigmoid(-z) * (F.logsigmoid(-z) - torch.log(e))
 

@@ -39,6 +39,7 @@ class Statistic:
         if not other.count:
             return
         count = self.count + other.count
+        # With the means and counts of before: what follows overwrites them.
         shift = other.mean - self.mean
         self.squares += other.squares + shift * shift * self.count * other.count / count
         self.total += other.total
@@ -53,6 +54,7 @@ class Statistic:
             return cls()
         wide = values.detach().double().flatten()
         mean = wide.mean()
+        # Squares about the mean: a difference of two large sums would be mostly rounding.
         parts = torch.stack([wide.sum(), (wide - mean).square().sum(), wide.min(), wide.max()]).tolist()
         return cls(float(wide.numel()), *parts)
 
@@ -123,4 +125,5 @@ class MetricReducer:
 
 
 def _worst(choose: Callable[[float, float], float], a: float, b: float) -> float:
+    # Python's min(1.0, nan) is 1.0: every comparison with a NaN is False.
     return math.nan if math.isnan(a) or math.isnan(b) else choose(a, b)

@@ -32,6 +32,7 @@ def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[
     from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     from transformers.pytorch_utils import Conv1D
 
+    # PEFT's functions write into it.
     config = copy.deepcopy(lora_config)
     if config.target_modules is None:
         config.target_modules = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(

@@ -108,8 +108,10 @@ class BaseModel:
         sliding, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
         if "local" in (getattr(config, "attention_layers", None) or []):  # of GPT-Neo
             sliding, kinds = config.window_size, ["sliding_attention"]
+        # Some models state no limit, for instance those with ALiBi.
         self.context_length = int(getattr(config, "max_position_embeddings", 1 << 20))
         if sliding and "sliding_attention" in (kinds or []):
+            # Rows within the window are attended to as a whole, so no layer has to be told of it.
             self.context_length = int(sliding)
         self.window = int(sliding) if sliding and kinds is None else None
         """Tokens that one attends to in every layer, itself included; None: all. Other windows bound the context."""
@@ -273,6 +275,7 @@ class BaseModel:
             return rows.attend(query, key, value, scale)
 
         mask = asking(torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device), attend)
+        # Each token is a row of length 1: only attention, which asks for it, sees other tokens.
         hidden = self.hidden(rows.ids[:, None], position_ids=rows.positions[:, None], attention_mask=mask, **kwargs)
         if len(asked) < self.num_layers:  # each token would have attended to itself alone
             raise EngineError(
@@ -432,6 +435,7 @@ def _repeat_bits() -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(True)
+    # Else every torch.empty would be filled as well, by a kernel of its own.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 

@@ -122,15 +122,18 @@ def flatten(batches: Sequence[Rows], dtype: torch.dtype, *, exact: bool) -> Flat
     begin = origins_before = 0
     ids, positions, parts, sources, origins, readers = [], [], [], [], [], []
     sequences = [_sequences(batch) for batch in batches]
+    # Where the line of all batches ends, with its padding: what was known follows.
     after = sum(-(-int(spans.lengths.sum()) // CPU_ROWS) * CPU_ROWS for spans in sequences)
     for number, (batch, spans) in enumerate(zip(batches, sequences)):
         firsts = begin + spans.lengths.cumsum(0) - spans.lengths
         count, width = int(spans.lengths.sum()), batch.ids.shape[1]
         line = torch.arange(begin, begin + count)
         sequence = torch.repeat_interleave(torch.arange(len(spans.rows)), spans.lengths)
+        # firsts - starts is where the row's token 0 would be, so the rest is a position in the row.
         origin = spans.rows[sequence] * width + line - (firsts - spans.starts)[sequence]
         # The padding of a batch repeats its first token in everything, so it stays inside the batch.
         line, origin = (torch.cat([x, x[:1].expand(-count % CPU_ROWS)]) for x in (line, origin))
+        # Padding stands for the last token of the row.
         token = torch.minimum(torch.arange(width), spans.ends[:, None] - 1)
         places = (firsts - spans.starts)[:, None] + token
         if batch.known is not None and batch.at is not None:
@@ -139,9 +142,11 @@ def flatten(batches: Sequence[Rows], dtype: torch.dtype, *, exact: bool) -> Flat
             places[:, : at.shape[1]] = torch.where(before, after + at, places[:, : at.shape[1]])
         if batch.tree is not None:
             common = len(batch.tree.rows)
+            # Parents come first, so what is copied from one is complete.
             for part, parent in enumerate(batch.tree.parents.tolist()):
                 if parent >= 0:
                     places[part, : spans.starts[part]] = places[parent, : spans.starts[part]]
+            # Without a part, of is -1 and picks any row, from which nothing is taken.
             before = (batch.tree.of >= 0)[:, None] & (token[common:] < spans.starts[common:, None])
             places[common:] = torch.where(before, places[batch.tree.of], places[common:])
         sequences[number] = spans._replace(places=places)
@@ -204,8 +209,10 @@ def _blocks(
     longest = max(batch.places.shape[1] for batch in batches)
     places = torch.cat([torch.nn.functional.pad(b.places, (0, longest - b.places.shape[1])) for b in batches])
     starts, lengths, kinds = (torch.cat([getattr(b, n) for b in batches]) for n in ("starts", "lengths", "kinds"))
+    # [2, S]: tokens before a sequence and in it, each rounded up.
     padded = -(-torch.stack([starts, lengths]) // SEQUENCE_MULTIPLE) * SEQUENCE_MULTIPLE
     if not exact:
+        # One size for all sequences of a kind: fewer calls, more padding.
         for kind in kinds.unique().tolist():  # type: ignore[no-untyped-call]
             padded[:, kinds == kind] = padded[:, kinds == kind].amax(dim=1, keepdim=True)
     answers = torch.zeros(tokens, dtype=torch.int64)
@@ -217,10 +224,12 @@ def _blocks(
         token = torch.arange(width).expand(len(members), width)
         query = places[members].gather(1, starts[members, None] + torch.minimum(token, lengths[members, None] - 1))
         real = token < lengths[members, None]
+        # Not at padding, which repeats the last token but attends to the padding before it as well.
         answers[query[real]] = start + torch.nonzero(real.flatten())[:, 0]
         start += query.numel()
         key, mask = query, None
         if prefix:
+            # A shorter prefix ends in repetitions of its last token, which the mask hides.
             earlier = places[members].gather(1, torch.minimum(torch.arange(prefix), starts[members, None] - 1))
             key, mask = torch.cat([earlier, query], dim=1), _mask(starts[members], prefix, width, dtype)
         queries.append(query.flatten())
@@ -231,11 +240,12 @@ def _blocks(
 
 def _mask(skipped: Tensor, prefix: int, width: int, dtype: torch.dtype) -> Tensor:
     """Return the mask of sequences after what precedes them, of which each has its own length ``skipped``."""
+    # Equal prefixes need one mask, which broadcasts over the sequences.
     if bool((skipped == skipped[0]).all()):
         skipped = skipped[:1]
     earlier = (torch.arange(prefix) < skipped[:, None])[:, None, :].expand(-1, width, -1)
     causal = torch.ones((width, width), dtype=torch.bool).tril().expand(len(skipped), -1, -1)
-    hidden = ~torch.cat([earlier, causal], dim=2)[:, None]
+    hidden = ~torch.cat([earlier, causal], dim=2)[:, None]  # [n or 1, 1, width, prefix + width]
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
@@ -342,13 +352,14 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
         return self._owner.put(self._number, key_states, value_states)  # type: ignore[no-any-return]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        # Length and offset of the keys.
         return max(self._owner.visible, query_length), 0
 
     def get_seq_length(self) -> int:
         return int(self._owner.visible)
 
     def get_max_length(self) -> int:
-        return -1
+        return -1  # no limit
 
 
 class LayerCaches(Cache):  # type: ignore[misc]

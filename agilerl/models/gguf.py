@@ -59,11 +59,12 @@ def base_folder(file: Path, dtype: str | None = None) -> Path:
     if target.is_dir():
         return target
     shape = None if dtype is None else base_folder(file)
+    # Beside the target: a rename works within one file system.
     temporary = target.with_name(f".{target.name}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(f"{target}.lock"):  # one of several processes writes it, and the others wait
-            if target.is_dir():
+            if target.is_dir():  # another process was faster
                 return target
             shutil.rmtree(temporary, ignore_errors=True)
             try:
@@ -73,6 +74,7 @@ def base_folder(file: Path, dtype: str | None = None) -> Path:
                     shutil.copytree(shape, temporary)
                 write_base(file, temporary, dtype)
                 for path in temporary.iterdir():
+                    # Before the rename, or a crash could leave a folder that looks complete, with empty files in it.
                     with open(path, "rb+") as written:
                         os.fsync(written.fileno())
                 temporary.rename(target)
@@ -155,6 +157,7 @@ def _write_weights(name: str, folder: Path, file: str, dtype: Any) -> None:
     if (blocks := getattr(transformers, "GgufConfig", None)) is not None:  # its default may leave the weights packed
         options["quantization_config"] = blocks(dequantize=True)
     model = load_whole(folder, name, config, dtype.itemsize, **options)
+    # save_pretrained refuses a model whose quantizer cannot write it.
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):  # the weights are whole now, and would not be saved otherwise
         del model.config.quantization_config

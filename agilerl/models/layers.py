@@ -69,12 +69,14 @@ def asking(mask: Tensor, attend: Attend) -> Tensor:
 def _let_masks_decide() -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    # Once a process: a second wrapper would take the first one for the usual function.
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
 
     def sdpa(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Any]:
         attend = getattr(attention_mask, "_attend", None)
+        # attend knows no position bias; BaseModel.flat notices a layer that did not ask.
         if attend is None or options.get("position_bias") is not None:
             return usual(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
         return attend(query, key, value, attention_mask, options.get("scaling")), None
@@ -166,6 +168,7 @@ def round_products(model: nn.Module) -> None:
     for weight in rest:
         weight.data = weight.data.float()
     for module in linear:
+        # Only the class: names, parameters and tied weights stay.
         module.__class__ = RoundedLinear
     for table in tables:
         table.register_forward_hook(lambda table, ids, vectors: vectors.float())
@@ -274,6 +277,7 @@ def configure_norms(body: nn.Module, *, enabled: bool) -> None:
         weight = getattr(norm, "weight", None)
         if epsilon is None or not isinstance(weight, Tensor) or weight.dim() != 1 or weight.is_meta:
             continue
+        # Tried out, because the name says little: Gemma's RMSNorm multiplies by 1 + weight.
         x = torch.linspace(-3, 2, 2 * len(weight), device=weight.device, dtype=weight.dtype).view(2, -1)
         if torch.equal(norm(x), _RMSNorm.apply(x, weight, epsilon)):  # type: ignore[no-untyped-call]
             norm.forward = _NormForward(norm, epsilon)
@@ -298,7 +302,9 @@ def _experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> T
     """
     name = "gate_up_proj" if experts.has_gate else "up_proj"
     ups = getattr(experts, name)
+    # Backward passes sum over outputs: over one dimension of ups for up, over the other one for down.
     long = torch.is_grad_enabled() and max(ups.shape[1:]) >= LONG_SUM
+    # Places in [N K], expert by expert and in each by token; place // K is the token.
     order = chosen.flatten().argsort(stable=True)
     counts = torch.bincount(chosen.flatten(), minlength=len(ups)).tolist()
     outputs = []
@@ -311,7 +317,7 @@ def _experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> T
         up = experts._apply_gate(up) if experts.has_gate else experts.act_fn(up)
         outputs.append(_of_expert(experts, up, "down_proj", number)[: len(places)])
     weighted = torch.cat(outputs)[order.argsort()] * weights.flatten()[:, None]  # in the order of the tokens
-    return weighted.view(*chosen.shape, -1).sum(1).to(hidden.dtype)
+    return weighted.view(*chosen.shape, -1).sum(1).to(hidden.dtype)  # [N, K, H], in the order of choice
 
 
 def _of_expert(experts: Any, x: Tensor, name: str, number: int) -> Tensor:

@@ -124,9 +124,11 @@ class _Run(NamedTuple):
         """Return the factors ``[slots, entries of each, in]`` on the inputs: 0, or 1 / (1 - rate); None: all are 1."""
         if self.keys is None:
             return None
+        # The sum wraps around; of a thousand layers no two come closer than 515,091 channels.
         channels = _mixed(torch.arange(self.a.shape[2], dtype=torch.int32, device=self.keys.device) + layer * _LAYER)
         # In place: these are as many numbers as the inputs.
         words = _mixed(self.keys[..., None] ^ channels).bitwise_and_(0x7FFFFFFF)
+        # Without the sign there are 31 bits.
         return (words >= round(self.rate * 2**31)).to(self.a.dtype).mul_(1 / (1 - self.rate))
 
 
@@ -143,13 +145,14 @@ def _mixed(words: Tensor) -> Tensor:
     words ^= (words >> 16) & 0xFFFF
     words *= 0x7FEB352D
     words ^= (words >> 15) & 0x1FFFF
-    words *= 0x846CA68B - 2**32
+    words *= 0x846CA68B - 2**32  # as a signed number
     words ^= (words >> 16) & 0xFFFF
     return words
 
 
 def token_keys(rows: Tensor, width: int) -> Tensor:
     """Return a number, int32, for each token ``[B, width]`` of rows that have the numbers ``rows [B]``, int32."""
+    # From 1, because 0 mixes to 0: a first token would have the number of its row.
     return _mixed(rows[:, None] ^ _mixed(torch.arange(1, width + 1, dtype=torch.int32)))
 
 
@@ -158,6 +161,7 @@ def _runs(store: AdapterStore, layer: int, x: Tensor, route: Route) -> list[_Run
 
     It has the same shape for each slot as on its own, so that an agent's bits never depend on the others.
     """
+    # The scaled factors are copies. torch counts changes in place, and a bank that has grown is at another address.
     of_adapters = (store.theta.data_ptr(), store.theta._version, store.scaling._version)
     key = (layer, x.shape[:-1], store.batch_rows, *of_adapters)
     runs: list[_Run] | None = route.known.get(key)
@@ -189,6 +193,7 @@ def _counts(x: Tensor, store: AdapterStore, layer: int, route: Route) -> tuple[i
     """Return the number of vectors of x that belong to each slot."""
     if route.rows is None:
         return (x.numel() // x.shape[-1],)
+    # A layer may get rows and tokens in one dimension; every row then has the same number of tokens.
     tokens, rest = divmod(x.shape[0], store.batch_rows or x.shape[0])
     if rest or (tokens > 1 and x.dim() > 2):
         raise EngineError(
@@ -212,6 +217,7 @@ def _inputs(x: Tensor, run: _Run, kept: Tensor | None) -> Tensor:
 def _add_delta(x: Tensor, out: Tensor, run: _Run, layer: int) -> Tensor:
     """``out += scaling B A x`` for a run's entries of x ``[entries, in]``; returns ``scaling A x``."""
     low = torch.bmm(_inputs(x, run, run.kept(layer)), run.a.transpose(1, 2))
+    # A view, so that this adds to out.
     into = _by_slot(out, run)
     if out.dtype == run.b.dtype:
         into.baddbmm_(low, run.b.transpose(1, 2))
@@ -226,8 +232,9 @@ def _add_gradients(grad: Tensor, x: Tensor, lows: Sequence[Tensor], site: _Site,
     grad_a, grad_b = store.factor_grads[layer]
     for run, low in zip(runs, lows):
         wide = _by_slot(grad, run).to(run.b.dtype)
-        grad_low = torch.bmm(wide, run.b)
+        grad_low = torch.bmm(wide, run.b)  # [slots, entries, out] [slots, out, R]
         kept = run.kept(layer)  # once more: cheaper than to keep it from the forward pass
+        # The scaling is in low and in run.a, and so in the gradients of B and x, but not yet in that of A.
         change = torch.bmm(grad_low.transpose(1, 2), _inputs(x, run, kept))
         _add_to(grad_a, run.slots, change.mul_(store.scaling[_index(run.slots)][:, None, None]))
         _add_to(grad_b, run.slots, torch.bmm(wide.transpose(1, 2), low))
@@ -253,6 +260,7 @@ class _LowRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, out: Tensor, tape: Tensor, site: _Site) -> Tensor:
         lows = [_add_delta(x, out, run, site[1]) for run in site[2]]
+        # Autograd has to know of an input that is changed in place and returned.
         ctx.mark_dirty(out)
         ctx.save_for_backward(x, *lows)  # x in its own type: other layers save the same tensor
         ctx.site = site
@@ -291,6 +299,7 @@ class _WithLinear(torch.autograd.Function):
 def _times(rows: Tensor, weight: Tensor) -> Tensor:
     """Return ``rows @ weight`` in the type of rows; on a CPU a row's bits do not depend on the number of rows."""
     wanted, rows = rows.dtype, rows.to(weight.dtype)
+    # The sum is over the weight's outputs, len(weight) terms.
     missing = LONG_SUM_ROWS - len(rows) if rows.device.type == "cpu" and len(weight) >= LONG_SUM else 0
     result = rows @ weight if missing <= 0 else (nn.functional.pad(rows, (0, 0, 0, missing)) @ weight)[: len(rows)]
     return result.to(wanted)

@@ -58,6 +58,7 @@ def resize(store: AdapterStore, slot: int, rank: int, seed: int) -> float:
         state = {"theta": [(a, b) for a, b, _, _ in pairs]}
         store.clear_moments(slot)
         steps = 0.0
+    # First, because write takes factors of the declared rank alone.
     store.set_rank(slot, rank, scaling)
     store.write(slot, state)
     store.steps[slot] = steps
@@ -91,7 +92,9 @@ def _pad(a: Tensor, b: Tensor, rank: int, bank: str) -> tuple[Tensor, Tensor]:
 
 def _fresh_rows(a: Tensor, old: int, layer: int, seed: int) -> Tensor:
     count, width = a.shape[0] - old, a.shape[1]
+    # The old rank is part of the key, so that each growth draws other rows.
     draw = streams.uniforms(seed, "rank_growth", (layer, old), count * width)
+    # In the range of AdapterStore.initialise.
     a[old:] = torch.from_numpy((2 * draw - 1) / width**0.5).view(count, width).to(a.dtype)
     return a
 
@@ -100,6 +103,7 @@ def _best_approximation(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor
     """Return A', B' of the given rank and the kept and the total squared singular values of B A."""
     if not b.any():
         return a[:rank].clone(), b[:, :rank].clone(), 0.0, 0.0
+    # B A = qb (rb ra') qa', so the singular values are those of the small core in the middle.
     qb, rb = torch.linalg.qr(b.double())
     qa, ra = torch.linalg.qr(a.double().T)
     u, s, vt = torch.linalg.svd(rb @ ra.T)
@@ -139,10 +143,12 @@ def merged(parts: Sequence[Part], rank: int, scaling: float) -> tuple[list[tuple
     layers, kept, total = list[tuple[Tensor, Tensor]](), 0.0, 0.0
     for pairs in zip(*(part.factors for part in parts), strict=True):
         stacked = torch.cat([a.double() for a, _ in pairs])
+        # Divided by the new scale, which will multiply the product again.
         columns = [b.double() * (part.weight * part.scaling / scaling) for part, (_, b) in zip(parts, pairs)]
         qb, rb = torch.linalg.qr(torch.cat(columns, dim=1))
         qa, ra = torch.linalg.qr(stacked.T)
         u, s, vt = torch.linalg.svd(rb @ ra.T)
+        # Rows that are all 0 leave s = 0, which any length but 0 divides.
         length = float(stacked.square().sum(dim=1).mean().sqrt()) or 1.0
         most = min(rank, len(s))
         a, b = pairs[0]

@@ -52,6 +52,7 @@ class Lockstep:
         self._check_whole()
         train = torch.is_grad_enabled()
         self._announce(train)
+        # It stays so if the pass fails: the others wait in it, and the next call says so.
         self._inside = True
         with _reporting_lost_process():
             yield
@@ -77,7 +78,7 @@ class Lockstep:
 
     def _announce(self, train: bool | None) -> bool | None:
         """Announce a pass, or with None that none is left; returns what any process is about to do, None: nothing."""
-        passes = torch.tensor([float(train is False), float(train is True)])
+        passes = torch.tensor([float(train is False), float(train is True)])  # added up over the processes
         self.processes.add_(passes)
         return bool(passes[1]) if passes.any() else None
 
@@ -103,6 +104,7 @@ def agreed(processes: Processes, compute: Callable[[], bytes], lockstep: Lockste
         failed = error
         sent = _FAILED + json.dumps([type(error).__name__, str(error)]).encode()
     if lockstep is not None:
+        # Also after an error, because other processes may have passes left, which need this one.
         lockstep.catch_up()
     received = processes.gather(sent)
     for part in received:
@@ -163,6 +165,7 @@ def processes_of(accelerator: Any) -> Processes:
         return ALONE
     group: Any = dist.group.WORLD
     if "cpu:gloo" not in dist.get_backend_config(group):
+        # NCCL carries tensors of GPUs alone, and what processes exchange as bytes is on CPUs.
         group = dist.new_group(backend="cpu:gloo,cuda:nccl")
     return Processes.of(group)
 
@@ -261,6 +264,7 @@ def _dummy_pass(base: BaseModel, store: AdapterStore, train: bool) -> None:
         with torch.no_grad(), store.routed(None):
             base.hidden(ids)
         return
+    # Some adapter has to take part, or there is no backward pass; whose it is does not matter.
     before = store.grad[0].clone()
     with torch.enable_grad(), store.routed(Route((0,), (1,))):
         hidden = base.hidden(ids)

@@ -110,6 +110,7 @@ class AdapterStore:
             return torch.zeros((capacity, self.size), dtype=self.dtype, device=self.device)
 
         self.theta, self.grad, self.exp_avg, self.exp_avg_sq = bank(), bank(), bank(), bank()
+        # On the CPU, where the bias corrections are computed from them.
         self.steps = torch.zeros(capacity, dtype=torch.float64)
         self.scaling = torch.zeros(capacity, dtype=self.dtype, device=self.device)
         self._bind()
@@ -161,11 +162,12 @@ class AdapterStore:
             self.widen(rank)
         if not self._free:
             self._grow(self.capacity + 1)
+        # The lowest, so that the slots in use are neighbours, whose factors are one view of the bank.
         slot = min(self._free)
         self._free.remove(slot)
         with torch.no_grad():
             for bank in (self.theta, self.grad, self.exp_avg, self.exp_avg_sq):
-                bank[slot].zero_()
+                bank[slot].zero_()  # of the last agent that had it
         self.steps[slot] = 0
         self.set_rank(slot, rank, scaling)
         return slot
@@ -266,6 +268,7 @@ class AdapterStore:
         """Overwrite what :meth:`adapter` returns."""
         rank, numbers = self.ranks[slot], getattr(self, bank)
         with torch.no_grad():
+            # What lies beyond the rank has to be 0: the padded part of each factor is held at 0 by that of the other.
             numbers[slot, : self.head_offset].zero_()
             for i, (a, b) in enumerate(factors):
                 if a.shape[0] != rank:
@@ -349,7 +352,9 @@ def adamw_step(
     step counter bit for bit. Returns the gradient norms before clipping, and which agents took the step.
     """
     index = torch.as_tensor(list(slots), device=store.device)
+    # All slots are worked on as views of the banks, a part of them as copies.
     whole = list(slots) == list(range(store.capacity))
+    # Slot by slot, because indexing the bank by a list would copy all gradients.
     norms = torch.stack([torch.linalg.vector_norm(store.grad[slot]) for slot in slots])
     finite = torch.isfinite(norms).cpu()
     applied = [bool(f) and h for f, h in zip(finite, healthy)]
@@ -357,6 +362,7 @@ def adamw_step(
     column = _columns(settings, store)
     # As torch.nn.utils.clip_grad_norm_ does: the 1e-6 keeps a zero norm from dividing by zero.
     clip = torch.clamp(column["max_grad_norm"] / (norms[:, None] + 1e-6), max=1.0)
+    # In fp64, as torch.optim.AdamW has them: in fp32 1 - beta^step loses digits in the first steps.
     steps = store.steps[list(slots)] + 1
     correction1 = _column(1 - torch.tensor([s.beta1 for s in settings], dtype=torch.float64) ** steps, store)
     correction2 = _column(1 - torch.tensor([s.beta2 for s in settings], dtype=torch.float64) ** steps, store)
@@ -368,6 +374,7 @@ def adamw_step(
         grad = grad * clip
         new_first = first + (grad - first) * (1 - column["beta1"])
         new_second = second * column["beta2"] + grad * grad * (1 - column["beta2"])
+        # As torch.optim.AdamW does: epsilon is added after the bias correction.
         denominator = new_second.sqrt() / correction2.sqrt() + column["eps"]
         decayed = theta * (1 - column["lr"] * column["weight_decay"])
         new_theta = decayed - (column["lr"] / correction1) * (new_first / denominator)
@@ -387,6 +394,7 @@ def adamw_step(
 
 
 def _slices(size: int, width: int) -> list[slice]:
+    # Whole registers again, so that a slice has the bits that it would have within its row.
     width = max(width // ALIGN * ALIGN, ALIGN)
     return [slice(start, min(start + width, size)) for start in range(0, size, width)]
 
