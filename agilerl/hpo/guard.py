@@ -15,8 +15,10 @@ _FACTOR = {"entropy": 10.0, "length": 4.0, "reward": 4.0}
 """How many times smaller (or, for a length, larger) than the elite's a mean must be to count as collapsed."""
 _LEAST = 3
 """The fewest iterations of both agents that a comparison needs."""
+_FEWER = 4
+"""How many times fewer groups of a stuck agent differ."""
 _CHANCE = 0.01
-"""Probability of no signal by chance below which an agent without one is stuck."""
+"""Probability of so few by chance below which an agent is stuck."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,19 +77,20 @@ def collapsed(vitals: Mapping[int, Vitals], elite: int) -> dict[int, str]:
 
 
 def stuck(vitals: Vitals, groups: int) -> bool:
-    """Return whether an agent can learn no more, ``groups`` being those of an iteration.
+    """Return whether an agent can hardly learn any more, ``groups`` being those of an iteration.
 
-    It is stuck if in the later half of this generation all completions of each group earned the same, though before any
-    training so many groups differed that chance explains it with a probability below one percent. An agent that answers
-    everything right is stuck, too; only its exams tell.
+    It is stuck if in the later half of this generation at most a quarter as many groups differed in what their
+    completions earned as before any training, and chance explains so few with a probability below one percent. An agent
+    that answers everything right is stuck, too; only its exams tell.
     """
-    half = len(vitals.equal) // 2
-    late, first = _finite(vitals.equal[half:]), _finite(vitals.equal_first)
-    if not (late.size and first.size and late.min() == 1):
+    from scipy.special import bdtr  # as slow to import as elsewhere
+
+    late, first = 1 - _finite(vitals.equal[len(vitals.equal) // 2 :]), 1 - _finite(vitals.equal_first)
+    if not (late.size and first.size and _FEWER * late.mean() <= first[0]):
         return False
     # One more group of each kind, as few groups that differ do not prove that all do (Laplace's rule).
-    chance = (groups * first[0] + 1) / (groups + 2)
-    return bool(chance ** (groups * late.size) < _CHANCE)
+    usual = (groups * first[0] + 1) / (groups + 2)
+    return bool(bdtr(round(groups * late.sum()), groups * late.size, usual) < _CHANCE)
 
 
 def quarantined(fitness: Mapping[int, Fitness], sick: Collection[int]) -> dict[int, Fitness]:

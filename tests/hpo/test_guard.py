@@ -147,6 +147,8 @@ def test_plans_without_a_heir_stay_as_they_are() -> None:
         ((), (0.6,), False),
         ((NAN, NAN), (0.6,), False),
         ((1.0, NAN, 1.0), (0.5,), True),
+        ((0.9375,), (0.5625,), True),  # one group of 16 still differs
+        ((0.8,) * 8, (0.6,), False),  # half as many differ, as they do while an agent learns
     ],
 )
 def test_an_agent_is_stuck_if_groups_differed_before_it_trained_and_none_does_now(

@@ -413,7 +413,7 @@ def test_a_population_knows_who_can_learn_no_more() -> None:
     (agent,) = population.agents
     agent.note_outcome("ok", {"reward": 0.5, "frac_reward_zero_std": 0.25})
     agent.after_selection()
-    for equal, stuck in ((0.9, set()), (1.0, {0})):
+    for equal, stuck in ((0.75, set()), (1.0, {0})):
         agent.note_outcome("ok", {"reward": 0.1, "frac_reward_zero_std": equal})
         assert population.stuck() == stuck
     child = agent.clone(1)
