@@ -76,7 +76,7 @@ class AdapterVersions:
         return {slot: self._staged[self._digests[slot]] for slot in slots}
 
     def outdated(self, keep: int) -> list[StagedAdapter]:
-        """Drop the oldest versions that no slot uses until ``keep`` are left, with those in use; remove their folders."""
+        """Drop the oldest versions that no slot uses until ``keep`` are left in all, and remove their folders."""
         alive = set(self._digests.values())
         # A dict keeps the order of insertion: the oldest come first.
         idle = [digest for digest in self._staged if digest not in alive]
