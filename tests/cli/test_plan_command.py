@@ -1,6 +1,7 @@
 """`agilerl plan`: what it prints, that it loads no weights, and its sentences."""
 
 import json
+import shlex
 from collections.abc import Callable
 from math import ceil, floor
 from pathlib import Path
@@ -293,3 +294,15 @@ def test_a_plan_has_the_generations_and_exams_of_the_run(agilerl: Agilerl, overr
         session.evo_steps,
         len(session.population.places("exam")),
     )
+
+
+def test_a_shell_reads_the_command_as_it_was_typed(agilerl: Agilerl, tmp_path: Path) -> None:
+    (tmp_path / "it's $mine.yaml").write_text("environment: {task: 'reasoning_gym:spell_backward'}\n")
+    typed = [
+        "it's $mine.yaml",
+        "environment.conversation_template=[{role: user, content: '{question}'}]",
+        "algorithm.lr=0.001",
+    ]
+    command = planned(agilerl, *typed, "--gpu", "l4")["proposal"]["command"]
+    assert shlex.split(command)[: 2 + len(typed)] == ["agilerl", "train", *typed]
+    assert " algorithm.lr=0.001 " in command
