@@ -173,8 +173,8 @@ def _rises(window: _Window) -> bool:
     first, last = _values(window.all[:WINDOW], "reward"), window.values("reward")
     if min(len(first), len(last)) < FEWEST or len(window.all) < 2 * FEWEST:
         return False
-    # The standard error of a difference of two means: their variances add up.
-    error = (pstdev(first) ** 2 / len(first) + pstdev(last) ** 2 / len(last)) ** 0.5
+    # The standard error of a difference of two means: their variances add up. A variance may be more than floats hold.
+    error = math.hypot(*(pstdev(values) / len(values) ** 0.5 for values in (first, last)))
     return bool(fmean(last) - fmean(first) > 2 * error)
 
 

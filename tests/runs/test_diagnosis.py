@@ -100,6 +100,14 @@ def test_values_that_are_no_numbers_are_passed_over() -> None:
     assert symptoms([hostile] * 9, usual_rate=1e-3) == []
 
 
+@pytest.mark.parametrize("most", [1e200, 9e299])
+def test_rewards_whose_squares_are_no_floats_are_compared(most: float) -> None:
+    rising = [HEALTHY | {"reward": most * step / 30, "learning_rate": 1e-6} for step in range(30)]
+    assert symptoms(rising, usual_rate=1e-3) == []
+    (low,) = symptoms([HEALTHY | {"reward": most * (step % 2), "learning_rate": 1e-6} for step in range(30)], 1e-3)
+    assert low.name == "low learning rate"
+
+
 def test_an_observer_sees_the_first_and_the_last_iterations() -> None:
     observer = Observer(1e-3)
     for step in range(50):
