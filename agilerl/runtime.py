@@ -320,6 +320,22 @@ class Runtime:
                 f"stop_sequences={options.stop_sequences!r} and vllm_config.stop_sequences={given!r} contradict each "
                 "other; remove the second, which is the same for vLLM alone"
             )
+        # The engine, kept or made. Before the base is changed: vLLM may be missing, and some changes last.
+        torch_engine = engine = self.engine.own if isinstance(self.engine, VLLMEngine) else self.engine
+        if options.use_vllm:
+            config = options.vllm_config or VLLMConfig()
+            if options.stop_sequences:
+                config = config.model_copy(update={"stop_sequences": options.stop_sequences})
+            engine = VLLMEngine(
+                self.base,
+                self.store,
+                config,
+                seed=self.seed,
+                lora_config=self.lora_config,
+                tokenizer=self.tokenizer,
+                own=torch_engine,
+                offload=options.use_memory_efficient_params,
+            )
         before = self.base.options
         self.base.configure(options)
         # Checked after the options are in force, because whether rows are padded depends on them.
@@ -334,25 +350,9 @@ class Runtime:
             raise ConfigError(
                 f"activated adapters (lora_config.alora_invocation_tokens) do not work with {reason}; leave one out"
             )
-        # The engine, kept or made
-        engine: RolloutEngine = self.engine.own if isinstance(self.engine, VLLMEngine) else self.engine
-        if isinstance(engine, TorchEngine):
-            engine.prompts_at_once = options.hf_generate_chunk_size
-            engine.stops = Stops(self.tokenizer, options.stop_sequences) if options.stop_sequences else None
-        if options.use_vllm:
-            config = options.vllm_config or VLLMConfig()
-            if options.stop_sequences:
-                config = config.model_copy(update={"stop_sequences": options.stop_sequences})
-            engine = VLLMEngine(
-                self.base,
-                self.store,
-                config,
-                seed=self.seed,
-                lora_config=self.lora_config,
-                tokenizer=self.tokenizer,
-                own=engine,
-                offload=options.use_memory_efficient_params,
-            )
+        if isinstance(torch_engine, TorchEngine):
+            torch_engine.prompts_at_once = options.hf_generate_chunk_size
+            torch_engine.stops = Stops(self.tokenizer, options.stop_sequences) if options.stop_sequences else None
         self.engine = engine
         self.options = options
 

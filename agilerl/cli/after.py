@@ -288,7 +288,6 @@ def _forget(agent: "LLMAlgorithm", messages: list[dict[str, str]], system: int, 
             return len(messages) < before
         except PromptTooLongError:
             if len(messages) <= system + 1:
-                messages.pop()
                 raise
             # A question and its answer.
             del messages[system : system + 2]

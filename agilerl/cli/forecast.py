@@ -4,6 +4,7 @@ The shape comes from config.json alone: the modules are made on the meta device,
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
@@ -31,6 +32,8 @@ from agilerl.training.tasks import task
 
 ASSUMED_PROMPT, ASSUMED_COMPLETION = 256, 512
 """Tokens, if nothing else is known."""
+# Words that tell no devices of GPUS apart.
+_OF_ANY_DEVICE = {"nvidia", "sxm", "sxm4", "sxm5", "hbm2", "hbm2e", "hbm3", "hbm3e"}
 _SECONDS = 0.3
 """Seconds for which each rate is measured."""
 
@@ -226,15 +229,23 @@ def expected_seconds(planned: Planned, prompt: float, completion: int) -> float 
     kind, environment = "cpu", config.environment
     if environment.agent is not None or environment.env_type == "multiturn":
         return None
-    if config.training.device != "cpu":
-        name = torch.cuda.get_device_name().lower().replace(" ", "-")
-        kind = next((known for known in GPUS if known in name), "")
-        if not kind:
-            return None
+    if config.training.device != "cpu" and not (kind := data_sheet(torch.cuda.get_device_name())):
+        return None
     device, shape = Device.of(kind, config.training.dtype), planned.shape("cpu" if kind == "cpu" else "cuda")
     rows = Lengths(prompt, completion, completion, ())
     load = planned.workload(rows, row_multiple=device.row_multiple)
     return whole_run(planned, rows, forecast(shape, load, device.machine, device.costs))
+
+
+def data_sheet(device: str) -> str:
+    """Return which of ``GPUS`` a device is by the name that its driver gives it; "" for any other device."""
+    words = {word.removesuffix("gb") for word in re.findall(r"\w+", device.lower())}
+    for kind, sheet in GPUS.items():
+        # All words count: a part of a card (MIG), and a variant with other memory or another link, has other rates.
+        known = set(kind.split("-"))
+        if known <= words <= known | _OF_ANY_DEVICE | {f"{sheet.memory / 1e9:.0f}"}:
+            return kind
+    return ""
 
 
 def shape_of(model: Any, lora_config: Any, *, name: str, width: float, scope: str | None = None) -> ModelShape:

@@ -1,6 +1,7 @@
 """``agilerl plan``: what a population needs on other machines, and its layout on them."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 from math import ceil
@@ -141,12 +142,10 @@ def overrides(best: Forecast, unit: int, *, has_micro_batch: bool, has_checkpoin
 def _command(best: Forecast, arguments: Sequence[str]) -> str:
     """Return the command that starts the proposal."""
     processes = best.split.islands * best.split.processes
-    quoted = " ".join(f"'{a}'" if set(a) & set(" {}[]*?;&|<>()$") else a for a in arguments)
-    if processes == 1:
-        return f"agilerl train {quoted}"
     machines = -(-processes // PER_MACHINE)
     nodes = f"--nnodes {machines} " if machines > 1 else ""
-    return f"torchrun {nodes}--nproc-per-node {-(-processes // machines)} -m agilerl.cli train {quoted}"
+    torchrun = f"torchrun {nodes}--nproc-per-node {-(-processes // machines)} -m agilerl.cli"
+    return f"{'agilerl' if processes == 1 else torchrun} train {shlex.join(arguments)}"
 
 
 def _print(document: dict[str, Any], capacity: Capacity) -> None:

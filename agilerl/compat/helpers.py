@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +31,7 @@ from agilerl.envs.core import Task
 from agilerl.envs.prompts import render_prompt
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import Mutations
+from agilerl.models.adapters import default_lora_config
 from agilerl.models.quantised import imported_peft
 from agilerl.population import number_apart
 from agilerl.rollouts import GenerationRequest, SamplingSettings
@@ -128,9 +130,11 @@ def _agent_keywords(cls: type[LLMAlgorithm], given: Mapping[str, Any]) -> dict[s
             keywords["cosine_lr_schedule_config"] = CosineLRScheduleConfig(**value)
         elif key not in _OF_LOOPS and key not in _LORA:
             unknown.append(key)
-    lora = {_LORA[key]: value for key, value in given.items() if key in _LORA}
+    lora = {_LORA[key]: value for key, value in given.items() if key in _LORA and value not in (None, [], ())}
     if lora.get("target_modules"):
         keywords["lora_config"] = imported_peft().LoraConfig(**{"lora_alpha": 64, "r": 16, **lora})
+    elif lora:
+        keywords["lora_config"] = replace(default_lora_config(), **lora)
     if unknown:
         warnings.warn(
             f"INIT_HP: {', '.join(unknown)} {'is not a setting' if len(unknown) == 1 else 'are not settings'} of "

@@ -10,9 +10,7 @@ from agilerl.checks.validation import Needs
 from agilerl.config import Section
 from agilerl.errors import ConfigError
 
-_LAUNCH = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
+_ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 Sharding = Literal["none", "fsdp2", "zero3"]
 """How the processes of a group hold the frozen base: each holds all of it, or torch or DeepSpeed shards it."""
 
@@ -58,15 +56,21 @@ def asked_for(config: DistributedConfig, environment: Mapping[str, str] = os.env
     """Return whether this process works together with others that a launcher has started.
 
     Raises ConfigError if a launcher was asked for several processes and has started one, if its variables are not
-    numbers, and for settings that need several processes if there is only one.
+    numbers or name no address, and for settings that need several processes if there is only one.
     """
     if config.backend == "ray":
         return False
     if config.backend != "none":
         check_launch(environment)
-        if all(name in environment for name in _LAUNCH):
+        if "RANK" in environment and "WORLD_SIZE" in environment:
             size, _ = (_number(name, environment[name]) for name in ("WORLD_SIZE", "RANK"))
             if size > 1:
+                if lacking := " and ".join(name for name in _ADDRESS if not environment.get(name)):
+                    # Each of them would train alone, and say nothing.
+                    raise ConfigError(
+                        f"expected {lacking}, where processes meet, beside RANK and WORLD_SIZE={size}, found none; "
+                        "start them with torchrun, or set distributed.backend=none for one process"
+                    )
                 return True
         if config.backend == "torch" and "WORLD_SIZE" not in environment:
             return True
@@ -85,12 +89,9 @@ def _number(name: str, value: str) -> int:
 def _check_alone(config: DistributedConfig) -> None:
     """Raise ConfigError for settings that mean nothing in one process."""
     size = config.processes_per_island or 1
-    if size > 1:
-        wrong = f"distributed.processes_per_island={size}"
-    elif config.sharding in ("fsdp2", "zero3"):
-        wrong = f"distributed.sharding={config.sharding}"
-    else:
+    if size == 1 and config.sharding not in ("fsdp2", "zero3"):
         return
+    wrong = f"distributed.processes_per_island={size}" if size > 1 else f"distributed.sharding={config.sharding}"
     why = ", as distributed.backend=none says" if config.backend == "none" else ""
     shared = "" if size > 1 else " distributed.processes_per_island=2"
     raise ConfigError(

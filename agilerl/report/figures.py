@@ -6,13 +6,14 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 from agilerl.hpo.strategies import UNITS
 from agilerl.report import life
 from agilerl.report.life import short_value
 from agilerl.report.load import AgentRecord, Family, RunRecord, Score, front_exams, hyperparameter_at, number, number_or
 
+T = TypeVar("T")
 Figure = dict[str, Any]
 Trace = dict[str, Any]
 Point = tuple[Any, ...]
@@ -195,6 +196,15 @@ def _without_gaps(points: Iterable[Point]) -> list[Point]:
     return [point for point in points if _rounded(point[1]) is not None]
 
 
+def evenly(items: Sequence[T], most: int) -> list[T]:
+    """Return at most ``most`` items, evenly spaced, including the first and the last."""
+    if len(items) <= most:
+        return list(items)
+    if most == 1:
+        return [items[-1]]
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+
+
 # -- curves over steps and generations --------------------------------------------------------------------------------
 
 
@@ -212,7 +222,7 @@ def _curves(run: RunRecord, family: Family, points: Points, hover: str, axes: tu
         # The point without coordinates lifts the pen.
         inherited += [] if before is None else [before, known[0], (None, None)]
         path += [point for point in every if (agent.index, point[2]) in winning]
-        thinned = every[:: max(1, len(every) // _MOST_POINTS)]
+        thinned = evenly(every, _MOST_POINTS)
         details = {"customdata": [point[2:] for point in thinned]} if "customdata" in hover else {}
         mode = "lines" if len(known) >= _MANY else "lines+markers"
         lines.append(_of_agent(agent, family, thinned, hover, mode=mode, **details))

@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -24,7 +24,7 @@ from agilerl.checks.arguments import Count, Location, Positive, checked, shown
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.planning.footprint import money
 from agilerl.report import figures, life
-from agilerl.report.figures import agent_colour
+from agilerl.report.figures import agent_colour, evenly
 from agilerl.report.life import short_value
 from agilerl.report.load import (
     Family,
@@ -223,8 +223,6 @@ _MOST_GROUPS = 1200
 _MOST_GROUPS_A_STEP = 6
 _MOST_CHARACTERS = 2000
 
-T = TypeVar("T")
-
 
 def sample_groups(run: RunRecord) -> list[dict[str, Any]]:
     """Return groups picked evenly over steps and agents, each with its best and worst completion.
@@ -243,7 +241,7 @@ def sample_groups(run: RunRecord) -> list[dict[str, Any]]:
         run.notes.append(lost)
     groups: list[dict[str, Any]] = []
     # The page holds them all, so their number is limited, whatever the length of the run.
-    steps = _evenly(completion_steps(folder), _MOST_STEPS)
+    steps = evenly(completion_steps(folder), _MOST_STEPS)
     for step in steps:
         try:
             rows = read_completions(folder, step)
@@ -255,7 +253,7 @@ def sample_groups(run: RunRecord) -> list[dict[str, Any]]:
             of_agents[row["agent"]][row["group"]].append(row)
         room = max(1, min(_MOST_GROUPS_A_STEP, _MOST_GROUPS // (len(steps) * max(1, len(of_agents)))))
         for _, grouped in sorted(of_agents.items()):
-            groups += [_group(grouped[group]) for group in _evenly(sorted(grouped), room)]
+            groups += [_group(grouped[group]) for group in evenly(sorted(grouped), room)]
     return groups
 
 
@@ -285,15 +283,6 @@ def _cut(text: str | None) -> str:
     if len(text) <= _MOST_CHARACTERS:
         return text
     return f"{text[:_MOST_CHARACTERS]} … (truncated, {len(text):,} characters in total)"
-
-
-def _evenly(items: Sequence[T], most: int) -> list[T]:
-    """Return at most ``most`` items, evenly spaced, including the first and the last."""
-    if len(items) <= most:
-        return list(items)
-    if most == 1:
-        return [items[-1]]
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
 
 
 # -- text and tables: verdict, run facts, lineage table, comparison of runs -------------------------------------------

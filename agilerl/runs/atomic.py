@@ -216,13 +216,13 @@ def _list_files(folder: Path) -> set[str]:
 
 
 def _fsync_tree(folder: Path) -> dict[str, dict[str, Any]]:
-    """Sync every file and folder below ``folder`` and return its manifest."""
+    """Sync ``folder`` and every file and folder below it, and return its manifest."""
     entries: dict[str, dict[str, Any]] = {}
     for name in sorted(_list_files(folder)):
         _fsync(folder / name)
         entries[name] = _entry(folder / name)
     # A folder holds the names of its files, and is synced on its own.
-    for path in folder.rglob("*"):
+    for path in [*folder.rglob("*"), folder]:
         if path.is_dir():
             _fsync(path)
     return entries

@@ -5,7 +5,6 @@ a symptom is a place to look and not a verdict. Nothing here changes a run.
 """
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, pstdev
@@ -64,6 +63,18 @@ def _values(lines: Iterable[Mapping[str, Any]], name: str) -> list[float]:
     return [float(v) for v in values if isinstance(v, int | float) and abs(v) < 1e300]
 
 
+def _peak(lines: Sequence[Mapping[str, Any]], name: str) -> int:
+    """Return where a metric is highest, first."""
+    return max(range(len(lines)), key=lambda k: max(_values([lines[k]], name), default=-math.inf))
+
+
+def _evidence(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the lines that the rules look at, oldest first: :func:`symptoms` of these are those of all lines."""
+    # Of a curriculum's levels any would do: it only matters that there is one.
+    kept = {_peak(lines, name) for name in ("reward", "learning_rate", "curriculum/level")}
+    return [line for k, line in enumerate(lines) if k < WINDOW or k >= len(lines) - WINDOW or k in kept]
+
+
 def symptoms(lines: Sequence[Mapping[str, Any]], usual_rate: float | None = None) -> list[Symptom]:
     """Return what the train lines of one agent (``metrics.jsonl``, oldest first) say, the most telling first.
 
@@ -93,7 +104,7 @@ def _failing_grader(window: _Window) -> str:
 
 
 def _fallen_reward(window: _Window) -> str:
-    best = max(window.all, key=lambda line: max(_values([line], "reward"), default=-math.inf))
+    best = window.all[_peak(window.all, "reward")]
     highest, spread = _values([best], "reward"), _values([best], "reward_std")
     rewards = window.values("reward")
     # A curriculum makes the questions harder: a reward that falls is no sign then.
@@ -173,8 +184,8 @@ def _rises(window: _Window) -> bool:
     first, last = _values(window.all[:WINDOW], "reward"), window.values("reward")
     if min(len(first), len(last)) < FEWEST or len(window.all) < 2 * FEWEST:
         return False
-    # The standard error of a difference of two means: their variances add up.
-    error = (pstdev(first) ** 2 / len(first) + pstdev(last) ** 2 / len(last)) ** 0.5
+    # The standard error of a difference of two means: their variances add up. A variance may be more than floats hold.
+    error = math.hypot(*(pstdev(values) / len(values) ** 0.5 for values in (first, last)))
     return bool(fmean(last) - fmean(first) > 2 * error)
 
 
@@ -226,19 +237,16 @@ class Observer:
 
     def __init__(self, usual_rate: float | None) -> None:
         self.usual_rate = usual_rate
-        self._first: dict[int, list[Mapping[str, Any]]] = {}
-        self._last: dict[int, deque[Mapping[str, Any]]] = {}
+        self._lines: dict[int, list[Mapping[str, Any]]] = {}
 
     def add(self, metrics: Mapping[int, Mapping[str, Any]]) -> None:
         """Take the metrics of an iteration, by agent."""
         for index, line in metrics.items():
-            first = self._first.setdefault(index, [])
-            (first if len(first) < WINDOW else self._last.setdefault(index, deque(maxlen=WINDOW))).append(line)
+            self._lines[index] = _evidence([*self._lines.get(index, ()), line])
 
     def symptoms(self, agents: Iterable[int]) -> dict[int, list[Symptom]]:
         """Return what is known of these agents."""
-        known = {index: [*self._first.get(index, ()), *self._last.get(index, ())] for index in agents}
-        return {index: symptoms(lines, self.usual_rate) for index, lines in known.items()}
+        return {index: symptoms(self._lines.get(index, ()), self.usual_rate) for index in agents}
 
 
 def told(seen: Mapping[int, Iterable[Symptom]]) -> dict[str, Symptom]:

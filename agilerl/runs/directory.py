@@ -51,8 +51,9 @@ _KINDS: dict[type, tuple[str, ...]] = {
     list: ("command",),
     dict: ("config", "versions", "files", "given", "hardware"),
 }
-_OPTIONAL = ("files", "given", "hardware")
 """Keys of ``run.json`` by the type of their values."""
+_OPTIONAL = ("files", "given", "hardware")
+"""Keys that a run of an older version may lack."""
 
 
 class RunLayout:

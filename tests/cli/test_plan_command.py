@@ -1,6 +1,7 @@
 """`agilerl plan`: what it prints, that it loads no weights, and its sentences."""
 
 import json
+import shlex
 from collections.abc import Callable
 from math import ceil, floor
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
-from agilerl.cli.forecast import questions_for, smallest_difference
+from agilerl.cli.forecast import data_sheet, questions_for, smallest_difference
 from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness, probability_better
 from agilerl.training.setup import build
@@ -293,3 +294,37 @@ def test_a_plan_has_the_generations_and_exams_of_the_run(agilerl: Agilerl, overr
         session.evo_steps,
         len(session.population.places("exam")),
     )
+
+
+def test_a_shell_reads_the_command_as_it_was_typed(agilerl: Agilerl, tmp_path: Path) -> None:
+    (tmp_path / "it's $mine.yaml").write_text("environment: {task: 'reasoning_gym:spell_backward'}\n")
+    typed = [
+        "it's $mine.yaml",
+        "environment.conversation_template=[{role: user, content: '{question}'}]",
+        "algorithm.lr=0.001",
+    ]
+    command = planned(agilerl, *typed, "--gpu", "l4")["proposal"]["command"]
+    assert shlex.split(command)[: 2 + len(typed)] == ["agilerl", "train", *typed]
+    assert " algorithm.lr=0.001 " in command
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA A100-SXM4-80GB", "a100-80"),
+        ("A100-SXM4-40GB", "a100-40"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA L4", "l4"),
+        # Others have other rates:
+        *((other, "") for other in ("NVIDIA L40", "NVIDIA A10G", "NVIDIA A100-SXM-64GB", "NVIDIA A100 80GB PCIe")),
+        *((other, "") for other in ("NVIDIA H100 NVL", "NVIDIA H100 64GB HBM2", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")),
+        *((other, "") for other in ("NVIDIA GH200 480GB", "NVIDIA H20", "NVIDIA GeForce RTX 4090", "")),
+    ],
+)
+def test_a_gpu_is_known_by_the_words_of_its_name(device: str, kind: str) -> None:
+    assert data_sheet(device) == kind

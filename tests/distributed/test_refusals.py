@@ -71,6 +71,19 @@ def test_a_variable_of_the_launcher_that_is_no_number_is_named(name: str, value:
         asked_for(DistributedConfig(), {**LAUNCHED, name: value})
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("missing", [("MASTER_ADDR",), ("MASTER_PORT",), ("MASTER_ADDR", "MASTER_PORT")], ids=str)
+def test_processes_that_cannot_meet_do_not_train_alone(backend: str, missing: tuple[str, ...]) -> None:
+    variables = {name: value for name, value in LAUNCHED.items() if name not in missing}
+    with pytest.raises(ConfigError, match=f"{' and '.join(missing)}.* WORLD_SIZE=2.*torchrun.*backend=none"):
+        asked_for(DistributedConfig(backend=backend), variables)
+    for config, alone in (
+        (DistributedConfig(backend=backend), {"WORLD_SIZE": "1"}),
+        (DistributedConfig(backend="none"), {}),
+    ):
+        assert asked_for(config, variables | alone) is False
+
+
 def test_islands_of_one_process_cannot_divide_the_base() -> None:
     with pytest.raises(ConfigError, match="sharding=fsdp2 "):
         arranged(Processes(0, 2), DistributedConfig(sharding="fsdp2"), {})

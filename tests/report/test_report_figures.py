@@ -9,6 +9,7 @@ from agilerl.report.figures import (
     agent_colour,
     clock,
     curve_figure,
+    evenly,
     exam_gains,
     fitness_figure,
     gene_figure,
@@ -26,7 +27,6 @@ from agilerl.report.figures import (
 from agilerl.report.life import short_value
 from agilerl.report.load import Score, cost_names, front_exams, load_run, trace_family
 from agilerl.report.page import (
-    _evenly,
     comparison,
     facts,
     front_table,
@@ -83,6 +83,13 @@ def test_a_value_that_is_not_finite_is_a_gap(load):
     assert of_agent(figure, 0)[0]["y"] == [1.0, None, 2.0, None, 3.0]
     assert curve_figure(run, trace_family(run), "kl") is None
     json.dumps(figure, allow_nan=False)
+
+
+@pytest.mark.parametrize("count", [1, 2, 999, 1000, 1001, 1999, 2000, 5000])
+def test_a_long_line_has_a_thousand_points_and_both_ends(load, count):
+    run = load(lineage=[birth(0, None, 0)], metrics=[train(0, step, loss=float(step)) for step in range(1, count + 1)])
+    (line,) = of_agent(curve_figure(run, trace_family(run), "loss"), 0)
+    assert (len(line["x"]), line["x"][0], line["x"][-1]) == (min(count, 1000), 1, count)
 
 
 @pytest.mark.parametrize(
@@ -372,7 +379,7 @@ def test_ungraded_completions_are_shown_without_a_rank(tmp_path):
 @pytest.mark.parametrize(("count", "most"), [(3, 5), (10, 4), (10, 1), (0, 3)])
 def test_picking_evenly_keeps_both_ends(count, most):
     items = list(range(count))
-    found = _evenly(items, most)
+    found = evenly(items, most)
     assert len(found) == min(count, most)
     assert sorted(set(found)) == found
     if most > 1 and count:

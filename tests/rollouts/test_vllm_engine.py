@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -298,6 +299,21 @@ def test_a_missing_or_other_vllm_is_one_line(
     with pytest.raises(ConfigError, match=found) as error:
         GRPO(pad_token_id=0, actor_network=random_model(), use_vllm=True, vllm_config=VLLMConfig(**settings))
     assert "\n" not in str(error.value)
+
+
+def test_a_missing_vllm_leaves_the_base_and_its_engine_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_vllm(monkeypatch)
+    runtime = Runtime.from_pretrained("embedded")
+    options, engine = runtime.options, runtime.engine
+    assert isinstance(engine, TorchEngine)
+    before = (runtime.base.options, engine.prompts_at_once, engine.stops)
+    wanted: dict[str, Any] = {"gradient_checkpointing": True, "hf_generate_chunk_size": 3, "stop_sequences": ["x"]}
+    with pytest.raises(ConfigError, match="not installed"):
+        GRPO(runtime=runtime, use_vllm=True, **wanted)
+    assert (runtime.options, runtime.engine) == (options, engine)
+    assert (runtime.base.options, engine.prompts_at_once, engine.stops) == before
+    GRPO(runtime=runtime, **wanted)
+    assert (runtime.base.options, engine.prompts_at_once, engine.stops is None) == (runtime.options, 3, False)
 
 
 @pytest.mark.parametrize("settings", [{"sleep_mode": True}, {"tensor_parallel_size": 2}])

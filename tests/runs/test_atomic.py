@@ -90,18 +90,21 @@ def test_a_failing_disk_leaves_no_folder(tmp_path, monkeypatch, failing):
     assert os.listdir(tmp_path) == []
 
 
-def test_every_file_is_synced_before_the_rename(tmp_path, monkeypatch):
+@pytest.mark.parametrize("manifest", [True, False])
+def test_every_file_is_synced_before_the_rename(tmp_path, monkeypatch, manifest):
     events = []
     fsync, rename = os.fsync, os.rename
     monkeypatch.setattr(
         atomic.os, "fsync", lambda fd: (events.append(os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))), fsync(fd))
     )
     monkeypatch.setattr(atomic.os, "rename", lambda a, b: (events.append("rename"), rename(a, b)))
-    commit_folder(tmp_path / "000001", fill)
+    commit_folder(tmp_path / "000001", fill, manifest=manifest)
     moment = events.index("rename")
     before = events[:moment]
-    assert {"weights.bin", "state.json", "empty", "sub"} <= set(before)
-    assert any(name.startswith(f".{MANIFEST}") for name in before)
+    # The folder itself, which holds their names, is synced after them.
+    assert {"weights.bin", "state.json", "empty", "sub"} <= set(before[:-1])
+    assert before[-1] == f".000001.{os.getpid()}.tmp"
+    assert any(name.startswith(f".{MANIFEST}") for name in before) == manifest
     assert events[moment + 1 :] == [tmp_path.name]
 
 

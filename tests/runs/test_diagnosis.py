@@ -100,6 +100,14 @@ def test_values_that_are_no_numbers_are_passed_over() -> None:
     assert symptoms([hostile] * 9, usual_rate=1e-3) == []
 
 
+@pytest.mark.parametrize("most", [1e200, 9e299])
+def test_rewards_whose_squares_are_no_floats_are_compared(most: float) -> None:
+    rising = [HEALTHY | {"reward": most * step / 30, "learning_rate": 1e-6} for step in range(30)]
+    assert symptoms(rising, usual_rate=1e-3) == []
+    (low,) = symptoms([HEALTHY | {"reward": most * (step % 2), "learning_rate": 1e-6} for step in range(30)], 1e-3)
+    assert low.name == "low learning rate"
+
+
 def test_an_observer_sees_the_first_and_the_last_iterations() -> None:
     observer = Observer(1e-3)
     for step in range(50):
@@ -108,3 +116,23 @@ def test_an_observer_sees_the_first_and_the_last_iterations() -> None:
     assert {index: [s.name for s in each] for index, each in found.items()} == {0: [], 3: ["no exploration"], 7: []}
     (sentence,) = told({3: found[3], 5: found[3]})
     assert sentence.startswith("agents 3, 5: entropy is 0")
+
+
+@pytest.mark.parametrize(
+    "between",
+    [
+        {"reward": 0.9},  # a peak from which the reward fell
+        {"learning_rate": 0.5},  # the highest of an annealed rate
+        {"reward": 0.9, "curriculum/level": 1.0},  # a peak before the questions became harder
+        {},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("since", [1, WINDOW - 1, WINDOW, 3 * WINDOW])
+def test_an_observer_says_what_the_lines_of_the_whole_run_say(between: dict[str, Any], since: int) -> None:
+    low = HEALTHY | {"reward": 0.05, "reward_std": 0.1, "learning_rate": 1e-5}
+    lines = [low] * (2 * WINDOW) + [low | between] + [low] * 3 + [low | between] + [low] * since
+    observer = Observer(1e-3)
+    for line in lines:
+        observer.add({0: line})
+    assert observer.symptoms([0]) == {0: symptoms(lines, usual_rate=1e-3)}

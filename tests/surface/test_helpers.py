@@ -94,6 +94,15 @@ def test_adapters_from_capital_letters_and_keys_of_nobody() -> None:
     with pytest.warns(UserWarning, match="GAMA"):
         (agent,) = create_population("SFT", None, given, model_name="embedded")
     assert (type(agent), agent.rank) == (SFT, 4)
+    # Without names of layers, those of the default.
+    (agent,) = create_population(
+        "SFT", None, {"LORA_R": 4, "LORA_ALPHA": None, "LORA_TARGET_MODULES": []}, model_name="embedded"
+    )
+    default = agilerl.Runtime.from_pretrained("embedded").lora_config
+    config = agent.runtime.lora_config
+    assert (agent.rank, config.lora_alpha, config.target_modules) == (4, default.lora_alpha, default.target_modules)
+    (agent,) = create_population("SFT", None, {"LORA_ALPHA": 8}, model_name="embedded")
+    assert (agent.rank, agent.runtime.lora_config.lora_alpha) == (default.r, 8)
     for arguments in ({"algo": "GRPOO"}, {"algo": "GRPO", "net_config": {"x": 1}}):
         with pytest.raises(ConfigError):
             create_population(**arguments, algo_kwargs={"model_name": "embedded"})  # type: ignore[arg-type]
