@@ -35,6 +35,7 @@ from agilerl.errors import ConfigError
 from agilerl.models.tiny import tiny_model_path
 from agilerl.runs.directory import _sha256
 from agilerl.safety.addresses import check_cluster, may_have_key
+from agilerl.safety.bounds import full_matches
 from agilerl.safety.servers import request
 from tests.cli.outcome import ANNOUNCED
 from tests.faults.evidence import SHORT
@@ -738,6 +739,15 @@ def test_the_key_of_openai_goes_to_its_api_only() -> None:
     ends = ("/v1", "/v1/chat/completions", "", "/other", "/v2", ".test/v1")
     assert [end for end in ends if may_have_key("OPENAI_API_KEY", f"{host}{end}")] == ["/v1", "/v1/chat/completions"]
     assert not may_have_key("ANOTHER_KEY", f"{host}/v1")
+
+
+def test_all_names_together_have_one_allowance_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the names takes less than the allowance."""
+    monkeypatch.setattr("agilerl.safety.bounds.PATTERN_SECONDS", 0.5)
+    names, start = [f"{'a' * 16}!{number}x" for number in range(500)], time.process_time()
+    with pytest.raises(ConfigError, match="nested repeats"):
+        full_matches(r"(?:a|a)+[xy]", names, "lora_config.target_modules")
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.processes
