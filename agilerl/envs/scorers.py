@@ -214,7 +214,8 @@ def pays_for_nothing(task: str, answer: str, row: Mapping[str, Any]) -> bool:
         if task == "countdown" and sorted(map(int, re.findall(r"\b\d+\b", answer))) != numbers:
             return False
         nodes = (node for tree in (_trees(answer) or ())[-1:] for node in ast.walk(tree))
-        return sorted(node.value for node in nodes if isinstance(node, ast.Constant)) != numbers
+        used: list[Any] = [node.value for node in nodes if isinstance(node, ast.Constant)]
+        return sorted(used) != numbers
     return NOT_A_NUMBER.fullmatch(answer) is not None
 
 
