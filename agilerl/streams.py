@@ -106,7 +106,8 @@ def normal(seed: int, purpose: str, key: tuple[int, ...], count: int) -> np.ndar
 # -- the global generators, from which some third-party code draws ----------------------------------------------------
 
 
-_LOCK = threading.RLock()
+PROCESS_WIDE = threading.RLock()
+"""Held while changing what threads share, such as generators and output: of two locks, threads could hold one each."""
 
 
 @contextmanager
@@ -116,7 +117,7 @@ def sealed(seed: int) -> Iterator[None]:
     Otherwise such code would not be reproducible, and would disturb the caller's random numbers. Only one thread at a
     time is inside.
     """
-    with _LOCK:
+    with PROCESS_WIDE:
         python, legacy = random.getstate(), np.random.get_state()  # noqa: NPY002
         try:
             random.seed(seed)

@@ -196,7 +196,8 @@ def pays_for_nothing(task: str, answer: str, row: Mapping[str, Any]) -> bool:
     """Return whether ``answer`` is wrong, although the scorer of reasoning_gym's ``task`` might give it a full score.
 
     ``coin_flip`` gives it to any beginning of the right number, ``0`` for 0.375; ``game_of_life_halting`` to any text;
-    ``puzzle24`` to any numbers that make 24, whichever the question has.
+    ``puzzle24`` to any numbers that make 24, whichever the question has. It and ``countdown`` read the numbers from the
+    text, where ``103 # 4 25`` and ``1.5`` have some that are not calculated with, and ``0x67`` has none.
     """
     if task == "coin_flip":
         over, _, under = answer.replace(",", "").partition("/")
@@ -207,8 +208,14 @@ def pays_for_nothing(task: str, answer: str, row: Mapping[str, Any]) -> bool:
             return True
     if task == "game_of_life_halting":
         return answer.lower() != str(row["answer"]).lower()
-    if task == "puzzle24":
-        return sorted(map(int, re.findall(r"\d{1,9}", answer))) != sorted(row["metadata"]["numbers"])
+    if task in ARITHMETIC:
+        numbers = sorted(row["metadata"]["numbers"])
+        # With other numbers in its text countdown gives the answer no full score, but something for trying.
+        if task == "countdown" and sorted(map(int, re.findall(r"\b\d+\b", answer))) != numbers:
+            return False
+        nodes = (node for tree in (_trees(answer) or ())[-1:] for node in ast.walk(tree))
+        used: list[Any] = [node.value for node in nodes if isinstance(node, ast.Constant)]
+        return sorted(used) != numbers
     return NOT_A_NUMBER.fullmatch(answer) is not None
 
 
@@ -231,8 +238,9 @@ ALGEBRA = frozenset({"intermediate_integration", "polynomial_multiplication", "s
 UNREADABLE = "?"
 """An answer that no scorer can read."""
 
-# Names, so that a bare word (ABCDE) gets through, which is right as text.
-LITERALS = (ast.Expression, ast.List, ast.Tuple, ast.Constant, ast.Name, ast.Load, ast.UnaryOp, ast.USub, ast.UAdd)
+# No names: ``eval`` finds the scorer's variables, so ``[oracle_answer]`` would be the right answer. A bare word that is
+# right (ABCDE) equals the row's answer, which is not screened.
+LITERALS = (ast.Expression, ast.List, ast.Tuple, ast.Constant, ast.Load, ast.UnaryOp, ast.USub, ast.UAdd)
 SUMS = (ast.Expression, ast.Constant, ast.UnaryOp, ast.USub, ast.UAdd, ast.BinOp, ast.Add, ast.Sub, ast.Mult, ast.Div)
 FORMULAS = (*SUMS, ast.Pow, ast.Name, ast.Load, ast.Call)
 FUNCTIONS = frozenset(
@@ -254,12 +262,7 @@ def readable(task: str, answer: str) -> bool | None:
     """
     if is_harmless(task, answer):
         return True
-    if task in ARITHMETIC | ALGEBRA and len(answer) <= LONGEST:
-        try:
-            return None if any(_trees(answer)) else False
-        except (MemoryError, RecursionError):
-            return None
-    return None
+    return False if task in ARITHMETIC | ALGEBRA and _trees(answer) == [] else None
 
 
 def is_harmless(task: str, answer: str) -> bool:
@@ -275,9 +278,11 @@ def is_harmless(task: str, answer: str) -> bool:
     return True
 
 
-def _trees(answer: str) -> list[ast.Expression]:
-    """Parse an answer as Python, both unchanged and stripped; empty if it does not parse."""
-    trees = []
+def _trees(answer: str) -> list[ast.Expression] | None:
+    """Parse an answer as Python, both unchanged and stripped; empty if it does not parse, None if too long or deep."""
+    trees: list[ast.Expression] = []
+    if len(answer) > LONGEST:
+        return None
     for text in dict.fromkeys((answer, answer.lstrip(), answer.strip())):
         try:
             with warnings.catch_warnings():
@@ -285,6 +290,8 @@ def _trees(answer: str) -> list[ast.Expression]:
                 trees.append(ast.parse(text, mode="eval"))
         except (SyntaxError, ValueError):
             continue
+        except (MemoryError, RecursionError):
+            return None
     return trees
 
 
@@ -294,14 +301,9 @@ def _consists_of(answer: str, allowed: tuple[type[ast.AST], ...], values: tuple[
     ``eval`` does not run what does not parse, and the scorer may compare it as text; but ``parse_expr`` may run it
     after rewriting it.
     """
-    if len(answer) > LONGEST:
-        return False
-    try:
-        trees = _trees(answer)
-    except (MemoryError, RecursionError):
-        return False
+    trees = _trees(answer)
     if not trees:
-        return allowed is LITERALS
+        return trees is not None and allowed is LITERALS
     return all(isinstance(node, allowed) and _is_small(node, values) for tree in trees for node in ast.walk(tree))
 
 

@@ -7,7 +7,6 @@ import io
 import keyword
 import re
 import sys
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -24,7 +23,7 @@ from agilerl.deferred import deferred
 from agilerl.envs import arithmetic
 from agilerl.errors import ConfigError, how_to_install
 from agilerl.safety.bounds import check_file
-from agilerl.streams import sealed
+from agilerl.streams import PROCESS_WIDE, sealed
 
 MANAGED = ("seed", "size")
 SPEC_KEYS = ("name", "weight", "config")
@@ -130,17 +129,14 @@ def curriculum_params(name: str, level: int, attributes: Sequence[str]) -> dict[
     return {name: getattr(config, name) for name in names}
 
 
-# Re-entrant, as the panels are drawn in one quiet() and each of their problems in another.
-_QUIET = threading.RLock()
-
-
 @contextmanager
 def quiet() -> Iterator[None]:
     """Silence what third-party code prints and warns about; one thread at a time.
 
     Standard output and the warning filters are process-wide, so two threads that restore them would interfere.
     """
-    with _QUIET:
+    # Re-entrant, as the panels are drawn in one quiet() and each of their problems in another.
+    with PROCESS_WIDE:
         if isinstance(sys.stdout, _Silence):  # by a caller; setting the filters costs as much as a problem
             yield
             return

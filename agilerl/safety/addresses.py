@@ -83,8 +83,8 @@ def _parts(address: str) -> tuple[str, str, int, str] | None:
     # Anything that parsers of addresses may read differently is not a plain address.
     if not url.hostname or not address.isprintable() or set(address) & set("\\#?@ ") or ".." in url.path:
         return None
-    # A final dot names the same host. Servers are given with /v1 or without it.
-    return url.scheme, url.hostname.rstrip("."), port, url.path.rstrip("/").removesuffix("/v1")
+    # A final dot names the same host.
+    return url.scheme, url.hostname.rstrip("."), port, url.path.rstrip("/")
 
 
 def _shown(address: str) -> str:

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -122,8 +123,15 @@ def full_matches(pattern: str, names: Iterable[str], where: str) -> set[str]:
     Raises ConfigError for an invalid pattern, or one that takes too long: a pattern that tries every way to split a
     name (``(\\w+\\.?)+x``) would run for years.
     """
-    compiled, left = compiled_pattern(pattern, where), PATTERN_SECONDS
+    compiled, end = compiled_pattern(pattern, where), time.process_time() + PATTERN_SECONDS
+
+    def matches(name: str) -> bool:
+        # Processor time, as regex counts it, to which a negative timeout is none.
+        return compiled.fullmatch(name, timeout=max(end - time.process_time(), 0.0)) is not None
+
     try:
-        return {name for name in names if compiled.fullmatch(name, timeout=left) is not None}
+        return set(filter(matches, names))
     except TimeoutError:
-        raise ConfigError(f"{where}: matching {pattern[:80]!r} takes over {left:g} s; avoid nested repeats") from None
+        raise ConfigError(
+            f"{where}: matching {pattern[:80]!r} takes over {PATTERN_SECONDS:g} s; avoid nested repeats"
+        ) from None

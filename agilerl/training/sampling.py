@@ -21,7 +21,8 @@ def check_sampling(config: RunConfig, options: SharedOptions) -> None:
         servers["algorithm.vllm_config.base_url"] = (API_KEY, settings.base_url)
     for where, (key, url) in servers.items():
         if url is not None and os.environ.get(key):
-            check_key(where, key, url, config.typed_addresses, without=f"unset {key}")
+            # Settings hold a server's address without /v1; whoever allows either means that server.
+            check_key(where, key, f"{url}/v1", config.typed_addresses, without=f"unset {key}")
     if not options.use_vllm:
         return
     if settings.base_url is None:

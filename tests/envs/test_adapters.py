@@ -87,6 +87,12 @@ def test_a_plain_class_becomes_an_environment():
     assert "PlainEnv(Counting, max_turns=3)" in repr(env)
 
 
+def test_a_generator_is_built_only_for_what_draws_globally(monkeypatch):
+    monkeypatch.setattr("agilerl.envs.adapters.base.stream", None)
+    env = as_text_env(Counting())
+    assert steps(env, 0, ["x"])[1:]
+
+
 def test_the_argument_wins_over_what_the_class_says():
     env = as_text_env(Counting(), max_turns=1)
     assert steps(env, 0, ["x", "x"])[1:] == [(env.inner.number and str(env.inner.number), 0.0, False, True, {})]

@@ -1,12 +1,16 @@
 import random
+import threading
 import time
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from agilerl.envs.core import fewer, is_held_out, score_completions
 from agilerl.envs.procedural import ReasoningGymTask
+from agilerl.envs.upstream import quiet
 from agilerl.errors import ConfigError, EnvError, RewardError
+from agilerl.streams import sealed
 
 SPELL = {"min_word_len": 3, "max_word_len": 6}
 MIXTURE = {
@@ -296,3 +300,30 @@ def test_a_panel_that_takes_every_question_leaves_no_training():
 def test_rows_that_do_not_exist(key):
     with pytest.raises(EnvError, match="expected"):
         ReasoningGymTask("gcd").row(*key)
+
+
+def test_a_panel_and_a_sealed_environment_do_not_wait_for_each_other():
+    """One thread draws a panel of a dataset that needs sealing, another a problem inside a sealed environment."""
+    task = ReasoningGymTask("list_functions", exam_prompts=1, test_prompts=0)
+    meeting = threading.Barrier(2)
+
+    def meet():
+        with suppress(threading.BrokenBarrierError):  # with one lock the other thread does not get there
+            meeting.wait(0.5)
+
+    def panel():
+        with quiet():
+            meet()
+            task._draw("panel", 0, 0)
+
+    def environment():
+        with sealed(0):
+            meet()
+            task._draw("train", 0, 0)
+
+    threads = [threading.Thread(target=target, daemon=True) for target in (panel, environment)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)

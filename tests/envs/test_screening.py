@@ -3,7 +3,7 @@ import time
 import pytest
 
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.scorers import is_harmless
+from agilerl.envs.scorers import PYTHON_LISTS, is_harmless
 
 EVALUATING = [
     "binary_matrix",
@@ -73,7 +73,8 @@ def test_a_completion_cannot_explode(name, bomb):
         ("n_queens", "[['_', 'Q'], ['Q', '_']]", True),
         ("n_queens", "[x for x in 'ab']", False),
         ("binary_matrix", "[[0, -1], [1, 0]]", True),
-        ("string_insertion", "ABCDE", True),
+        ("string_insertion", "ABCDE", False),  # right only where it equals the row's answer, which is not screened
+        ("string_insertion", "['A', 'B']", True),
         ("string_insertion", "f'{exit()}'", False),
         ("coin_flip", "3/8", True),
         ("chain_sum", "exit()", True),  # compared as text, never run
@@ -92,5 +93,40 @@ def test_depth_and_length_are_limited():
 def test_right_answers_are_let_through(name):
     task = ReasoningGymTask(name, exam_prompts=1, test_prompts=0)
     for i in range(3 if "integration" in name or name == "puzzle24" else 20):
-        answer = task.row("train", i)["answer"]
-        assert is_harmless(name, answer), answer
+        row = task.row("train", i)
+        answer = row["answer"]
+        assert is_harmless(name, answer) or (name == "string_insertion" and task.reward(answer, row) == 1.0), answer
+
+
+NAMED = ("{}", "[{}]", "[[{}]]", "({},)", "[*{}]", "{{{}}}", "f'{{{}}}'", "(y := {})", "{}.copy()", "{}[0]", "-{}")
+"""Ways to write a variable's value."""
+
+
+@pytest.mark.parametrize("name", EVALUATING)
+@pytest.mark.processes
+def test_no_variable_of_a_scorer_is_an_answer(name):
+    """``[oracle_answer]`` would be right without being solved. The variables are those of the installed scorer."""
+    task = ReasoningGymTask(name, exam_prompts=1, test_prompts=0, reward="score")
+    row = task.row("train", 0)
+    scorer = type(task._scorers.datasets[0]).score_answer
+    # ``parse_expr`` evaluates in a namespace of its own.
+    variables = {*scorer.__code__.co_varnames, *(scorer.__globals__ if name in PYTHON_LISTS else ())}
+    least = task.reward("?", row)
+    for answer in (form.format(variable) for variable in variables for form in NAMED):
+        assert task.reward(answer, row) <= least, answer
+
+
+def test_only_the_numbers_of_a_question_make_its_target():
+    """The scorers read the numbers from the text, where comments have some and 0x18 has none."""
+    for name, numbers, target, right in (
+        ("countdown", [1, 5, 10], 15, "1 * (5 + 10.)"),
+        ("puzzle24", [1, 2, 3, 4], 24, "1 * 2 * 3 * 4."),
+    ):
+        task = ReasoningGymTask(name, exam_prompts=1, test_prompts=0, reward="score")
+        row = task.row("train", 0)
+        row = {**row, "answer": None, "metadata": {**row["metadata"], "numbers": numbers, "target": target}}
+        text, total = " ".join(map(str, numbers)), "+".join(map(str, numbers))
+        ways = f"{target:#x} # {text}", f"{target // 10}_{target % 10} # {text}", f"{total}+{target - sum(numbers):#b}"
+        for answer in (*ways, f"{target:#o} + 0b0 * ({total})", "4*2*3 # 1", "10+5 # 1", "1.5*10"):
+            assert task.reward(answer, row) <= 0.05, answer
+        assert task.reward(right, row) == 1.0

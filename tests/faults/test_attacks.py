@@ -34,7 +34,8 @@ from agilerl.config.manifest import load_manifest
 from agilerl.errors import ConfigError
 from agilerl.models.tiny import tiny_model_path
 from agilerl.runs.directory import _sha256
-from agilerl.safety.addresses import check_cluster
+from agilerl.safety.addresses import check_cluster, may_have_key
+from agilerl.safety.bounds import full_matches
 from agilerl.safety.servers import request
 from tests.cli.outcome import ANNOUNCED
 from tests.faults.evidence import SHORT
@@ -716,6 +717,37 @@ def test_a_key_goes_to_an_address_that_the_user_allows(
     assert found["code"] == 2
     sent = [headers.get("Authorization") for headers in listener.headers]
     assert sent == ([f"Bearer {KEY}"] if expected else [])
+
+
+@pytest.mark.parametrize(
+    ("allowed", "covered", "others"),
+    [
+        ("https://h/v1", ("/v1", "/v1/", "/v1/chat"), ("", "/", "/other", "/v1other", "/v1/../other")),
+        ("https://h/team", ("/team", "/team/v1"), ("", "/v1", "/teams", "/other")),
+        ("https://h", ("", "/v1", "/other"), (":1/v1", ".test/v1")),
+    ],
+)
+def test_an_allowed_address_covers_itself_and_what_is_below(
+    allowed: str, covered: tuple[str, ...], others: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AGILERL_ALLOWED_ADDRESSES", allowed)
+    assert [end for end in (*covered, *others) if may_have_key("A_KEY", f"https://h{end}")] == list(covered)
+
+
+def test_the_key_of_openai_goes_to_its_api_only() -> None:
+    host = "https://api.openai.com"
+    ends = ("/v1", "/v1/chat/completions", "", "/other", "/v2", ".test/v1")
+    assert [end for end in ends if may_have_key("OPENAI_API_KEY", f"{host}{end}")] == ["/v1", "/v1/chat/completions"]
+    assert not may_have_key("ANOTHER_KEY", f"{host}/v1")
+
+
+def test_all_names_together_have_one_allowance_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the names takes less than the allowance."""
+    monkeypatch.setattr("agilerl.safety.bounds.PATTERN_SECONDS", 0.5)
+    names, start = [f"{'a' * 16}!{number}x" for number in range(500)], time.process_time()
+    with pytest.raises(ConfigError, match="nested repeats"):
+        full_matches(r"(?:a|a)+[xy]", names, "lora_config.target_modules")
+    assert time.process_time() - start < 2
 
 
 @pytest.mark.processes

@@ -215,7 +215,7 @@ def test_what_brings_the_worker_down_costs_one_answer(how: str) -> None:
     right = row["metadata"]["valid_answers"][0]
     assert asked(task, BEHIND[how], row) in (0.0, None)
     assert task.reward(right, row) == 1.0
-    assert task.reward("Q", row) == 0.0
+    assert task.reward("[1]", row) == 0.0
 
 
 BOMBS = [
@@ -268,7 +268,7 @@ def test_a_worker_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("agilerl.envs.scorers._SHARED", {})
     task, row = made("n_queens")
     with pytest.raises(RewardError, match="cannot load"):
-        task.reward("Q", row)
+        task.reward("[1]", row)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -285,7 +285,7 @@ def test_tasks_share_a_process_which_ends_with_the_last(monkeypatch: pytest.Monk
     before = workers()
     (first, row), (second, other) = made("n_queens"), made("spiral_matrix")
     assert workers() == before  # none before it is needed
-    assert (first.reward("Q", row), second.reward("[1]", other)) == (0.0, 0.0)
+    assert (first.reward("[1]", row), second.reward("[1]", other)) == (0.0, 0.0)
     assert len(workers()) == len(before) + 1
     first.close()
     assert second.reward(other["answer"], other) == 1.0
@@ -311,7 +311,7 @@ def test_a_forked_process_has_its_own(tmp_path: Path) -> None:
     child = os.fork()
     if child == 0:
         try:
-            good = task.reward(right, row) == 1.0 and task.reward("Q", row) == 0.0
+            good = task.reward(right, row) == 1.0 and task.reward("[1]", row) == 0.0
             (tmp_path / "found").write_text(f"{good} {' '.join(map(str, workers()))}")
         finally:
             os._exit(0)
@@ -363,7 +363,8 @@ def test_scores_are_those_of_the_scorer_itself(name: str) -> None:
             except Exception:
                 expected = 0.0
             # What the screen refuses was worth nothing before, too: names and texts among the numbers of a game.
-            assert task.reward(answer, row) == (0.0 if not is_harmless(name, answer) and parses(answer) else expected)
+            refused = answer != own and not is_harmless(name, answer) and parses(answer)
+            assert task.reward(answer, row) == (0.0 if refused else expected)
 
 
 def json_like(row: dict[str, Any]) -> dict[str, Any]:

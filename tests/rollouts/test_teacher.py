@@ -248,8 +248,12 @@ def test_a_manifest_sends_the_key_only_where_the_user_allows(monkeypatch: pytest
     assert config.sharing.teacher_url == "http://x.test:1"
     with pytest.raises(ConfigError, match="teacher_url"):
         check(config)
-    monkeypatch.setenv("AGILERL_ALLOWED_ADDRESSES", "http://x.test:1")
-    check(config)
+    for allowed in ("http://x.test:1", "http://x.test:1/v1"):
+        monkeypatch.setenv("AGILERL_ALLOWED_ADDRESSES", allowed)
+        check(config)
+    monkeypatch.setenv("AGILERL_ALLOWED_ADDRESSES", "http://x.test:1/v1/other")
+    with pytest.raises(ConfigError, match="teacher_url"):
+        check(config)
     monkeypatch.delenv("AGILERL_ALLOWED_ADDRESSES")
     monkeypatch.delenv("TEACHER_API_KEY")
     check(config)

@@ -88,8 +88,8 @@ class Adapter(TextEnv):
     def step(self, action: str) -> StepResult:
         """Take a turn; raises EnvError if the episode has not begun, or is over."""
         self._count_turn()
-        draws = stream(max(self._seed, 0), "sealed_adapter", self._turn - 1)
-        with sealed(int(draws.integers(2**32))) if self.draws_globally else nullcontext():
+        key = max(self._seed, 0), "sealed_adapter", self._turn - 1
+        with sealed(int(stream(*key).integers(2**32))) if self.draws_globally else nullcontext():
             result = self.act(action)
         if not isinstance(result, tuple) or len(result) != 5:
             return result  # malformed results are reported by the caller, not repaired here

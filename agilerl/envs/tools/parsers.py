@@ -323,7 +323,10 @@ def _python_call(content: str) -> ToolCall | None:
         return None
     try:
         match ast.parse(content.strip(), mode="eval"):
-            case ast.Expression(ast.Call(ast.Attribute(ast.Name(name), "call"), [], keywords)):
+            # Of ** and a dictionary the parser makes a keyword without a name.
+            case ast.Expression(ast.Call(ast.Attribute(ast.Name(name), "call"), [], keywords)) if all(
+                keyword.arg is not None for keyword in keywords
+            ):
                 return ToolCall(name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords})
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         pass

@@ -75,6 +75,8 @@ MALFORMED = [
     ("llama", "<|python_tag|>print(1)<|eom_id|>", "no JSON"),
     ("llama", "<|python_tag|>add.call(1)<|eom_id|>", "no JSON"),
     ("llama", "<|python_tag|>add.call(a=f())<|eom_id|>", "no JSON"),
+    ("llama", '<|python_tag|>add.call(**{"a": 1})<|eom_id|>', "no JSON"),
+    ("llama", '<|python_tag|>add.call(a=1, **{"b": 2})<|eom_id|>', "no JSON"),
     ("llama", '{"name": "add", "parameters": {"a": 1}<|eot_id|>', '"parameters"'),
     ("mistral", "[TOOL_CALLS] add 1 and 2</s>", "no JSON"),
     ("mistral", "[TOOL_CALLS][]</s>", '"name"'),
