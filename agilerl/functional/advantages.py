@@ -77,9 +77,10 @@ def borrowed_advantages(
     graded = torch.isfinite(rewards)
     # The learner's first graded row in each group has what all of them share. (borrowed rows, own rows)
     fit = (groups[:, None] == own_groups) & (torch.isfinite(own_rewards) & (count > 0))
-    known, row = fit.any(1) & graded, fit.int().argmax(1)  # argmax takes no bool
+    known = fit.any(1) & graded
     if not known.any():
         return torch.zeros(rewards.shape, dtype=_float(rewards), device=rewards.device)
+    row = fit.int().argmax(1)  # argmax takes no bool, and no row of no columns
     # A graded reward less its centred value is the mean of its group.
     mean = (values - centred)[row]
     advantages = fill_masked(rewards.detach().double(), graded) - mean
