@@ -184,7 +184,7 @@ class Learner:
 
     @property
     def lr_factor(self) -> float:
-        """Return a learning rate after the schedules of the agent and of the run."""
+        """What the schedules of the agent and of the run multiply a learning rate by."""
         return lr_factor(self.cosine_lr_schedule_config, self.updates) * self.schedule_factor
 
     def optimizer_settings(self) -> dict[int, AdamWSettings]:
