@@ -468,7 +468,7 @@ class ReferenceLogprobs:
             assert runtime is not None
             values = runtime.fixed_logprobs(slot, part, temperature, most).cpu()
             for index, row in enumerate(missing):
-                logprobs[keys[row]] = values[index][part.action_mask[index].cpu()].clone()
+                logprobs[keys[row]] = values[index][part.action_mask[index].cpu()]
                 self._keep(keys[row], logprobs[keys[row]])
             self.rows_computed += len(missing)
         mask = batch.action_mask.cpu()
