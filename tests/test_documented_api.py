@@ -20,6 +20,7 @@ from agilerl.algorithms import ALGORITHMS, GRPO, EvolvableAlgorithm, LLMAlgorith
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import Mutations
 from agilerl.runtime import Runtime
+from agilerl.sizes import PASS_TOKENS
 from tests.tiny_models import PAD, random_model
 
 pytestmark = pytest.mark.model
@@ -314,3 +315,11 @@ def test_every_setting_of_a_loss_is_in_its_docs() -> None:
     settings = {name for cls in ALGORITHMS.values() for name in cls.Config.model_fields}
     named = set(re.findall(r"`(\w+)`", table))
     assert settings - MACHINERY <= named, sorted(settings - MACHINERY - named)
+
+
+def test_the_size_of_a_pass_is_the_one_in_the_docs() -> None:
+    manifest, losses = ((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("manifest.md", "losses.md"))
+    rows = [line for line in manifest.splitlines() if line.startswith("| `micro_batch_size_per_gpu`")]
+    rows += [line for line in losses.splitlines() if "`mean_token_accuracy`" in line]
+    assert len(rows) == len(ALGORITHMS) + 1
+    assert [row for row in rows if f"at most {PASS_TOKENS:,} tokens" not in row] == []

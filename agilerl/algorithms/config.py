@@ -48,7 +48,8 @@ class LLMConfig(AlgorithmConfig):
     """Weight of the load-balancing loss of a mixture's routers (arXiv 2101.03961), added to every other loss. Routers
     are frozen: adapters learn hidden states that spread over the experts. 0: none."""
     micro_batch_size_per_gpu: Annotated[int | None, Field(ge=1)] = None
-    """Trajectories of one forward and backward pass; None fits as many as about 4,096 tokens hold."""
+    """Trajectories of one forward and backward pass; None fits as many as at most 2,048 tokens hold on a CPU, and as
+    the memory of a GPU allows."""
     max_model_len: Annotated[int | None, Field(ge=2)] = 1024
     """Most tokens of prompt and completion together; the model's own context length is a further limit."""
     seed: Annotated[int, Field(ge=0)] = 42

@@ -27,7 +27,8 @@ def shaped_rewards(c: PolicyConfig, batch: RolloutBatch, kl: Tensor | None, kl_c
     """
     rewards, turns = batch.rewards, batch.rewards.shape[1]
     if c.overlong_cache_tokens is not None and c.max_output_tokens is not None:
-        played = int(batch.turn_ids.max()) + 1 if len(batch) else 1
+        # At least one: without an action token all turns are -1, and per_turn_sums needs one to sum over.
+        played = max(int(batch.turn_ids.max()) + 1, 1) if len(batch) else 1
         lengths = per_turn_sums(batch.action_mask.float(), batch.turn_ids, played)
         punishment = overlong_penalty(lengths, c.max_output_tokens, c.overlong_cache_tokens)
         for k in range(played):

@@ -184,7 +184,7 @@ class Learner:
 
     @property
     def lr_factor(self) -> float:
-        """Return a learning rate after the schedules of the agent and of the run."""
+        """What the schedules of the agent and of the run multiply a learning rate by."""
         return lr_factor(self.cosine_lr_schedule_config, self.updates) * self.schedule_factor
 
     def optimizer_settings(self) -> dict[int, AdamWSettings]:
@@ -468,7 +468,7 @@ class ReferenceLogprobs:
             assert runtime is not None
             values = runtime.fixed_logprobs(slot, part, temperature, most).cpu()
             for index, row in enumerate(missing):
-                logprobs[keys[row]] = values[index][part.action_mask[index].cpu()].clone()
+                logprobs[keys[row]] = values[index][part.action_mask[index].cpu()]
                 self._keep(keys[row], logprobs[keys[row]])
             self.rows_computed += len(missing)
         mask = batch.action_mask.cpu()

@@ -41,7 +41,7 @@ def group_advantages(
     elif norm == "mean":
         # Of a row without a grade both are 0, and so is its advantage.
         mean = values - centred
-        advantages = torch.where(mean > 0, centred / torch.where(mean > 0, mean, 1.0), 0.0)
+        advantages = torch.where(mean > 0, centred / mean, 0.0)
     else:
         advantages = centred
     # Guarding the division is not enough: in a group of equal rewards, ``centred`` is the rounding error of the mean.
@@ -72,14 +72,15 @@ def borrowed_advantages(
         if given.dim() != 1 or given.shape != labels.shape:
             shapes = f"{list(given.shape)} and {list(labels.shape)}"
             raise ValueError(f"expected {name}rewards [B] and {name}groups [B], found {shapes}")
-    centred, std, count, values = _group_statistics(own_rewards, own_groups)
+    centred, std, _, values = _group_statistics(own_rewards, own_groups)
     _, pooled, _, _ = _group_statistics(torch.cat([own_rewards, rewards]), torch.cat([own_groups, groups]))
     graded = torch.isfinite(rewards)
     # The learner's first graded row in each group has what all of them share. (borrowed rows, own rows)
-    fit = (groups[:, None] == own_groups) & (torch.isfinite(own_rewards) & (count > 0))
-    known, row = fit.any(1) & graded, fit.int().argmax(1)  # argmax takes no bool
+    fit = (groups[:, None] == own_groups) & torch.isfinite(own_rewards)
+    known = fit.any(1) & graded
     if not known.any():
         return torch.zeros(rewards.shape, dtype=_float(rewards), device=rewards.device)
+    row = fit.int().argmax(1)  # argmax takes no bool, and no row of no columns
     # A graded reward less its centred value is the mean of its group.
     mean = (values - centred)[row]
     advantages = fill_masked(rewards.detach().double(), graded) - mean
@@ -89,7 +90,7 @@ def borrowed_advantages(
     elif norm == "batch_std":
         advantages = advantages / (_std(values, torch.isfinite(own_rewards)) + adv_eps)
     elif norm == "mean":
-        advantages = torch.where(mean > 0, advantages / torch.where(mean > 0, mean, 1.0), 0.0)
+        advantages = torch.where(mean > 0, advantages / mean, 0.0)
     advantages = torch.where(advantages.abs() < ZERO_STD, 0.0, advantages)  # the rounding error of the mean
     return fill_masked(advantages, known).to(_float(rewards))
 

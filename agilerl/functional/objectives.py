@@ -120,7 +120,7 @@ def kl_estimate(
     |---|---|---|
     | k1 | ``pi - ref`` | 1: zero in expectation, so useless as a loss |
     | k2 | ``(pi - ref)^2 / 2`` | ``pi - ref`` |
-    | k3 | ``exp(ref - pi) - (ref - pi) - 1`` | ``1 - exp(ref - pi)`` |
+    | k3 | ``exp(ref - pi) - (ref - pi) - 1`` | ``1 - exp(ref - pi)``; beyond ``ref - pi = 60``: 0 |
     | k3+ | as k3 | as k2, unbiased on policy |
 
     Log-probs are in nats; the reference carries no gradient. ``clamp`` bounds the estimate to +-clamp (no gradient
@@ -149,8 +149,11 @@ def _k2(difference: Tensor) -> Tensor:
 
 
 def _k3(difference: Tensor) -> Tensor:
+    # Both terms of one cut difference: with the exponential alone cut, the gradient beyond the limit would be that of
+    # the linear term, which points away from the reference.
+    difference = difference.clamp(max=_EXP_LIMIT)
     # expm1, because exp(d) - 1 loses the digits of a small d, and k3 is about d^2 / 2 there.
-    return torch.expm1(difference.clamp(max=_EXP_LIMIT)) - difference
+    return torch.expm1(difference) - difference
 
 
 def kl_shaped_advantages(advantages: Tensor, kl: Tensor, mask: Tensor, beta: float | Tensor) -> Tensor:

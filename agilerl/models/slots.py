@@ -198,9 +198,9 @@ class AdapterStore:
         self.ranks += [0] * (capacity - count)
 
     def widen(self, rank: int) -> None:
-        """Rebuild the banks for a larger rank; existing adapters are padded with zeros."""
+        """Rebuild the banks for a larger rank; existing adapters are padded with zeros, and value heads are kept."""
         states = [{**self.read(slot), "grad": self.adapter(slot, "grad")} for slot in range(self.capacity)]
-        heads = [self.read_head(slot) for slot in range(self.capacity)]
+        heads = [self._head_view(bank).clone() for bank in (self.theta, self.grad, self.exp_avg, self.exp_avg_sq)]
         scaling, steps = self.scaling, self.steps
         self.max_rank = rank
         self._measure()
@@ -209,7 +209,8 @@ class AdapterStore:
         self.steps.copy_(steps)
         for slot, state in enumerate(states):
             self.write(slot, state)
-            self.write_head(slot, heads[slot])
+        for bank, head in zip((self.theta, self.grad, self.exp_avg, self.exp_avg_sq), heads):
+            self._head_view(bank).copy_(head)
 
     def move(self, source: int, target: int) -> None:
         """Move a slot's contents to a free slot; the caller still has to release the source."""

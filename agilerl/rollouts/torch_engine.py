@@ -662,6 +662,8 @@ def _kept(requests: Sequence[GenerationRequest], known: Sequence[int]) -> Kept |
     return side_by_side(parts) if parts else None
 
 
+# Where prompts are computed as padded rows, an adapter multiplies the tokens of its slot's rows alone. Only the batch
+# is padded by rows, so that it is the padded length that gives each of these products a multiple of CPU_ROWS.
 assert LENGTH_MULTIPLE % CPU_ROWS == 0
 
 

@@ -240,6 +240,14 @@ def test_every_turn_is_punished_for_its_own_length(runtime: Runtime) -> None:
     assert torch.allclose(shaped_rewards(it.config, whole, None, it.kl_coef), torch.tensor([[2.5], [-0.5]]))
 
 
+def test_without_an_action_token_nothing_is_punished(runtime: Runtime) -> None:
+    nothing = torch.zeros_like(MASK)
+    data = replace(batch(), action_mask=nothing, turn_ids=torch.full_like(batch().turn_ids, -1))
+    it = agent(runtime, overlong_cache_tokens=2)
+    assert torch.equal(shaped_rewards(it.config, data, None, it.kl_coef), data.rewards)
+    assert it.credit(data).abs().sum() == 0
+
+
 def test_truncated_completions_are_left_out_but_count_in_the_baseline(runtime: Runtime) -> None:
     data = replace(batch(), truncated=torch.tensor([True, False, False, False]))
     plain, masked = agent(runtime).prepare(data), agent(runtime, mask_truncated=True).prepare(data)

@@ -105,6 +105,7 @@ def test_without_a_grade_or_a_group_there_is_no_advantage() -> None:
     rewards, theirs = torch.tensor([np.nan, 1.0, 1.0]), torch.tensor([0, 5, 7])
     assert borrowed_advantages(rewards, theirs, own, groups).tolist() == [0.0, 0.0, 0.0]
     assert borrowed_advantages(rewards[:0], theirs[:0], own, groups).tolist() == []
+    assert borrowed_advantages(rewards, theirs, own[:0], groups[:0]).tolist() == [0.0, 0.0, 0.0]
     with pytest.raises(ValueError, match=r"own_rewards \[B\].*own_groups"):
         borrowed_advantages(rewards, theirs, own, groups[:2])
 
@@ -176,6 +177,15 @@ def test_a_twins_completions_weigh_one() -> None:
     by_row = borrowed_advantages(both.returns, both.groups, own.returns, own.groups)
     kept = by_row[by_row != 0]
     assert torch.allclose(found.advantages[len(own) :].abs().amax(1), kept.abs(), rtol=1e-3)
+
+
+@pytest.mark.model
+def test_without_a_grade_of_ones_own_nothing_is_borrowed() -> None:
+    agents = pair()
+    own, lent = prepared(agents)
+    own = replace(own, rewards=torch.full_like(own.rewards, torch.nan))
+    alone = agents[0].prepare(own)
+    assert with_borrowed(agents[0], alone, own, lent, 2.0) is alone
 
 
 @pytest.mark.model

@@ -62,6 +62,17 @@ def test_a_huge_difference_stays_finite_and_clamps(estimator, dtype):
         assert gradient == 0.0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_k3_never_leads_away_from_the_reference(dtype):
+    for difference in (-1.0, -59.0, -60.0):
+        value, gradient = value_and_slope("k3", difference, dtype=dtype)
+        assert value == pytest.approx(math.expm1(-difference) + difference, rel=1e-6)
+        assert gradient == pytest.approx(-math.expm1(-difference), rel=1e-6)
+    at_the_limit = value_and_slope("k3", -60.0, dtype=dtype)[0]
+    for difference in (-60.1, -61.0, -500.0):
+        assert value_and_slope("k3", difference, dtype=dtype) == (at_the_limit, 0.0)
+
+
 def test_no_gradient_reaches_the_reference():
     pi, ref = torch.zeros(2, requires_grad=True), torch.ones(2, requires_grad=True)
     fn.kl_estimate(pi, ref, "k3").sum().backward()

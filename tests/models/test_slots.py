@@ -53,18 +53,23 @@ def test_lowest_free_slot_is_taken_and_cleared() -> None:
 
 @pytest.mark.parametrize("grow", ["slots", "rank"])
 def test_growth_keeps_every_adapter_and_its_moments(grow: str) -> None:
-    store = AdapterStore(LAYERS, max_rank=4)
+    store = AdapterStore(LAYERS, max_rank=4, head_features=5)
     slot = store.allocate(3, 2.0)
     state = {name: random_factors(3, seed) for seed, name in enumerate(("theta", "exp_avg", "exp_avg_sq"))}
     store.write(slot, state)
     store.steps[slot] = 11
     pending = torch.arange(24.0).view(3, 8)
     store.factor_grads[0][0][slot, :3] = pending
+    head, head_grad = torch.arange(18.0).view(3, 6), torch.arange(6.0) - 9
+    store.write_head(slot, head)
+    store.head_grads[slot] = head_grad
     other = store.allocate(4, 1.0) if grow == "slots" else store.allocate(9, 1.0)
     assert other != slot
     read = store.read(slot)
     assert all(same(read[name], state[name]) for name in state)
     assert torch.equal(store.factor_grads[0][0][slot, :3], pending)
+    assert torch.equal(store.read_head(slot), head)
+    assert torch.equal(store.head_grads[slot], head_grad)
     assert store.steps[slot] == 11
     assert store.scaling[slot] == 2.0
 

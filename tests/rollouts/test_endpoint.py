@@ -292,6 +292,20 @@ def test_calls_are_bounded() -> None:
     assert {t.outcome.truncated for t in episodes if t.outcome} == {"turns"}
 
 
+@pytest.mark.parametrize("model", ["policy", "base"])
+def test_a_refused_request_uses_up_no_calls(model: str) -> None:
+    with Served(1, max_calls=3) as served:
+        asked: Any = {"model": model, "messages": [{"role": "user", "content": "4, 6."}]}
+        create = served.client().chat.completions.create
+        for _ in range(2):
+            with pytest.raises(openai.BadRequestError, match="may make 3 calls"):
+                create(n=4, **asked)
+        assert len(create(n=2, **asked).choices) == 2
+        assert len(create(n=1, **asked).choices) == 1
+        with pytest.raises(openai.BadRequestError, match="may make 3 calls"):
+            create(n=1, **asked)
+
+
 def test_the_final_table_shows_the_last_answer_of_an_episode() -> None:
     answers = []
 

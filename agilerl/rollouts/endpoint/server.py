@@ -323,6 +323,10 @@ class Endpoint:
             for one in pending:
                 self.inbox.put(one)
             completions = [await asyncio.wrap_future(p.answer) for p in pending]
+        except AgileRLError:
+            # Before any was asked: those of the n that were not refused do not count either.
+            at.asked -= len(calls)
+            raise
         except asyncio.CancelledError:
             # The answer was cancelled: the endpoint is closing, or the engine has failed.
             raise RefusedError("this episode is over", status=410, code="episode_over") from None
