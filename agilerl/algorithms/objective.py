@@ -101,7 +101,7 @@ class PolicyTerms:
     """The surrogate alone, mismatch weights included."""
     ratio: Tensor
     regions: tuple[Tensor, Tensor] | None
-    """Tokens that the lower and the upper bound clipped; None for a surrogate without bounds."""
+    """Tokens that the lower and the upper bound stopped; None for a surrogate without bounds."""
     kl: Tensor | None
 
 
@@ -114,12 +114,8 @@ def policy_terms(inputs: LossInputs, parts: PolicyParts) -> PolicyTerms:
     if parts.surrogate == "clipped":
         # The bounds are ratios, clipped_surrogate takes distances from 1.
         loss = clipped_surrogate(ratio, advantages, 1 - low, high - 1, dual_clip=parts.dual_clip, delta=parts.delta)
-        regions = clip_regions(ratio.detach(), advantages, 1 - low, high - 1)
     elif parts.surrogate == "cispo":
         loss = cispo(ratio, advantages, inputs.logp, clip_max=high, clip_min=low)
-        # The bounds cut the weight whatever the sign of A. Without an advantage there is nothing to weigh: record_idle
-        # counts such tokens as not clipped.
-        regions = (ratio < low) & (advantages != 0), (ratio > high) & (advantages != 0)
     elif parts.surrogate == "dppo":
         trust = parts.divergence_limit, parts.divergence
         loss = dppo(inputs.logp, inputs.old_logp, advantages, *trust, weight_max=parts.weight_max)
@@ -128,6 +124,8 @@ def policy_terms(inputs: LossInputs, parts: PolicyParts) -> PolicyTerms:
         loss = reinforce(inputs.logp, advantages)
     else:
         loss = _of_user(parts.surrogate(ratio, advantages, inputs.logp), mask, "surrogate")
+    if parts.surrogate in ("clipped", "cispo"):
+        regions = clip_regions(ratio.detach(), advantages, 1 - low, high - 1)
     # Before KL and entropy join: the correction weighs the policy term alone.
     if inputs.sampling_logp is not None and parts.mismatch is not None:
         loss = loss * mismatch_weights(
@@ -227,7 +225,7 @@ def record_idle(tokens: int, metrics: MetricReducer) -> None:
 def record_policy(
     inputs: LossInputs, ratio: Tensor, regions: tuple[Tensor, Tensor] | None, metrics: MetricReducer
 ) -> None:
-    """Add the metrics of a policy update; ``regions`` are the tokens that its lower and its upper bound clipped."""
+    """Add the metrics of a policy update; ``regions`` are the tokens that its lower and its upper bound stopped."""
     if regions is not None:
         below, above = regions
         metrics.add("clip_ratio/low_mean", below, inputs.mask)
