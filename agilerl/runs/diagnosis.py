@@ -158,16 +158,9 @@ def _no_gradient(window: _Window) -> str:
 
 def _clipped_updates(window: _Window) -> str:
     # Only a ratio that has moved the way of its advantage is clipped, as about half of them do, and none of the first
-<<<<<<< HEAD
-    # step of a batch: with two steps a batch, a quarter is all that there can be. CISPO clips weights of both signs,
-    # but with its usual cap of 5 hardly any.
-    share = window.mean("clip_ratio/region_mean", least=0.25)
-    return "" if share is None else f"{share:.0%} of the tokens were clipped; bounds of a ratio clip at most about 50%"
-=======
     # step of a batch: with two steps a batch, a quarter is all that there can be.
     share = window.mean("clip_ratio/region_mean", least=0.25)
     return "" if share is None else f"{share:.0%} of the tokens were clipped, where 50% would be nearly all that can be"
->>>>>>> parent of 83eaba5 (CISPO's clip ratio counts every weight that a bound replaces, those of negative advantages too)
 
 
 def _no_exploration(window: _Window) -> str:
