@@ -145,7 +145,7 @@ def scripts() -> dict[str, str]:
 
 
 CHECKS = {
-    "run = agilerl.train(dataset=rows, reward=adds_up, max_tokens=60_000, **settings)": """
+    "run = agilerl.train(dataset=rows, reward=adds_up, population=4, max_tokens=60_000, **settings)": """
 test = {who: result.mean for who, result in run.test.items()}
 assert test["base"] == 0.28
 assert abs(test["elite"] - 0.88) < 0.06, test

@@ -28,7 +28,7 @@ HARMLESS = ("mkdir ", "ftruncate ")
 """Operations that may fail and nothing is lost: making a folder that is there, emptying a lock that is given back."""
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.processes
 def test_an_error_at_any_operation_leaves_the_old_intact_and_is_told(
     every: int, unfinished: Unfinished, tmp_path: Path
