@@ -73,7 +73,7 @@ CEILINGS = {
     ".": 2_240,
     "algorithms": 6_350,
     "checks": 770,
-    "cli": 4_650,
+    "cli": 4_660,
     "compat": 2_670,
     "config": 2_340,
     "data": 650,
@@ -89,7 +89,7 @@ CEILINGS = {
     "runs": 2_090,
     "safety": 810,
     "text": 310,
-    "training": 4_490,
+    "training": 4_500,
     "utils": 40,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises

@@ -201,7 +201,7 @@ def run_chat(
     quiet: Quiet = False,
     as_json: AsJson = False,
 ) -> None:
-    """Talk to an adapter. It also answers the lines of a pipe, one after another.
+    """Talk to an adapter. The lines of a pipe are the turns of one conversation; an empty line begins another.
 
     agilerl chat runs/mine --base
 

@@ -16,6 +16,7 @@ import torch
 
 from agilerl.config.run import RunConfig
 from agilerl.errors import AgileRLError, ConfigError
+from agilerl.hpo.knockout import Pace
 from agilerl.models.adapters import lora_layers
 from agilerl.models.base import from_model, is_of_hub, load_tokenizer, resolve_model
 from agilerl.models.model_config import auto_class, check_config
@@ -28,6 +29,7 @@ from agilerl.sizes import CPU_ROWS, PASS_TOKENS
 from agilerl.training.generation import Scale
 from agilerl.training.memory import adapter_slots, available_bytes
 from agilerl.training.resolved import Resolved
+from agilerl.training.setup import founders_of
 from agilerl.training.tasks import task
 
 ASSUMED_PROMPT, ASSUMED_COMPLETION = 256, 512
@@ -183,7 +185,9 @@ class Planned:
         algorithm, micro = resolved.algorithm, values.get("micro_batch_size_per_gpu")
         iterations, questions = scale.generation(given=config.environment.eval_prompts is not None)
         return Workload(
-            agents=t.pop_size,
+            agents=founders_of(
+                resolved, Pace(iterations, 1 / scale.lone_agent()[0], 0, given="evo_steps" in t.model_fields_set)
+            ),
             rank=config.largest_rank,
             prompts=scale.prompts,
             group=scale.group,

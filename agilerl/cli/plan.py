@@ -159,7 +159,8 @@ def _print(document: dict[str, Any], capacity: Capacity) -> None:
         ("costs", machine["costs"]),
         (
             "iteration",
-            f"{load.agents} agents x {load.prompts} prompts x {load.group} completions, {load.length:,.0f} tokens each",
+            f"{load.agents} agent{'s' * (load.agents != 1)} x {load.prompts} prompts x {load.group} completions, "
+            f"{load.length:,.0f} tokens each",
         ),
         *(("", sentence) for sentence in document["assumed"]),
         *([("agent", f"{program}; each answer counts as one call of it")] if program else []),

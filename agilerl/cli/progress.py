@@ -211,12 +211,12 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     rates = {name: rate for name in LEARNING_RATES if (rate := getattr(first, name, None))}
     for index, values in plan["population"].items():
         yield f"  agent {index}", genes_text(values) or f"{genes_text(rates)}, fixed".removeprefix(", ")
+    if session.saved is None and agents < session.config.training.pop_size:
+        yield "", "no more, because an iteration of each would take over a tenth of the budget (training.pop_size)"
     for name, rate in rates.items():
         if usual and not 1 / RATE_UP <= rate / usual <= RATE_UP:
             times = f"{rate / usual:.2g} times" if rate > usual else f"1/{usual / rate:.2g} of"
             yield "", f"algorithm.{name}={rate:.3g} is {times} the usual rate of this base, {usual:.3g}"
-    if session.saved is None and agents < session.config.training.pop_size:
-        yield "", "no more, because an iteration of each would take over a tenth of the budget (training.pop_size)"
     if trusted := getattr(session.selection, "seeded", 0):
         yield "", f"agent {trusted} starts with that, and stays unless an exam proves another to be better"
     yield "genes", ", ".join(f"{k} in {v}" for k, v in plan["genes"].items()) or "none: nothing evolves"

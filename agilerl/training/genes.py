@@ -58,8 +58,8 @@ def genes_of(
             start = validated(model, with_changes(start.model_dump(exclude_unset=True), moved), where)
         if not gene.contains(value := values_of(start, [name])[name]):
             raise ConfigError(
-                f"{where}: the range {gene.span()} excludes the start, algorithm.{name}={value!r}"
-                f"{'' if name in written else ', which is the default'}; widen the range "
+                f"{where}: the range {gene.span()}{', the default,' * (not given)} excludes the start, "
+                f"algorithm.{name}={value!r}{'' if name in written else ', which is the default'}; widen the range "
                 f"({where}={{min: ..., max: ...}}), or move the start{' or leave it out' * (name in written)}"
             )
     return start, genes

@@ -23,7 +23,7 @@ QUESTIONS, MOST = 16, 64
 SHARE = 20
 """A run has a preflight if it asks at least this many times ``QUESTIONS``: a short trial is its own preflight."""
 CHEAP = 1e12
-"""Operations of one answer up to which a plan shows one: tens of seconds of one core, which a GPU does at once."""
+"""Operations that a plan spends on answers at most: tens of seconds of one core, which a GPU does at once."""
 
 
 def is_due(session: Session) -> bool:
@@ -79,9 +79,9 @@ def _problem(session: Session, probed: Probe) -> str:
 
 
 def tried(session: Session) -> PreflightDone | None:
-    """Return an answer to each of some questions, for a plan; None if agents do not sample, or if it could take long.
+    """Return answers to training questions, for a plan; None if agents do not sample, or if it could take long.
 
-    As many as are cheap, ``QUESTIONS`` at most; of episodes one.
+    As many as are cheap, at most those that the preflight of a run begins with; of episodes one.
     """
     population = session.population
     if population.learns_from_data:
@@ -89,19 +89,18 @@ def tried(session: Session) -> PreflightDone | None:
     base, lengths = population.runtime.base, population.lengths("exam")
     longest = lengths.row(population.eval_max_new_tokens or population.context_length, population.context_length)
     # A forward pass takes about two operations for each token and parameter.
-    affordable = CHEAP * (1 if base.device.type == "cpu" else 100) // (2 * base.parameters * longest)
+    affordable = int(CHEAP * (1 if base.device.type == "cpu" else 100) // (2 * base.parameters * longest))
     if not affordable:
         return None
+    questions, group = (1, 1) if population.task.multi_turn else (min(affordable, QUESTIONS), population.group_sizes[0])
+    samples = max(1, min(group, affordable // questions))
     with at_date(session.date):
-        probed = probe(population, 1 if population.task.multi_turn else int(min(affordable, QUESTIONS)), 1)
-    # With one answer to each question no group can differ, so only rewards of 0 throughout are worth a word.
-    count, alike = len(probed.answers), probed.reward == 0 and len(probed.answers) == QUESTIONS
-    sentence = (
-        f"mean reward {probed.reward:.3f} of {count} answer{'s' * (count > 1)}, {probed.cut:.0%} cut at the limit"
-    )
-    gives_up = f"; the run asks up to {MOST} questions before it gives up" * is_due(session)
-    warning = f"{_problem(session, probed)}{gives_up}"
-    return replace(event_of(probed, warning * alike), shown=sentence)
+        probed = probe(population, questions, samples)
+    sentence = f"mean reward {probed.reward:.3f} of {questions * samples} answers, {probed.cut:.0%} cut at the limit"
+    # Fewer answers than the run would see prove nothing.
+    warning = "" if (questions, samples) != (QUESTIONS, group) or probed.has_signal else _problem(session, probed)
+    gives_up = f"; the run asks up to {MOST} questions before it gives up" * (bool(warning) and is_due(session))
+    return replace(event_of(probed, warning + gives_up), shown=sentence)
 
 
 def problem(e: EnvironmentConfig, algorithm: str, population: Population, probed: Probe) -> str:

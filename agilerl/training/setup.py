@@ -114,10 +114,7 @@ class Session:
 
         A small budget has one, and the usual rate beside a configured one that is far from it.
         """
-        t, strategy = self.config.training, self.selection
-        free = "pop_size" not in t.model_fields_set and isinstance(strategy, KnockoutSelection) and strategy.floor == 1
-        least = 2 if getattr(strategy, "seeded", 0) else 1
-        return self.pace.founders(least, t.pop_size) if free else t.pop_size
+        return founders_of(self.resolved, self.pace)
 
     @property
     def without_effect(self) -> list[str]:
@@ -150,6 +147,14 @@ class Session:
     def usual_rate(self) -> float | None:
         """The learning rate that is usual for the base; None if the algorithm does not learn from rewards."""
         return usual_rate(self.population.runtime.base) if self.resolved.algorithm.env_type == "reasoning" else None
+
+
+def founders_of(resolved: Resolved, pace: Pace) -> int:
+    """Return how many agents a new run starts with."""
+    t, strategy = resolved.config.training, resolved.selection
+    free = "pop_size" not in t.model_fields_set and isinstance(strategy, KnockoutSelection) and strategy.floor == 1
+    least = 2 if getattr(strategy, "seeded", 0) else 1
+    return pace.founders(least, t.pop_size) if free else t.pop_size
 
 
 @checked

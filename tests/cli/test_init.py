@@ -94,8 +94,8 @@ def test_a_base_that_gets_nothing_right_is_a_warning(agilerl: Agilerl, tmp_path:
     rows = [{"question": f"{i} * 12345678 =", "answer": str(12345678 * i)} for i in range(700000, 700100)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     words = " ".join(agilerl("init", "--data", "rows.jsonl").output.split())
-    assert "base mean reward 0.000 of 16 answers" in words
-    assert "warning all 16 answers to 16 training questions earn 0" in words
+    assert "base mean reward 0.000 of 128 answers" in words
+    assert "warning all 128 answers to 16 training questions earn 0" in words
     assert "environment.params" not in words  # rows have none
 
 

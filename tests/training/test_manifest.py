@@ -203,7 +203,7 @@ WRONG_TYPE = {
     "environment.conversation_template=hello": "environment.conversation_template: input should be a valid list",
 }
 RANGES = {
-    "algorithm.lr=0.05": "the range [1e-06, 0.01] excludes the start, algorithm.lr=0.05",
+    "algorithm.lr=0.05": "the range [1e-06, 0.01], the default, excludes the start, algorithm.lr=0.05",
     "mutation.rl_hp_selection.lr={min: 1, max: 1}": "min must be below max, found min=1 and max=1",
     "mutation.rl_hp_selection.lr={min: 2, max: 1}": "min must be below max, found min=2 and max=1",
     "mutation.rl_hp_selection.lr={min: 0, scale: log}": "a log scale needs min above 0, found 0",
