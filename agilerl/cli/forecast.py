@@ -186,7 +186,9 @@ class Planned:
         iterations, questions = scale.generation(given=config.environment.eval_prompts is not None)
         return Workload(
             agents=founders_of(
-                resolved, Pace(iterations, 1 / scale.lone_agent()[0], 0, given="evo_steps" in t.model_fields_set)
+                resolved.selection,
+                t,
+                Pace(iterations, 1 / scale.lone_agent()[0], 0, given="evo_steps" in t.model_fields_set),
             ),
             rank=config.largest_rank,
             prompts=scale.prompts,

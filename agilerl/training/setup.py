@@ -13,6 +13,7 @@ from agilerl.algorithms.codec import warn_of_another_base
 from agilerl.checks.arguments import checked, shown
 from agilerl.config.named_files import digests, given_digests, named_files
 from agilerl.config.run import RunConfig
+from agilerl.config.training import TrainingConfig
 from agilerl.distributed.islands import IslandPopulation
 from agilerl.distributed.topology import SOLITARY, Topology
 from agilerl.envs.core import TRIED_ROWS, Task
@@ -114,7 +115,7 @@ class Session:
 
         A small budget has one, and the usual rate beside a configured one that is far from it.
         """
-        return founders_of(self.resolved, self.pace)
+        return founders_of(self.selection, self.config.training, self.pace)
 
     @property
     def without_effect(self) -> list[str]:
@@ -149,9 +150,8 @@ class Session:
         return usual_rate(self.population.runtime.base) if self.resolved.algorithm.env_type == "reasoning" else None
 
 
-def founders_of(resolved: Resolved, pace: Pace) -> int:
+def founders_of(strategy: SelectionStrategy | None, t: TrainingConfig, pace: Pace) -> int:
     """Return how many agents a new run starts with."""
-    t, strategy = resolved.config.training, resolved.selection
     free = "pop_size" not in t.model_fields_set and isinstance(strategy, KnockoutSelection) and strategy.floor == 1
     least = 2 if getattr(strategy, "seeded", 0) else 1
     return pace.founders(least, t.pop_size) if free else t.pop_size
