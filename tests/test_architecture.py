@@ -86,7 +86,7 @@ CEILINGS = {
     "report": 2_570,
     "rewards": 2_950,
     "rollouts": 4_150,
-    "runs": 2_090,
+    "runs": 2_100,
     "safety": 810,
     "text": 310,
     "training": 4_500,

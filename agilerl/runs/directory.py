@@ -492,12 +492,19 @@ def _in_use(path: Path) -> bool:
 
     # Taking the lock would tell for certain, but a run that starts at this moment would be refused.
     try:
-        owner = path.read_text().split()
+        # A pipe in a directory from a stranger would be waited for.
+        descriptor = os.open(path, os.O_RDONLY | PLAIN_FILE | getattr(os, "O_NONBLOCK", 0))
+        try:
+            owner = os.read(descriptor, 200).decode(errors="replace").split()
+        finally:
+            os.close(descriptor)
     except FileNotFoundError:
         return False
     except OSError:  # on Windows a locked file cannot be read
-        return True
-    return len(owner) == 2 and (owner[1] != socket.gethostname() or psutil.pid_exists(int(owner[0])))
+        return os.name == "nt"
+    if len(owner) != 2 or not owner[0].isdecimal():
+        return False
+    return owner[1] != socket.gethostname() or psutil.pid_exists(int(owner[0]))
 
 
 def _owner(descriptor: int) -> str:

@@ -56,6 +56,11 @@ def test_the_status_of_a_run(tmp_path):
     assert run.status == "stopped"
     (run.root / ".lock").write_text(f"{ended.pid} elsewhere\n")
     assert run.status == "running"
+    (run.root / ".lock").write_bytes(b"\xff elsewhere\n")
+    assert run.status == "stopped"
+    (run.root / ".lock").unlink()
+    os.mkfifo(run.root / ".lock")  # in a directory from a stranger: reading it would wait for ever
+    assert run.status == "stopped"
     run.summary.write_text('{"status": "interrupted"}')
     assert run.status == "interrupted"
 
