@@ -135,7 +135,7 @@ def mismatched(batch: RolloutBatch, pad_token_id: int, context_length: int) -> R
     starts = [mask.index(True) + 1 for mask in masks]
     prompts = [row[:start] for row, start in zip(ids, starts)]
     rows = len(batch)
-    # Twice around, because the search goes on behind the last row; backwards, so that each step is one comparison.
+    # Twice around, because the search wraps past the last row; backwards, so that each step is one comparison.
     following: list[int | None] = [None] * (2 * rows)
     for i in reversed(range(2 * rows - 1)):
         following[i] = i + 1 if prompts[i % rows] != prompts[(i + 1) % rows] else following[i + 1]

@@ -232,7 +232,7 @@ def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
     from agilerl.training.setup import build
 
     config = configuration([str(manifest)])
-    # A download of gigabytes, which nobody has agreed to yet.
+    # It may be gigabytes, and the user has not agreed to a download yet.
     if is_of_hub(config.network.pretrained_model_name_or_path):
         yield "model", "not tried here, because it may have to be downloaded; the dry run does that"
         return

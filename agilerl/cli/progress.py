@@ -400,7 +400,7 @@ def _shown(events: Iterator[Event], show: Callable[[Event], None], stop: StopReq
         except OSError as error:
             if stop is None:
                 raise
-            # The run goes on unseen, up to a point from which it can be resumed.
+            # The run continues unseen, up to a point from which it can be resumed.
             shown = False
             stop.lose_output(error)
         if isinstance(event, RunFinished):

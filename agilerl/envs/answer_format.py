@@ -23,7 +23,7 @@ _NUMBER = re.compile(
     r"(?:(?<![\w)\].])[-−])?"
     r"(?:(?<!\w)(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w.])\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
 )
-# A full stop ends a sentence only before a blank or a closing mark: 3.5 goes on.
+# A full stop ends a sentence only before a blank or a closing mark, so 3.5 is one number.
 _SENTENCE_END = re.compile(r"\n|[.!?](?=[\s*\"')\]]|$)")
 # An escaped character is a match of its own, so \{ and \} neither open nor close.
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)

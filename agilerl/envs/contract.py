@@ -74,7 +74,7 @@ def instances_do_not_disturb_each_other(factory: Factory) -> None:
     together = [_episode(env, seed, ()) for seed, env in enumerate(envs)]
     for turn, action in enumerate(actions, 1):
         for seed, env in enumerate(envs):
-            # An episode that is over takes no further step; the other one goes on.
+            # An episode that is over takes no further step; the other one continues.
             if turn < len(alone[seed]):
                 together[seed].append(env.step(action))
     assert together == alone

@@ -215,7 +215,7 @@ class Episode:
         if budget is not None and len(prompt) > budget:
             self.stop("context")
         elif prompt[: len(current.ids)] == current.ids:
-            # The context only grew, so the row goes on; a window or a rewrite begins another.
+            # The context only grew, so the row continues; a window or a rewrite begins another.
             written = prompt[len(current.ids) :]
             current.append(written, -1, [0.0] * len(written))  # masked: these enter no loss
         else:

@@ -74,7 +74,7 @@ def check_links(folder: Path, below: Iterable[str] | None = None, *, error: type
             if os.path.islink(path) and not any(Path(os.path.realpath(path)).is_relative_to(one) for one in allowed):
                 raise error(f"{path} is a link that leads out of {root}; put there what it leads to, if you trust it")
         if searched is not None and parent == root:
-            # In place: os.walk goes on with what the list holds.
+            # In place: os.walk continues with what the list holds.
             folders[:] = searched.intersection(folders)
 
 

@@ -81,7 +81,7 @@ def _problem(session: Session, probed: Probe) -> str:
 def tried(session: Session) -> PreflightDone | None:
     """Return answers to training questions, for a plan; None if agents do not sample, or if it could take long.
 
-    As many as are cheap, at most those that the preflight of a run begins with; of episodes one.
+    As many as are cheap, at most those that the preflight of a run begins with; of episodes and with judges one.
     """
     population = session.population
     if population.learns_from_data:
@@ -92,11 +92,18 @@ def tried(session: Session) -> PreflightDone | None:
     affordable = int(CHEAP * (1 if base.device.type == "cpu" else 100) // (2 * base.parameters * longest))
     if not affordable:
         return None
-    questions, group = (1, 1) if population.task.multi_turn else (min(affordable, QUESTIONS), population.group_sizes[0])
+    # Each answer may be a call of a paid model.
+    paid = any("judge" in grader.name for grader in session.config.environment.graders or ())
+    questions, group = (
+        (1, 1) if population.task.multi_turn or paid else (min(affordable, QUESTIONS), population.group_sizes[0])
+    )
     samples = max(1, min(group, affordable // questions))
     with at_date(session.date):
         probed = probe(population, questions, samples)
-    sentence = f"mean reward {probed.reward:.3f} of {questions * samples} answers, {probed.cut:.0%} cut at the limit"
+    count = questions * samples
+    sentence = (
+        f"mean reward {probed.reward:.3f} of {count} answer{'s' * (count > 1)}, {probed.cut:.0%} cut at the limit"
+    )
     # Fewer answers than the run would see prove nothing.
     warning = "" if (questions, samples) != (QUESTIONS, group) or probed.has_signal else _problem(session, probed)
     gives_up = f"; the run asks up to {MOST} questions before it gives up" * (bool(warning) and is_due(session))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agilerl.config.environment import GraderConfig
 from agilerl.config.manifest import load_manifest
 from agilerl.envs.core import Task, TaskWrapper
 from agilerl.errors import ConfigError
@@ -16,7 +17,7 @@ from agilerl.rewards.grader import Grades
 from agilerl.runtime import Runtime
 from agilerl.training.events import Event, PreflightDone, RunStarted
 from agilerl.training.loop import train
-from agilerl.training.preflight import MOST, QUESTIONS, Bases, is_due, population_of_one, preflight, problem
+from agilerl.training.preflight import MOST, QUESTIONS, Bases, is_due, population_of_one, preflight, problem, tried
 from agilerl.training.probe import Answer, Group, Probe, probe
 from agilerl.training.setup import Session, build
 from tests.training.small_runs import TOURNAMENT, less_times, lines
@@ -124,6 +125,18 @@ def test_a_run_without_a_signal_does_not_begin(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"all {8 * MOST} answers to {MOST} .*take easier questions.*--force"):
         next(train(session(*SILENT), tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_asks_what_is_cheap_and_a_judge_once() -> None:
+    planned = session()
+    shown = tried(planned)
+    assert shown is not None
+    assert f"of {8 * QUESTIONS} answers" in shown.shown
+    environment = planned.config.environment.model_copy(update={"graders": [GraderConfig(name="judge")]})
+    planned.resolved = replace(planned.resolved, config=planned.config.replaced(environment=environment))
+    shown = tried(planned)
+    assert shown is not None
+    assert "of 1 answer" in shown.shown
 
 
 def test_islands_ask_every_question_of_a_preflight(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -100,7 +100,7 @@ class TextArenaEnv(Adapter):
         while isinstance(core, Wrapper):
             core = core.env
         self._core = core
-        # The game itself, so that messages name its class; its action wrappers are called all the same.
+        # The game itself, so that messages name its class; its action wrappers are still called.
         super().__init__(core, max_turns if max_turns is not None else getattr(core, "max_turns", None))
         self.inner = inner
 

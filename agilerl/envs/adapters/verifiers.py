@@ -157,7 +157,7 @@ def make_taskset(
             env = load_environment(config)
             task = TasksetTask(env, name, exam, test, seed)
             tools = env.taskset.toolsets(config.taskset) or env.taskset.task_type().toolsets(config.taskset.task)
-            # Only where nobody chose a harness, and the taskset neither has tools nor an environment of its own.
+            # Only without a chosen harness, and if the taskset has neither tools nor its own environment.
             if harness == "bash" and "harness" not in given and not tools and type(env) is vf.SingleAgentEnv:
                 env.setup = _in_this_process
             (harness,) = env._harnesses.values()
