@@ -77,7 +77,10 @@ def recorded(info: Mapping[str, Any]) -> RunConfig:
         # If that does not give the recorded settings again, all of them count as set.
         if document_of(config) != whole:
             config = RunConfig.from_dict(whole)
-    return config.dated(date)
+    config = config.dated(date)
+    # What the budget decided, as in the run that began: founders and their first generation depend on it.
+    config.training.model_fields_set.difference_update({"evo_steps", "pop_size"} - set(was_set.get("training", ())))
+    return config
 
 
 def _with_differences(values: Mapping[str, Any], now: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:

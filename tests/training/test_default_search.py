@@ -17,8 +17,9 @@ from agilerl.hpo.lineage import family_tree
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.selection import Best, Standing
 from agilerl.hpo.spread import lora_rate
-from agilerl.training.loop import train
+from agilerl.training.loop import resume, train
 from agilerl.training.resolved import resolve, usual_rate
+from agilerl.training.saved import open_run
 from agilerl.training.setup import Session, build
 from tests.training.small_runs import lines
 
@@ -419,3 +420,19 @@ def test_a_population_knows_who_can_learn_no_more() -> None:
     child = agent.clone(1)
     child.note_outcome("ok", {"reward": 0.0, "frac_reward_zero_std": 0.5})
     assert child.vitals["equal_first"] == [0.25]
+
+
+def test_a_small_budget_that_is_resumed_from_its_beginning_has_the_same_founders(tmp_path: Path) -> None:
+    small = ("training.max_steps=96", "algorithm.lr=9e-3")
+    for name in ("run", "whole"):
+        session = made(*small)
+        events = train(session, tmp_path / name)
+        next(events) if name == "run" else [*events]
+        events.close()
+    saved = open_run(tmp_path / "run", report=print)
+    again = build(saved.config, saved.checkpoint)
+    assert [agent.index for agent in again.population.agents] == [0, 1]
+    assert again.pace == session.pace
+    assert [*resume(again, saved.run)]
+    for name in ("lineage.jsonl", "elite/adapter_model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
