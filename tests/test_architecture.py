@@ -89,7 +89,7 @@ CEILINGS = {
     "runs": 2_100,
     "safety": 810,
     "text": 310,
-    "training": 4_500,
+    "training": 4_510,
     "utils": 40,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises
