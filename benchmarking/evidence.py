@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarking.gpu import ROOT, commit
 
 
 @dataclass(frozen=True)
@@ -208,12 +208,14 @@ class Run:
     setting: str = ""
     """A setting that is changed in the configuration, as ``key=value``."""
     model: str = "embedded"
+    device: str = "cpu"
 
     @property
     def name(self) -> str:
         """Name of its file."""
         parts = [] if self.model == "embedded" else [self.model]
         parts += [self.task, self.stratum, self.arm, *([self.setting] if self.setting else [])]
+        parts += [] if self.device == "cpu" else [self.device]
         return f"{'-'.join(parts)}-{self.tokens // 1000}k-{self.seed}.json".replace("/", "_")
 
     @property
@@ -245,6 +247,7 @@ class Run:
             f"training.max_tokens={budget}",
             "training.max_steps=100000000",
             "training.threads=1",
+            f"training.device={self.device}",
             "training.log_completions=0",
             *([] if self.arm.startswith(DEFAULT) else [f"training.evo_steps={model.every}"]),
             *ARMS[self.arm],
@@ -282,17 +285,18 @@ def one(run: Run) -> dict[str, Any]:
         "elsewhere": drift,
         "seconds": round(perf_counter() - wall, 1),
         "cpu_seconds": round(process_time() - cpu, 1),
-        "commit": commit(),
+        "commit": commit()[:9],
         "date": str(date.today()),
-        "machine": machine(),
+        "machine": machine(run.device),
     }
 
 
-def machine() -> dict[str, str]:
+def machine(device: str = "cpu") -> dict[str, str]:
     """Return what decides how results round."""
     import torch
 
-    return {"platform": platform.platform(), "processor": _processor(), "torch": torch.__version__}
+    facts = {"platform": platform.platform(), "processor": _processor(), "torch": torch.__version__}
+    return facts if device == "cpu" else facts | {"gpu": torch.cuda.get_device_name(device)}
 
 
 def _processor() -> str:
@@ -470,16 +474,10 @@ def results(out: Path) -> list[dict[str, Any]]:
     return [{"model": "embedded", **result} for result in read]
 
 
-def commit() -> str:
-    """Return the commit of this checkout, short."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    return done.stdout.strip()
-
-
 def pack(out: Path, to: Path) -> None:
     """Write all results into one file, a line each."""
     lines = ",\n".join(json.dumps(result) for result in results(out))
-    to.write_text(f'{{"commit": "{commit()}", "date": "{date.today()}", "runs": [\n{lines}\n]}}\n')
+    to.write_text(f'{{"commit": "{commit()[:9]}", "date": "{date.today()}", "runs": [\n{lines}\n]}}\n')
 
 
 def interquartile_mean(values: Sequence[float]) -> float:
@@ -795,6 +793,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, default=8, help="how many")
     parser.add_argument("--first-seed", type=int, help="smollm2: 104; below that are seeds to choose settings with")
     parser.add_argument("--tokens", type=int, nargs="*", help="default: 180000; of smollm2, 150000")
+    parser.add_argument("--device", default="cpu", help="run: where, such as cuda")
     parser.add_argument("--setting", default="", help="run: KEY=VALUE, changed in the configuration of all runs")
     parser.add_argument("--against", default="formula_decay", choices=list(ARMS), help="table: the arm to compare with")
     parser.add_argument("--to", type=Path, help="plot: beginning of the files' names; pack: the file")
@@ -813,7 +812,7 @@ def runs_of(given: argparse.Namespace) -> list[Run]:
     model = MODELS[given.model]
     first = model.first_seed if given.first_seed is None else given.first_seed
     return [
-        Run(task, stratum, arm, seed, tokens, given.setting, given.model)
+        Run(task, stratum, arm, seed, tokens, given.setting, given.model, given.device)
         for tokens in given.tokens or [model.tokens]
         for seed in range(first, first + given.seeds)
         for stratum in given.strata or model.strata

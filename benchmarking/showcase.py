@@ -46,7 +46,7 @@ def main() -> None:
     for name, test in result["test"].items():
         print(f"{name:<24} {test['mean']:.3f} ± {test['stderr']:.3f}")
     if given.to is not None:
-        given.to.write_text(json.dumps({**result, "commit": commit(), "machine": machine()}, indent=1) + "\n")
+        given.to.write_text(json.dumps({**result, "commit": commit()[:9], "machine": machine()}, indent=1) + "\n")
         return
     expected = json.loads(RESULT.read_text())
     differ = [name for name in FILES if result["sha256"][name] != expected["sha256"][name]]
