@@ -127,7 +127,9 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str:
-    """Return the commit of this checkout, with a + if files differ from it; that of COMMIT in a copy without git."""
+    """Return the commit of this checkout, with a + if files differ from it; that of COMMIT, if set, for a copy."""
+    if given := os.environ.get("COMMIT"):
+        return given
     asked = (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
     try:
         head, changed = (
@@ -135,7 +137,7 @@ def commit() -> str:
         )
     except FileNotFoundError:
         head = changed = ""
-    return head + "+" * bool(changed) if head else os.environ.get("COMMIT", "")
+    return head + "+" * bool(changed) if head else ""
 
 
 FACTS = """
