@@ -105,7 +105,7 @@ class PulseConfig(Section):
     """One challenger each: its learning rates are the agent's times this. An empty list forks none."""
     challenge: Annotated[float, Field(ge=0.5, le=1)] = 0.8
     """Probability of being better, by the paired exam, with which a challenger takes over."""
-    until: Annotated[float, Field(ge=0, le=1)] = 0.4
+    until: Annotated[float, Field(ge=0, le=1)] = 0.45
     """Share of the budget after which there are no more challengers."""
     guard: Annotated[float, Field(ge=0.5, le=1)] = 0.99
     """Bring the best exam's agent back if it is better than the present one with this probability; 1 never does."""

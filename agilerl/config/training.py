@@ -164,8 +164,8 @@ class TrainingConfig(Section):
     init: Literal["spread", "same"] = "spread"
     """Start the population spread over the genes' ranges, or all alike."""
     usual_founder: bool = True
-    """Knockout: if the learning rate is over three times above or below the usual one of the base, agent 1 starts with
-    that, and stays in doubt."""
+    """Knockout: if the learning rate is more than twice or less than half the usual one of the base, agent 1 starts
+    with that, and stays in doubt."""
     eval_max_new_tokens: Annotated[int | None, Field(ge=1)] = None
     """Longest completion of an exam; None takes ``algorithm.max_output_tokens``."""
     eval_temperature: Annotated[float, Field(ge=0)] = 0.0

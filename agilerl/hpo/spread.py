@@ -14,6 +14,9 @@ EMBEDDED_RATE = 1e-3
 _EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 RATE_DOWN, RATE_UP = 10.0, 3.0
 """Founders start between a tenth of the learning rate and three times it: above is a cliff, below it is merely slow."""
+USUAL_WITHIN = 2.0
+"""Rates within this factor of the usual one learn about as well as it does on the bases that were measured (0.3M and
+135M parameters); three times more or less costs accuracy or the run (``benchmarking/results/evidence*.json``)."""
 OTHERS = 3.0
 """Other genes start within this factor of the user's value."""
 

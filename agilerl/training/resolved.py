@@ -30,7 +30,7 @@ from agilerl.hpo.parameters import (
     with_changes,
 )
 from agilerl.hpo.selection import SelectionStrategy
-from agilerl.hpo.spread import EMBEDDED_RATE, RATE_UP, around, lora_rate
+from agilerl.hpo.spread import EMBEDDED_RATE, USUAL_WITHIN, around, lora_rate
 from agilerl.hpo.strategies import ANNEALED, make_strategy
 from agilerl.models.base import EMBEDDED, BaseModel
 from agilerl.safety.bounds import compiled_pattern
@@ -132,14 +132,14 @@ class Resolved:
     def usual_instead(self, rate: float) -> dict[str, float]:
         """Return learning rates at the one that is usual for the base, for the second founder of a knockout.
 
-        Nothing for those whose configuration is within ``RATE_UP`` of it, or whose range excludes it.
+        Nothing for those whose configuration is within ``USUAL_WITHIN`` of it, or whose range excludes it.
         """
         t = self.config.training
         spread = t.pop_size > 1 and t.init == "spread" and t.usual_founder
         if not spread or not isinstance(self.selection, KnockoutSelection) or self.algorithm.env_type != "reasoning":
             return {}
         values = values_of(self.hyperparameters, [name for name in self.genes if name in LEARNING_RATES])
-        far = [name for name, value in values.items() if not 1 / RATE_UP <= float(value) / rate <= RATE_UP]
+        far = [name for name, value in values.items() if not 1 / USUAL_WITHIN <= float(value) / rate <= USUAL_WITHIN]
         return {name: rate for name in far if self.genes[name].min <= rate <= self.genes[name].max}
 
     def derived(self, **training: Any) -> "Resolved":

@@ -97,7 +97,7 @@ def test_the_plan_says_what_the_search_does_not_do(overrides: tuple[str, ...], w
 )
 def test_the_plan_says_if_no_challenger_will_come(overrides: tuple[str, ...], *, silent: bool) -> None:
     found = made(*overrides).without_effect
-    assert ["pulses.until=0.4" in sentence for sentence in found] == [True] * (not silent)
+    assert ["pulses.until=0.45" in sentence for sentence in found] == [True] * (not silent)
 
 
 def test_many_founders_share_their_generations() -> None:
@@ -189,7 +189,9 @@ def test_whose_rate_is_known(overrides: tuple[str, ...], rates: Mapping[str, flo
     [
         (("algorithm.lr=1e-4",), True),
         (("algorithm.lr=9e-3",), True),
-        (("algorithm.lr=3e-3",), False),
+        (("algorithm.lr=2.1e-3",), True),
+        (("algorithm.lr=2e-3",), False),
+        (("algorithm.lr=5e-4",), False),
         (("algorithm.lr=9e-3", "mutation.rl_hp_selection={lr: {min: 2e-3}}"), False),
         (("algorithm.lr=9e-3", "training.init=same"), False),
         (("algorithm.lr=9e-3", "training.usual_founder=false"), False),
