@@ -126,7 +126,7 @@ def test_the_table_of_the_axis_compares_what_all_arms_have_and_says_what_is_miss
 def test_runs_go_seed_by_seed_from_the_right_rate_outwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["evidence", "run", "OUT", "--model", "smollm2", "--seeds", "2"])
     runs = runs_of(arguments())
-    assert [run.seed for run in runs] == [104] * 28 + [105] * 28
+    assert [run.seed for run in runs] == [105] * 28 + [106] * 28
     assert [run.stratum for run in runs[:28:4]] == ["x1", "x10", "x1/10", "x3", "x1/3", "x30", "x1/30"]
     assert [run.arm for run in runs[:4]] == ["formula_decay", "ours_1", "ours", "asha"]
     assert {(run.task, run.tokens) for run in runs} == {("aiw", 150_000)}
