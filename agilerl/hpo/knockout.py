@@ -17,7 +17,7 @@ Sureness = Annotated[float, Within(least=0.5, most=1)]
 TRUST = 0.99
 """Least ``confidence`` against a founder whose rate is known to be usual: one that is too high often leads the first
 exam, and collapses later."""
-STUCK_FACTOR = 0.1
+STUCK_FACTOR = 0.2
 """Factor on the learning rate of an agent that comes back because it, or its successor, could learn no more."""
 
 
