@@ -131,7 +131,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     "short": ("training.pop_size=1", "selection_strategy={name: none, candidates: 3}", DECAY),
     # Random draws that asynchronous successive halving stops after each of their exams; the best continues.
     "asha": ("training.pop_size=1", "selection_strategy={name: none, candidates: 3}", DECAY),
-    # The schedule that ``ours`` found with another seed, whose tokens are not counted.
+    # The schedule that ``ours`` found with another seed, or that of --schedule; the tokens to find it are not counted.
     "replayed": ("training.pop_size=1", "selection_strategy={name: none, candidates: 3}"),
 }
 TRIALS = 8
@@ -209,6 +209,8 @@ class Run:
     """A setting that is changed in the configuration, as ``key=value``."""
     model: str = "embedded"
     device: str = "cpu"
+    schedule: str = ""
+    """The file that ``replayed`` trains with, found elsewhere; none: the arm finds one itself."""
 
     @property
     def name(self) -> str:
@@ -216,6 +218,7 @@ class Run:
         parts = [] if self.model == "embedded" else [self.model]
         parts += [self.task, self.stratum, self.arm, *([self.setting] if self.setting else [])]
         parts += [] if self.device == "cpu" else [self.device]
+        parts += [Path(self.schedule).stem] if self.schedule else []
         return f"{'-'.join(parts)}-{self.tokens // 1000}k-{self.seed}.json".replace("/", "_")
 
     @property
@@ -272,8 +275,10 @@ def one(run: Run) -> dict[str, Any]:
         if run.arm in SEARCHES:
             outcome = searched(run, home)
         elif run.arm == "replayed":
-            carried_out(replace(run, arm="ours", seed=run.seed + 1000).config(), home / "first")
-            outcome = carried_out(run.config(replay=schedule_of(home / "first")), home / "run")
+            if not run.schedule:
+                carried_out(replace(run, arm="ours", seed=run.seed + 1000).config(), home / "first")
+            schedule = Path(run.schedule) if run.schedule else schedule_of(home / "first")
+            outcome = carried_out(run.config(replay=schedule), home / "run")
         else:
             outcome = carried_out(run.config(), home / "run")
         shipped = outcome.pop("shipped")
@@ -677,6 +682,12 @@ def _pyplot() -> Any:
     return plt
 
 
+LABELS = {
+    "ours": "default search",
+    "ours_1": "search of one agent (no usual rate)",
+    "formula_decay": "one agent, annealed",
+    "asha": "ASHA",
+}
 COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8a5a9e", "#b8860b", "#555555")
 
 
@@ -699,7 +710,9 @@ def _drawn_axis(found: Results, to: Path) -> list[Path]:
                 }
                 colour, line = COLOURS[number % len(COLOURS)], "-" if number < len(COLOURS) else "--"
                 middle = [interquartile_mean(own) for own in tests.values()]
-                panel.plot(list(tests), middle, line, color=colour, marker="o", markersize=3.5, label=arm)
+                panel.plot(
+                    list(tests), middle, line, color=colour, marker="o", markersize=3.5, label=LABELS.get(arm, arm)
+                )
                 spans = np.array([interval(own) for own in tests.values()]).reshape(-1, 2)
                 panel.fill_between(list(tests), *spans.T, color=colour, alpha=0.15, linewidth=0)
             panel.axhline(
@@ -714,7 +727,7 @@ def _drawn_axis(found: Results, to: Path) -> list[Path]:
         figure.supxlabel("the configured learning rate, as a multiple of the formula's", fontsize=9)
         figure.supylabel("test accuracy", fontsize=9)
         handles, labels = axes[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside upper center", ncols=min(len(labels), 5), frameon=False)
+        figure.legend(handles, labels, loc="outside upper center", ncols=3, frameon=False)
         changed = f"_{setting.partition('=')[0]}" if setting else ""
         path = to.with_name(f"{to.name}_{model}_{tokens // 1000}k{changed}.svg")
         figure.savefig(path, metadata={"Date": None})
@@ -794,6 +807,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--first-seed", type=int, help="smollm2: 105; below that are seeds to choose settings with")
     parser.add_argument("--tokens", type=int, nargs="*", help="default: 180000; of smollm2, 150000")
     parser.add_argument("--device", default="cpu", help="run: where, such as cuda")
+    parser.add_argument("--schedule", default="", help="run: what the arm replayed trains with; default: it finds one")
     parser.add_argument("--setting", default="", help="run: KEY=VALUE, changed in the configuration of all runs")
     parser.add_argument("--against", default="formula_decay", choices=list(ARMS), help="table: the arm to compare with")
     parser.add_argument("--to", type=Path, help="plot: beginning of the files' names; pack: the file")
@@ -812,7 +826,17 @@ def runs_of(given: argparse.Namespace) -> list[Run]:
     model = MODELS[given.model]
     first = model.first_seed if given.first_seed is None else given.first_seed
     return [
-        Run(task, stratum, arm, seed, tokens, given.setting, given.model, given.device)
+        Run(
+            task,
+            stratum,
+            arm,
+            seed,
+            tokens,
+            given.setting,
+            given.model,
+            given.device,
+            given.schedule * (arm == "replayed"),
+        )
         for tokens in given.tokens or [model.tokens]
         for seed in range(first, first + given.seeds)
         for stratum in given.strata or model.strata

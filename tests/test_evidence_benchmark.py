@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,23 @@ def test_runs_go_seed_by_seed_from_the_right_rate_outwards(monkeypatch: pytest.M
     assert len({run.name for run in runs}) == len(runs)
     assert not any("/" in run.name for run in runs)
 
+    elsewhere = [
+        "--arms",
+        "formula_decay",
+        "replayed",
+        "--seeds",
+        "1",
+        "--device",
+        "cuda",
+        "--schedule",
+        "some/aiw.yaml",
+    ]
+    monkeypatch.setattr(sys, "argv", ["evidence", "run", "OUT", *elsewhere, "--tasks", "gcd", "--strata", "right"])
+    alone, replayed = runs_of(arguments())
+    assert (alone.name, alone.schedule) == ("gcd-right-formula_decay-cuda-180k-1.json", "")
+    assert (replayed.name, replayed.schedule) == ("gcd-right-replayed-cuda-aiw-180k-1.json", "some/aiw.yaml")
+    assert "training.device=cuda" in alone.settings()
+
 
 def test_names_that_the_model_does_not_have_are_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -192,8 +210,8 @@ def test_the_collapse_curve_has_a_line_and_a_band_for_each_arm(tmp_path: Path) -
     assert [path.name for path in drawn] == ["figure_smollm2_150k.svg"]
     text = drawn[0].read_text()
     assert "multiple of the formula" in text
-    assert ">ours<" in text
-    assert ">asha<" in text
+    assert ">default search<" in text
+    assert ">ASHA<" in text
     assert text.count('id="FillBetweenPolyCollection') == 2
 
 
@@ -220,18 +238,38 @@ def test_the_pages_show_the_committed_results() -> None:
         assert shown(results(committed / f"{name}.json")).strip() in (ROOT / "docs" / f"{page}.md").read_text(), name
 
 
-def test_the_readme_shows_the_committed_results() -> None:
+def test_the_first_page_shows_the_committed_results() -> None:
     found = results(ROOT / "benchmarking" / "results" / "evolution.json")
-    readme = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "evolution.md").read_text().partition("## On the tiny model")[2]
     names = {"formula": "one agent", "formula_decay": "one agent, annealed", "ours": "**the default search**"}
     for arm, name in (*names.items(), ("random", "four agents, no selection (random)")):
         tests = [
             [r["test"] for r in found if (r["task"], r["arm"], r["stratum"]) == ("gcd", arm, stratum)]
             for stratum in ("right", "high", "low")
         ]
-        shown = next(line for line in readme.splitlines() if line.startswith(f"| {name} |"))
+        shown = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
         cells = [float(cell) for cell in shown.split("|")[2:5]]
         assert cells == pytest.approx([interquartile_mean(own) for own in tests], abs=6e-4), name
+
+
+def test_the_first_page_shows_what_the_runs_on_a_real_model_came_to(tmp_path: Path) -> None:
+    arms = {"ours": "the default search", "ours_1": "search of one agent", "formula_decay": "one agent, annealed"}
+    found = [r for r in results(ROOT / "benchmarking" / "results" / "evidence.json") if r["arm"] in arms]
+    pages = [(ROOT / name).read_text() for name in ("docs/evolution.md", "README.md")]
+    table_of = {
+        line.split(" | ")[0].removeprefix("| "): [cell.strip() for cell in line.split("|")]
+        for line in table(found).partition("all arms have")[2].splitlines()
+    }
+    for arm, name in arms.items():
+        _, _, test, _, gap, span, falls, worst, *_ = table_of[arm]
+        shown = next(line for line in pages[0].splitlines() if line.startswith(f"| {name}"))
+        gap = f"{gap} [{span}]" if arm != "formula_decay" else ""
+        cells = [cell.strip() for cell in shown.split("|")[2:-1]]
+        assert cells == [test, gap, f"{falls.split()[0]} of 28", worst]
+    falls = table_of["formula_decay"][6].split()[0]
+    assert all(re.search(rf"{falls}\s+of\s+28", page) for page in pages)
+    [drawn] = plot(results(ROOT / "benchmarking" / "results" / "evidence.json"), tmp_path / "evidence")
+    assert drawn.read_text() == (ROOT / "docs" / drawn.name).read_text()
 
 
 def test_the_page_shows_the_showcase() -> None:
