@@ -1,7 +1,11 @@
-"""Every error that a user may cause or see, in one small hierarchy, and what is said about the installation."""
+"""Every error that a user may cause or see, in one small hierarchy; warnings; and what is said of the installation."""
 
 import os
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 DISTRIBUTION = "lora-evolution"
 """The name of the package for pip and uv. On PyPI ``agilerl`` is another project, whose modules have the same name."""
@@ -53,6 +57,24 @@ _NO_MEMORY = ("can't start new thread", "failed to map segment", "can't allocate
 def lacks_memory(error: BaseException) -> bool:
     """Return whether an error says that memory, or room for a thread, is lacking."""
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in _NO_MEMORY)
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Print warnings as ``warning: TEXT``, as the command line does, not with a place in this package's code."""
+    usual = warnings.formatwarning
+
+    def plain(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
+        # Others, such as deprecations in a user's code, say nothing without their place.
+        placed = not issubclass(category, UserWarning)
+        return usual(message, category, *where, **more) if placed else f"warning: {message}\n"
+
+    # Not showwarning(): whoever records or filters warnings still gets them.
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def how_to_install(extra: str) -> str:

@@ -27,7 +27,7 @@ from agilerl.checks.arguments import (
     nearest,
     shown,
 )
-from agilerl.errors import CheckpointError, ConfigError
+from agilerl.errors import CheckpointError, ConfigError, plain_warnings
 
 if TYPE_CHECKING:
     from agilerl.algorithms import LLMAlgorithm
@@ -39,10 +39,19 @@ if TYPE_CHECKING:
     from agilerl.training.setup import Session
     from agilerl.training.start import Started
 
+_SETTINGS = {
+    "model": "network.pretrained_model_name_or_path",
+    "population": "training.pop_size",
+    "max_tokens": "training.max_tokens",
+    "max_output_tokens": "algorithm.max_output_tokens",
+    "seed": "training.seed",
+}
+"""Arguments of ``train`` that are settings with a short name."""
 SECTIONS = ("environment", "training", "network", "mutation", "selection_strategy", "sharing", "distributed")
 
 
 @checked
+@plain_warnings()
 def train(
     *,
     model: Name | None = None,
@@ -97,7 +106,7 @@ def train(
     settings: dict[str, Any] = {}
     for section, values in sections.items():
         if section not in SECTIONS:
-            raise ConfigError(f"train() has no argument {section!r}; {_meant(section)}")
+            raise ConfigError(f"train() has no argument {section!r}; {_meant(section, values)}")
         if not isinstance(values, Mapping):
             raise ConfigError(f"{section}: expected a mapping of settings, found {described(values)}")
         settings |= {f"{section}.{name}": value for name, value in values.items()}
@@ -107,14 +116,9 @@ def train(
         settings["environment.task"] = task
     hyperparameters = {"name": algorithm} if isinstance(algorithm, str) else algorithm or {}
     settings |= {f"algorithm.{name}": value for name, value in hyperparameters.items()}
-    given = {
-        "network.pretrained_model_name_or_path": model,
-        "training.pop_size": population,
-        "training.max_tokens": max_tokens,
-        "algorithm.max_output_tokens": max_output_tokens,
-        "training.seed": seed,
-    }
-    settings |= {name: value for name, value in given.items() if value is not None}
+    given = {"model": model, "population": population, "max_tokens": max_tokens, "seed": seed}
+    given["max_output_tokens"] = max_output_tokens
+    settings |= {_SETTINGS[name]: value for name, value in given.items() if value is not None}
     if evolve is not None:
         genes = evolve if isinstance(evolve, Mapping) else {name: {} for name in evolve}
         settings["mutation.rl_hp_selection"] = dict(genes)
@@ -136,17 +140,22 @@ def train(
 _NAMES = tuple(name for name in inspect.signature(train).parameters if name != "sections")
 
 
-def _meant(name: str) -> str:
-    """Return a hint for an argument that ``train`` does not have."""
+def _meant(name: str, value: Any) -> str:
+    """Return a hint for an argument that ``train`` does not have: what to write in its place."""
     from agilerl.config.run import addresses_of
 
     if name == "loss":
         return "a custom loss is for agents in a loop of your own: docs/losses.md"
     if name in ("grader", "graders"):
         return "a grader, or a list of them, is reward=[...]"
-    addresses = [address.split(".") for address in addresses_of(name)]
-    as_sections = " or ".join(f'give {section}={{"{key}": ...}}' for section, key in addresses)
-    return as_sections or hooks.hint(name) or nearest(name, [*_NAMES, *SECTIONS])
+    arguments = {address: argument for argument, address in _SETTINGS.items()}
+    written = [
+        f"{arguments[address]}={shown(value)}" if address in arguments else f"{section}={{{name!r}: {shown(value)}}}"
+        for address in addresses_of(name)
+        for section in [address.partition(".")[0]]
+    ]
+    hint = f"give {' or '.join(written)}" if written else hooks.hint(name)
+    return hint or nearest(name, [*_NAMES, *SECTIONS])
 
 
 def _configured(manifest: "Location | None", settings: Mapping[str, Any]) -> "RunConfig":
@@ -268,6 +277,7 @@ class Run:
         return build_report([self.path], self._layout.report if out is None else out)
 
     @checked
+    @plain_warnings()
     def resume(self, *, reward: Any = None, display: bool = True, allow_code: bool = False) -> "Run":
         """Train on from the newest intact checkpoint, to the same bits on a CPU; a finished run is returned as it is.
 

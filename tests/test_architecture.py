@@ -70,26 +70,26 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 CEILINGS = {
-    ".": 2_240,
+    ".": 2_270,
     "algorithms": 6_350,
-    "checks": 770,
-    "cli": 4_660,
+    "checks": 775,
+    "cli": 4_690,
     "compat": 2_670,
     "config": 2_340,
     "data": 650,
     "distributed": 730,
-    "envs": 7_740,
+    "envs": 7_770,
     "functional": 1_630,
     "hpo": 2_950,
     "models": 3_810,
-    "planning": 950,
+    "planning": 955,
     "report": 2_570,
     "rewards": 2_950,
     "rollouts": 4_150,
     "runs": 2_100,
     "safety": 810,
     "text": 310,
-    "training": 4_510,
+    "training": 4_520,
     "utils": 40,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises

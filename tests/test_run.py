@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +102,22 @@ def test_rows_of_a_run_that_never_began_do_not_stay(tmp_path: Path) -> None:
     with pytest.raises(EnvError, match="column"):
         agilerl.train(dataset=[{"a": "1"}] * 60, reward=short, out=tmp_path / "no", **SMALL)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_warnings_of_a_run_are_plain(tmp_path: Path) -> None:
+    def line(category: type[Warning]) -> str:
+        return warnings.formatwarning("careful", category, "code.py", 7, "")
+
+    seen = []
+
+    def rows() -> Iterator[dict[str, str]]:
+        seen.extend([line(UserWarning), line(DeprecationWarning)])
+        yield {"a": "1"}
+
+    with pytest.raises(EnvError, match="column"):
+        agilerl.train(dataset=rows(), reward=short, out=tmp_path / "no", **SMALL)
+    assert seen == ["warning: careful\n", "code.py:7: DeprecationWarning: careful\n"]
+    assert line(UserWarning) == "code.py:7: UserWarning: careful\n"
 
 
 def test_another_run_in_its_place_leaves_its_rows_alone(finished: agilerl.Run) -> None:
@@ -217,6 +235,8 @@ def test_another_process_is_told_what_is_missing(tmp_path: Path) -> None:
 
 MISTAKES = [
     ({"taks": "x"}, "taks"),
+    ({"max_steps": 256}, r"give training=\{'max_steps': 256\}"),
+    ({"pop_size": 2}, "give population=2"),
     ({"training": 4}, "mapping"),
     ({"population": 0}, "population"),
     ({"reward": 3}, "reward"),

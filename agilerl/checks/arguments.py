@@ -38,6 +38,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with what it counts: ``1 row``, ``1,200 rows``."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def reason(error: BaseException) -> str:
     """Return the beginning of an error's message as one line, its kind in front where that says more."""
     lines = [line.strip() for line in without_keys(str(error)).splitlines() if line.strip()]

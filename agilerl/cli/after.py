@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from typer import Argument, Option
 
-from agilerl.checks.arguments import shown
+from agilerl.checks.arguments import counted, shown
 from agilerl.cli.adapter import subject
 from agilerl.cli.options import Adapter, AllowCode, AsJson, FinishedRun, Quiet, Replacements, Temperature, as_path
 from agilerl.cli.output import columns, one_line, say, shown_samples, tell_line
@@ -156,8 +156,8 @@ def _show_evaluation(document: Mapping[str, Any], kind: str) -> None:
     if kind == "questions" and any(document["cut"][who] >= _OFTEN_CUT for who in scores):
         shares = ", ".join(f"{document['cut'][who]:.0%} of the {who}'s" for who in scores)
         tell_line(
-            f"Answers that were cut at the limit of {settings['max_new_tokens']} tokens: {shares}; for a longer one "
-            "algorithm.max_output_tokens=..."
+            f"Answers that were cut at the limit of {counted(settings['max_new_tokens'], 'token')}: {shares}; "
+            "for a longer one algorithm.max_output_tokens=..."
         )
 
 

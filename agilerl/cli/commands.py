@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import yaml
 from typer import Argument, Option
 
-from agilerl.checks.arguments import shown
+from agilerl.checks.arguments import counted, shown
 from agilerl.cli.options import AllowCode, AsJson, OneRun, Price, as_path
 from agilerl.cli.output import columns, console, genes_text, say, tell_line
 from agilerl.cli.running import configuration, is_file
@@ -75,7 +75,7 @@ def run_check(
         for finding in findings:
             tell_line(f"{finding['level']}: {finding['sentence']} [{finding['code']}]")
         counts = {"error": errors, "warning": len(findings) - errors}
-        parts = [f"{count} {word}{'s' * (count > 1)}" for word, count in counts.items() if count]
+        parts = [counted(count, word) for word, count in counts.items() if count]
         tell_line(f"{target}: {' and '.join(parts) or 'nothing wrong'}")
     if errors:
         sys.exit(1)
@@ -268,8 +268,7 @@ def _show_lives(histories: Sequence[dict[str, Any]], line: Sequence[int]) -> Non
 
 def _show_life(life: dict[str, Any]) -> None:
     became = "stayed to the end" if life["left"] is None else f"left after generation {life['left']}"
-    count = life["iterations"]
-    tell_line(f"Agent {life['agent']} trained for {count} iteration{'s' * (count != 1)} and {became}.")
+    tell_line(f"Agent {life['agent']} trained for {counted(life['iterations'], 'iteration')} and {became}.")
     tell_line(f"Its hyperparameters at the end: {genes_text(life['hyperparameters']) or 'none evolved'}")
     table = columns("", "", left=("",), gap=2)
     table.columns[0].no_wrap = True

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from agilerl.checks.arguments import counted
 from agilerl.config.run import RunConfig
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.hpo.knockout import Pace
@@ -28,7 +29,7 @@ from agilerl.safety.addresses import is_out_of_reach
 from agilerl.sizes import CPU_ROWS, PASS_TOKENS
 from agilerl.training.generation import Scale
 from agilerl.training.memory import adapter_slots, available_bytes
-from agilerl.training.resolved import Resolved
+from agilerl.training.resolved import Resolved, usual_rate
 from agilerl.training.setup import founders_of
 from agilerl.training.tasks import task
 
@@ -136,7 +137,7 @@ class Planned:
             source = (
                 "the most that is allowed: shorter ones take less" if known else "assumed; give --completion-tokens"
             )
-            notes.append(f"completions of {completion:,} tokens{', ' if known else ': '}{source}")
+            notes.append(f"completions of {counted(completion, 'token')}{', ' if known else ': '}{source}")
         return Lengths(mean, completion, max(completion, 1), tuple(notes), common)
 
     def _exam_prompts(self, limit: int) -> tuple[float, int, str]:
@@ -161,7 +162,7 @@ class Planned:
         )
         begins = f", of which all begin with {common:,}" * (common > 0)
         source = "first of an episode" if exam.multi_turn else "the mean of the exam's"
-        return mean, common, f"prompts of {mean:,.0f} tokens{begins}: {source}"
+        return mean, common, f"prompts of {counted(round(mean), 'token')}{begins}: {source}"
 
     def scale(self, rows: Lengths) -> Scale:
         """Return the size of an agent's iterations and exams."""
@@ -283,6 +284,7 @@ def shape_of(model: Any, lora_config: Any, *, name: str, width: float, scope: st
         adapted_layers=len(layers),
         context=base.context_length,
         linear_width=width,
+        usual_rate=usual_rate(base),
     )
 
 

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cache
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
@@ -23,7 +22,7 @@ import typer
 import yaml
 from typer import Argument, Option
 
-from agilerl.checks.arguments import shown
+from agilerl.checks.arguments import counted, shown
 from agilerl.cli.options import Quiet, as_path
 from agilerl.cli.output import columns, console, duration
 from agilerl.cli.running import configuration, quieten_libraries
@@ -88,6 +87,8 @@ def run_init(
     source: Annotated[
         str | None, Option("--data", help="A file of rows, a dataset on the hub, reasoning_gym:NAME, or sample.")
     ] = None,
+    question: Annotated[str | None, Option(help="The column of the rows that is the question.")] = None,
+    answer: Annotated[str | None, Option(help="The column of the rows that is the answer.")] = None,
     reward: Annotated[str | None, Option(help="function, exact or accuracy.")] = None,
     yes: Annotated[bool, Option("--yes", "-y", help="Ask nothing: take the defaults.")] = False,
     quiet: Quiet = False,
@@ -95,11 +96,14 @@ def run_init(
     """Ask three questions (model, data or task, reward), and write a manifest and the files it needs.
 
     Of a file of rows the answers are read: they say which reward, instruction, form of answers, and lengths are
-    proposed. The base then answers a question of the new run, unless --quiet is given. The other files are a reward
-    function and sample rows, as asked for. No file is overwritten. Without a terminal nothing is asked.
+    proposed. Columns whose names do not say which is the question and which the answer take --question and --answer, or
+    are asked for. The base then answers a question of the new run, unless --quiet is given. The other files are a
+    reward function and sample rows, as asked for. No file is overwritten. Without a terminal nothing is asked.
 
     agilerl init my.yaml --model embedded --data sample --reward function
     """
+    from agilerl.envs.curation import few_rows
+
     # Answers to the questions
     if manifest.suffix not in (".yaml", ".yml"):
         raise ConfigError(f"expected a manifest NAME.yaml, found {shown(str(manifest))}; for instance my.yaml")
@@ -111,15 +115,18 @@ def run_init(
     asks = not yes and sys.stdin.isatty()
     wanted = "Model (a folder, a name on the Hugging Face hub, or the package's own)"
     model = _answer(wanted, _EMBEDDED, model, asks, _check_model)
+    names = {name: column for name, column in (("question", question), ("answer", answer)) if column is not None}
     wanted = "Data or task (a file of rows, a dataset on the hub, reasoning_gym:NAME, or sample rows)"
-    source = _answer(wanted, SAMPLE, source, asks, lambda text: _source_line(text, manifest, rows))
+    source = _answer(wanted, SAMPLE, source, asks, lambda text: _source_line(text, manifest, rows, names))
     answers = [row["answer"] for row in sample_rows()] if source == SAMPLE else []
-    if names_a_file(source) and (path := Path(source).expanduser().resolve()).is_file():
-        _, answers = _read(path)
+    if names_a_file(source) and (path := Path(source).expanduser()).is_file():
+        names, answers = _read(path, names, asks)
     proposal = proposed(answers, chats=model != _EMBEDDED) if answers else Proposal()
     screen = console(quiet=quiet)
+    if names:
+        screen.print(f"Columns: {', '.join(f'{name} from {column}' for name, column in names.items())}")
     if answers and reward is None:
-        screen.print(f"{len(answers):,} rows: {proposal.reason}")
+        screen.print(f"{counted(len(answers), 'row')}: {proposal.reason}")
     wanted = "Reward (function: yours to edit, exact: the whole answer, accuracy: the number in it)"
     default = "function" if source == SAMPLE else proposal.reward
     reward = _answer(wanted, default, reward, asks, _check_reward)
@@ -133,7 +140,7 @@ def run_init(
     text = _MANIFEST.format(
         command=command,
         model=_yaml(model),
-        source=_source_line(source, manifest, rows),
+        source=_source_line(source, manifest, rows, names),
         exam=exam,
         test=test,
         graders="" if grader is None else f"  graders: [{{name: {_yaml(grader)}}}]\n",
@@ -148,6 +155,8 @@ def run_init(
     _write(files)
     for path in files:
         screen.print(f"wrote {path}")
+    if answers and (few := few_rows({"read": count, "train": count - exam - test, "exam": exam, "test": test})):
+        screen.print(f"warning: {few}")
     # A first trial
     if not quiet:
         screen.print("Trying it: loading the libraries and the model.")
@@ -202,21 +211,35 @@ def proposed(answers: Sequence[str], *, chats: bool) -> Proposal:
         instruction = f"Answer with one of these, and nothing else: {choices}."
         return Proposal("exact", reason, instruction * chats, tokens=tokens)
     if words <= _WORDS:
-        reason = f"answers have {words} word{'s' * (words > 1)} at most, so the reward exact is proposed"
+        reason = f"answers have {counted(words, 'word')} at most, so the reward exact is proposed"
         return Proposal("exact", reason, "Give only the answer, without an explanation." * chats, tokens=tokens)
     reason = f"answers are texts of up to {words} words, which seldom match exactly: a function is proposed"
     return Proposal("function", reason, tokens=min(1024, tokens))
 
 
-@cache
-def _read(path: Path) -> tuple[dict[str, str], list[str]]:
-    """Return what columns of a file of rows are renamed to, and its answers; raises EnvError for rows of no use."""
-    from agilerl.envs.curation import RowFaultError, form_of, renamed
+def _read(path: Path, given: dict[str, str], asks: bool) -> tuple[dict[str, str], list[str]]:
+    """Return what columns of a file of rows are renamed to, as given, guessed or asked for; and its answers."""
+    from agilerl.envs.curation import MissingColumnError, RowFaultError, form_of, renamed
     from agilerl.envs.sources import read_dataset
 
-    names = renamed(read_dataset(path, limit=1).columns)
-    rows, answers = read_dataset(path, columns=names), []
-    form = form_of(rows.columns, "reasoning", path.name, needs="text")  # a question and an answer, under any name
+    columns = read_dataset(path, limit=1).columns
+    names, form, answers = renamed([name for name in columns if name not in given.values()]) | given, None, []
+    while form is None:
+        rows = read_dataset(path, columns=names)
+        try:
+            form = form_of(rows.columns, "reasoning", path.name, needs="text")
+        except MissingColumnError as error:
+            column = error.column
+            if not asks:
+                raise ConfigError(
+                    f"expected the column {column} in {path.name}, found {', '.join(columns)}; say which of "
+                    f"them it is: --{column} NAME"
+                ) from None
+
+            def check(text: str, new: str = column) -> None:
+                read_dataset(path, columns={new: text}, limit=1)
+
+            names[column] = _answer(f"Which column is the {column}? ({', '.join(columns)})", None, None, asks, check)
     for row in rows:
         with suppress(RowFaultError):  # a run says how many rows it cannot use
             answers.append(form.read(row).response or "")
@@ -226,7 +249,7 @@ def _read(path: Path) -> tuple[dict[str, str], list[str]]:
 def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
     """Yield what a run begins with: a prompt, an answer of the base, its reward; and how long the run may take."""
     from agilerl.cli.forecast import Planned, expected_seconds, seen_by_exam
-    from agilerl.cli.progress import trial
+    from agilerl.cli.progress import SMALL_EXAM, trial
     from agilerl.models.base import is_of_hub
     from agilerl.training.preflight import tried
     from agilerl.training.setup import build
@@ -247,7 +270,7 @@ def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
         yield "warning", str(error)
         return
     yield from () if sampled is None else trial(sampled)
-    yield "exam", seen_by_exam(len(prompts))["sentence"]
+    yield "exam", f"{'warning: ' * (len(prompts) < SMALL_EXAM)}{seen_by_exam(len(prompts))['sentence']}"
     if seconds is not None:
         yield "time", f"up to about {duration(seconds)} for the run on this device, besides grading"
 
@@ -259,7 +282,7 @@ def sample_rows() -> list[dict[str, str]]:
     return [{"question": words.format(*terms), "answer": str(sum(terms))} for terms in digits]
 
 
-def _answer(question: str, default: str, given: str | None, asks: bool, check: Callable[[str], object]) -> str:
+def _answer(question: str, default: str | None, given: str | None, asks: bool, check: Callable[[str], object]) -> str:
     """Return what an option says, else what the user answers, else the default; ``check`` refuses wrong answers."""
     width = shutil.get_terminal_size().columns  # a terminal breaks words
 
@@ -291,8 +314,13 @@ def _check_reward(reward: str) -> None:
         raise ConfigError(f"expected the reward as one of {', '.join(REWARDS)}, found {shown(reward)}")
 
 
-def _source_line(source: str, manifest: Path, rows: Path) -> str:
-    """Return the manifest's setting of the data or task; raises ConfigError, or EnvError for rows of no use."""
+def _source_line(source: str, manifest: Path, rows: Path, names: dict[str, str]) -> str:
+    """Return the manifest's setting of the data or task, with columns renamed; raises ConfigError or EnvError."""
+    if names and (source == SAMPLE or source.startswith("reasoning_gym:")):
+        raise ConfigError(f"--question and --answer are columns of rows, found {shown(source)}; leave them out")
+    columns_text = ", ".join(f"{ours}: {_yaml(theirs)}" for ours, theirs in names.items())
+    from agilerl.envs.sources import read_dataset
+
     if source == SAMPLE:
         return f"dataset: {_yaml(rows.name)}"
     if source == "reasoning_gym:":
@@ -302,7 +330,7 @@ def _source_line(source: str, manifest: Path, rows: Path) -> str:
     if source.startswith("agilerl/") or ("." in source.partition(":")[0] and ":" in source):
         raise ConfigError(f"expected rows or a task, found an environment: {shown(source)}; see docs/environments.md")
     if not names_a_file(source):
-        return f"dataset: {_yaml(source)}"
+        return _dataset(source, columns_text)
     if not Path(source).expanduser().is_file():
         raise ConfigError(f"expected a file of rows ({', '.join(ENDINGS)}), found none at {shown(source)}")
     path, folders = Path(source).expanduser().resolve(), (manifest.parent.resolve(), Path.cwd().resolve())
@@ -311,10 +339,14 @@ def _source_line(source: str, manifest: Path, rows: Path) -> str:
         raise ConfigError(
             f"expected rows in the folder of the manifest or below, found {shown(source)}; move the file there"
         )
-    names, _ = _read(path)
-    file = _yaml(str(path.relative_to(folder)))
-    columns_text = ", ".join(f"{ours}: {_yaml(theirs)}" for ours, theirs in names.items())
-    return f"dataset: {{path: {file}, columns: {{{columns_text}}}}}" if names else f"dataset: {file}"
+    read_dataset(path, limit=1)
+    return _dataset(str(path.relative_to(folder)), columns_text)
+
+
+def _dataset(path: str, columns_text: str) -> str:
+    return (
+        f"dataset: {{path: {_yaml(path)}, columns: {{{columns_text}}}}}" if columns_text else f"dataset: {_yaml(path)}"
+    )
 
 
 def _yaml(text: str) -> str:

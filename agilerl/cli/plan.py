@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from typer import Option
 
+from agilerl.checks.arguments import counted
 from agilerl.cli.options import AllowCode, Arguments, AsJson, Price
 from agilerl.cli.output import columns, console, duration, tell_line
 from agilerl.cli.running import configuration
@@ -57,8 +58,9 @@ def run_plan(
     # The model and its rows
     torch.set_num_threads(config.training.threads)
     resolved = resolve(config)
+    shape = Planned(resolved, allow_code).shape("cpu" if kind == "cpu" else "cuda")
+    resolved = resolved.with_rate(shape.usual_rate).with_usual_founder(shape.usual_rate)
     planned = Planned(resolved, allow_code)
-    shape = planned.shape("cpu" if kind == "cpu" else "cuda")
     rows = planned.lengths(shape, prompt, completion)
     checkpointing = resolved.options.gradient_checkpointing
     device = Device.of(kind, config.training.dtype)
@@ -87,6 +89,7 @@ def run_plan(
         "assumed": list(rows.notes),
         "proposal": _facts(best) | {"overrides": settings, "command": _command(best, [*arguments, *settings, *allow])},
         "run": {"seconds": seconds, "agent_program": config.environment.agent},
+        "unusual_rates": resolved.unusual_rates(shape.usual_rate),
         "exam": seen_by_exam(questions),
         "reasons": list(capacity.reasons),
         "others": [_facts(other) for other in capacity.others],
@@ -159,11 +162,12 @@ def _print(document: dict[str, Any], capacity: Capacity) -> None:
         ("costs", machine["costs"]),
         (
             "iteration",
-            f"{load.agents} agent{'s' * (load.agents != 1)} x {load.prompts} prompts x {load.group} completions, "
-            f"{load.length:,.0f} tokens each",
+            f"{counted(load.agents, 'agent')} x {counted(load.prompts, 'prompt')} x "
+            f"{counted(load.group, 'completion')}, {counted(round(load.length), 'token')} each",
         ),
         *(("", sentence) for sentence in document["assumed"]),
         *([("agent", f"{program}; each answer counts as one call of it")] if program else []),
+        *(("rate", sentence) for sentence in document["unusual_rates"]),
         ("exam", document["exam"]["sentence"]),
         ("layout", f"{named(best.split)}: {best.split.devices} of the devices"),
         ("start with", document["proposal"]["command"]),
@@ -183,7 +187,7 @@ def _print(document: dict[str, Any], capacity: Capacity) -> None:
     costs = document.get("cost")
     whole, cost = (f", which cost {money(costs[part])}" if costs else "" for part in ("run", "generation"))
     tell_line(f"\nTime of the whole run: about {duration(document['run']['seconds'])}{whole}")
-    tell_line(f"Time of a generation of {load.iterations} iterations: {duration(best.generation)}{cost}")
+    tell_line(f"Time of a generation of {counted(load.iterations, 'iteration')}: {duration(best.generation)}{cost}")
     table = columns("phase", "seconds", "least possible", "times", "share", left=("phase",), gap=2)
     for phase, spent in best.seconds.items():
         times = load.iterations if phase in ITERATION else 1

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from agilerl.checks.arguments import counted
 from agilerl.cli.options import AllowCode, Arguments, AsJson
 from agilerl.cli.output import console as new_console
 from agilerl.cli.output import one_line, tell_line
@@ -91,7 +92,7 @@ def run_probe(
         _checked(rows[0], allow_code=allow_code)  # a typo should not cost seconds
     count = f"{len(rows)} x " * (not single)
     console = new_console(quiet=as_json)
-    console.print(f"{count}{questions} questions: loading the libraries and the model.")
+    console.print(f"{count}{counted(questions, 'question')}: loading the libraries and the model.")
     quieten_libraries()
     from agilerl.training.preflight import Bases, event_of
 

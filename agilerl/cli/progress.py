@@ -20,15 +20,16 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from agilerl.checks.arguments import counted
 from agilerl.cli.forecast import Planned, expected_seconds, seen_by_exam
 from agilerl.cli.output import columns, duration, genes_text, json_line, one_line, shown_samples
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
+from agilerl.envs.curation import few_rows
 from agilerl.envs.graded import exam_grader
 from agilerl.envs.scorers import shortcuts
 from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.mutation import LEARNING_RATES
-from agilerl.hpo.spread import RATE_UP
 from agilerl.hpo.strategies import UNITS
 from agilerl.planning.footprint import money, peak
 from agilerl.population import Population
@@ -54,15 +55,13 @@ from agilerl.training.probe import finite
 from agilerl.training.records import metric_lines
 from agilerl.training.setup import Session
 
-_FEW, _SMALL_SHARE = 32, 0.1
-"""Fewer distinct prompts than this, or a smaller share of the rows, are little to train on."""
 _CLEAR = 0.8
 """Probability of being better from which an exam tells two agents apart."""
 _SURE = 0.95
 """Probability of being better than the base from which the end of a run is called a gain."""
 _MOST_ROWS, _LEAST = 40, 8
 """Agents in the table at the end; characters that a cut column keeps."""
-_SMALL_EXAM = 50
+SMALL_EXAM = 50
 """Questions below which the plan says what an exam cannot see."""
 
 
@@ -176,7 +175,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     yield "model", f"{model['name']}: {size}, {padding}"
     if not model["chat_template"]:
         yield "", "no chat template: the contents of a conversation are joined by newlines, without roles"
-    size = f"LoRA rank {adapter['rank']} on {adapter['layers']} layers"
+    size = f"LoRA rank {adapter['rank']} on {counted(adapter['layers'], 'layer')}"
     yield "adapters", f"{size}: {adapter['parameters']:,} numbers each"
     # The task and its grading
     yield "task", f"{plan['task']}, reward {session.task.grader}"
@@ -201,29 +200,23 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         yield "objectives", f"{', '.join(plan['objectives'])}: selection keeps what no agent dominates"
     if rows := plan["rows"]:
         yield "rows", ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in rows.items() if count)
-        distinct = rows["train"] - rows.get("repeated", 0)
-        if distinct < _FEW or distinct < _SMALL_SHARE * rows["read"]:
-            advice = "give more rows, or lower eval_prompts and test_prompts"
-            yield "", f"warning: only {distinct:,} distinct prompts are left for training; {advice}"
+        if few := few_rows(rows):
+            yield "", f"warning: {few}"
     # The agents and their genes
-    yield "algorithm", f"{plan['algorithm']}, {agents} agent{'s' * (agents != 1)}"
+    yield "algorithm", f"{plan['algorithm']}, {counted(agents, 'agent')}"
     first, usual = session.population.agents[0], session.usual_rate
     rates = {name: rate for name in LEARNING_RATES if (rate := getattr(first, name, None))}
     for index, values in plan["population"].items():
         yield f"  agent {index}", genes_text(values) or f"{genes_text(rates)}, fixed".removeprefix(", ")
     if session.saved is None and agents < session.config.training.pop_size:
         yield "", "no more, because an iteration of each would take over a tenth of the budget (training.pop_size)"
-    for name, rate in rates.items():
-        if usual and not 1 / RATE_UP <= rate / usual <= RATE_UP:
-            times = f"{rate / usual:.2g} times" if rate > usual else f"1/{usual / rate:.2g} of"
-            yield "", f"algorithm.{name}={rate:.3g} is {times} the usual rate of this base, {usual:.3g}"
-    if trusted := getattr(session.selection, "seeded", 0):
-        yield "", f"agent {trusted} starts with that, and stays unless an exam proves another to be better"
+    for sentence in session.resolved.unusual_rates(usual) if usual else ():
+        yield "", sentence
     yield "genes", ", ".join(f"{k} in {v}" for k, v in plan["genes"].items()) or "none: nothing evolves"
     # Batches and length
     completions = f"{_span(batch['group_size'])} completions = {_span(batch['completions_per_agent'])} for each agent"
     per_step = f"{_span(batch['rows_per_optimizer_step'])} an optimizer step"
-    yield "batch", f"{batch['prompts']} prompts x {completions}, {per_step}"
+    yield "batch", f"{counted(batch['prompts'], 'prompt')} x {completions}, {per_step}"
     low, high = batch["prompt_tokens"]
     default = " (the default: raise algorithm.max_output_tokens for longer ones)" * session.resolved.bounds_completions
     yield (
@@ -238,7 +231,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     most = length["iterations"] * agents
     yield (
         "length",
-        f"{length['iterations']} iterations{' of all agents' * length['agents_leave']}"
+        f"{counted(length['iterations'], 'iteration')}{' of all agents' * length['agents_leave']}"
         f"{', ending after ' * bool(limits)}{limits}, selection every {every}"
         f"{f' (the first after {first})' * (first != every)}; exam {length['exam_prompts']} prompts, test "
         f"{length['test_prompts']}"
@@ -246,7 +239,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     )
     # What it tells apart and takes
     if plan["compares"]:
-        small = environment.eval_prompts is not None and plan["exam"]["questions"] < _SMALL_EXAM
+        small = environment.eval_prompts is not None and plan["exam"]["questions"] < SMALL_EXAM
         yield "exam", f"{'warning: ' * small}{plan['exam']['sentence']}{' (environment.eval_prompts)' * small}"
     if (seconds := plan["expected_seconds"]) is not None:
         yield "time", f"up to about {duration(seconds)} on this device, if completions get that long; besides grading"
@@ -296,7 +289,7 @@ def _exam_sampling(population: Population) -> str:
     if not population.eval_temperature:
         return "greedy"
     count = population.eval_samples
-    return f"{count} sample{'s' * (count > 1)} a question at temperature {population.eval_temperature:g}"
+    return f"{counted(count, 'sample')} a question at temperature {population.eval_temperature:g}"
 
 
 def _ends(values: Sequence[int]) -> list[int]:
@@ -761,7 +754,7 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampl
     console.print(f"Report           {out / 'report.html'}", soft_wrap=True)
     console.print(f"Who left, why    agilerl lineage {out}", soft_wrap=True)
     tokens, generations = sum(summary["tokens"].values()), summary["generations"]
-    console.print(f"{generations} generation{'s' * (generations != 1)}, {tokens:,} tokens, {summary['seconds']:.0f} s")
+    console.print(f"{counted(generations, 'generation')}, {tokens:,} tokens, {summary['seconds']:.0f} s")
 
 
 def _common(texts: Sequence[Sequence[str]]) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from agilerl.checks.arguments import shown
+from agilerl.checks.arguments import counted, shown
 from agilerl.cli.output import say, write_error
 from agilerl.cli.process_settings import is_debugging
 from agilerl.config.manifest import is_set, load_manifest
@@ -133,7 +133,7 @@ def resume_text(root: Path, session: "Session") -> str:
     done, agents = session.saved.progress, len(session.population.everyone)
     return (
         f"Resuming {root} after iteration {done.iteration} (checkpoint {session.saved.path.name}): generation "
-        f"{done.generation}, {agents} agent{'s' * (agents != 1)}, {done.samples:,} of "
+        f"{done.generation}, {counted(agents, 'agent')}, {done.samples:,} of "
         f"{session.config.training.max_steps:,} samples."
     )
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 from agilerl.checks.arguments import Location, Name, checked, described
 from agilerl.config.manifest import config_of, load_manifest
 from agilerl.config.run import RunConfig
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, plain_warnings
 from agilerl.training.given import in_manifest
 
 if TYPE_CHECKING:
@@ -134,6 +134,7 @@ class LocalTrainer:
         return self.session
 
     @checked
+    @plain_warnings()
     def train(
         self,
         *,

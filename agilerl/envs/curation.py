@@ -4,13 +4,13 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
-from agilerl.checks.arguments import nearest, shown
+from agilerl.checks.arguments import counted, nearest, shown
 from agilerl.envs.core import LEAST, Message, Split, apportion, fewer
 from agilerl.envs.prompts import HALF, render_prompt
 from agilerl.envs.sources import Rows
@@ -35,6 +35,14 @@ class RowFaultError(EnvError):
     def __init__(self, kind: Fault, sentence: str) -> None:
         super().__init__(sentence)
         self.kind = kind
+
+
+class MissingColumnError(EnvError):
+    """Rows lack a column that they need."""
+
+    def __init__(self, column: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.column = column
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,32 +182,39 @@ def form_of(
     return Form(prompt, answer, needs)
 
 
-def _first(names: Iterable[str], columns: Sequence[str]) -> str | None:
+def _first(names: Iterable[str], columns: Container[str]) -> str | None:
     return next((name for name in names if name in columns), None)
 
 
 _OFTEN = {
-    "question": ("problem", "instruction", "query", "input", "text"),
-    "answer": ("solution", "target", "output", "response", "label"),
+    "question": ("question", "prompt", "problem", "instruction", "query", "input", "text"),
+    "answer": ("answer", "completion", "solution", "target", "output", "response", "label"),
 }
-"""What other datasets often call a column."""
+"""What datasets often call a column, in any case."""
 _SERVES = {"question": ("question", "messages", "prompt"), "answer": ("answer", "completion", "chosen", "messages")}
 """The columns of which one is enough."""
 
 
 def renamed(columns: Sequence[str]) -> dict[str, str]:
     """Return what to rename so that rows have a question and an answer, as far as other datasets' names tell."""
-    guesses = {new: _first(names, columns) for new, names in _OFTEN.items() if _first(_SERVES[new], columns) is None}
-    return {new: old for new, old in guesses.items() if old is not None}
+    lower, guesses = {column.lower(): column for column in columns}, dict[str, str]()
+    for new, names in _OFTEN.items():
+        if _first(_SERVES[new], columns) is None:
+            # A last word, as in gold_answer, tells only if there is one such column.
+            ending = [column for column in lower if re.split(r"\W|_", column)[-1] == new]
+            guess = _first(names, lower) or (ending[0] if len(ending) == 1 else None)
+            guesses |= {} if guess is None else {new: lower[guess]}
+    return guesses
 
 
-def _missing(wanted: Sequence[str], columns: Sequence[str], name: str) -> EnvError:
+def _missing(wanted: Sequence[str], columns: Sequence[str], name: str) -> MissingColumnError:
     guess = renamed(columns).get(wanted[0])
     hint = f"did you mean {guess!r}?" if guess else nearest(wanted[0], columns)
     hint = f" {hint}" if hint.startswith("did") else ""
-    return EnvError(
+    return MissingColumnError(
+        wanted[0],
         f"expected the column {' or '.join(wanted)} in {name}, found {', '.join(sorted(columns))};{hint} rename a "
-        f"column with columns: {{{wanted[0]}: {guess or '<its name>'}}}"
+        f"column with columns: {{{wanted[0]}: {guess or '<its name>'}}}",
     )
 
 
@@ -493,6 +508,24 @@ def _smaller(sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]]
         yield Sizes(exam, test)
         # A tenth, rounded up, so that small panels shrink as well.
         exam, test = exam - -(-exam // 10), test - -(-test // 10)
+
+
+_FEW, _SMALL_SHARE = 32, 0.1
+"""Fewer distinct prompts than this, or a smaller share of the rows, are little to train on."""
+
+
+def few_rows(counts: Mapping[str, int]) -> str | None:
+    """Return a sentence if rows, counted as by :func:`curate`, leave little to train on."""
+    distinct = counts["train"] - counts.get("repeated", 0)
+    least = max(_FEW, round(_SMALL_SHARE * counts["read"]))
+    if distinct >= least:
+        return None
+    lower = ", or lower eval_prompts and test_prompts" * (counts["exam"] + counts["test"] > distinct)
+    return (
+        f"{counted(counts['read'], 'row')} leave only {counted(distinct, 'distinct prompt')} for training, besides "
+        f"{counts['exam']} for the exam and {counts['test']} for the test; give at least "
+        f"{counted(least - distinct, 'more row')}{lower}"
+    )
 
 
 def check_rows(rows: Rows, form: Form) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
-from agilerl.checks.arguments import Count, Seed, Whole, checked
+from agilerl.checks.arguments import Count, Seed, Whole, checked, counted
 from agilerl.envs.core import Message, Row, Split, Task, TrainingOrder, warn_of_fewer
 from agilerl.envs.curation import (
     BadRows,
@@ -228,7 +228,7 @@ class CuratedTask(DatasetTask):
         # fit() is called repeatedly, and warns of the same sizes once.
         if sizes != self._announced:
             self._announced = sizes
-            rows = f"{self.counts['read']:,} rows, {self.counts['train']:,} of them for training"
+            rows = f"{counted(self.counts['read'], 'row')}, {self.counts['train']:,} of them for training"
             warn_of_fewer(self.name, self._asked, sizes, rows)
 
 

@@ -17,6 +17,9 @@ Sureness = Annotated[float, Within(least=0.5, most=1)]
 TRUST = 0.99
 """Least ``confidence`` against a founder whose rate is known to be usual: one that is too high often leads the first
 exam, and collapses later."""
+STUCK_PROOF = 0.9
+"""Probability that the best exam was better from which on an agent that is stuck gives way. Without proof good agents
+give way by luck, as those that answer surely have few groups that differ."""
 STUCK_FACTOR = 0.2
 """Factor on the learning rate of an agent that comes back because it, or its successor, could learn no more."""
 
@@ -35,7 +38,7 @@ class PulseSelection(Strategy):
     back as it was then, at ``guard_factor`` times the learning rates of the one that fell. The best of n exams exceeds
     the next one by chance, and is compared with many, so the probability must be at least 1 - (1 - ``guard``) / n
     (Bonferroni). An agent whose fitness is not finite has fallen. For one that is stuck (``Standing.stuck``) below the
-    best exam no proof is needed, because waiting can only lose; its rate was far too high, so it comes back at
+    best exam ``STUCK_PROOF`` is enough, because waiting can hardly win; its rate was far too high, so it comes back at
     ``STUCK_FACTOR`` times that. ``guard=1`` never brings anything back.
     Raises ConfigError for factors that are not positive or are 1, and probabilities outside [0.5, 1].
     """
@@ -117,7 +120,7 @@ class PulseSelection(Strategy):
             return None
         # The best of as many exams as there were is above the next one by luck alone.
         sure, needed = probability_better(best.fitness, present), 1 - (1 - self.guard) / (generation + 1)
-        if winner in standing.stuck and sure > 0.5:
+        if winner in standing.stuck and sure >= STUCK_PROOF:
             verdicts[winner] = (
                 f"left: rewards differ within hardly any group, {present.mean:.3f} in the exam against "
                 f"{best.fitness.mean:.3f} of agent {best.agent}; back at {STUCK_FACTOR:g} times the learning rate"

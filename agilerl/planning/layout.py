@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import ceil
 
+from agilerl.checks.arguments import counted
 from agilerl.errors import ConfigError
 from agilerl.planning.footprint import SHARE, gib, memory, peak
 from agilerl.planning.machines import GPUS, NETWORK, PER_MACHINE, VLLM_DECODE, Costs, Machine
@@ -213,7 +214,7 @@ def _impossible(shape: ModelShape, load: Workload, machine: Machine, devices: in
     parts = _named(memory(shape, smallest, Split(vllm=vllm)))
     sizes = ", ".join(f"{name} {gib(size)}" for name, size in parts.items() if size)
     return (
-        f"{shape.name} with {load.agents} agents does not fit on {devices} x {machine.name} "
+        f"{shape.name} with {counted(load.agents, 'agent')} does not fit on {devices} x {machine.name} "
         f"({gib(SHARE * machine.memory)} of each are available), not even sharded over all of them with one row in "
         "flight and gradient checkpointing. "
         f"On one device it would take: {sizes}. What would fit: {'; or '.join(cures or _LAST_RESORT)}"

@@ -82,6 +82,8 @@ class ModelShape(Widths):
     """The most tokens of prompt and completion together."""
     linear_width: float = 4.0
     """Bytes of a weight of ``linear``; less than ``width`` if these are quantised."""
+    usual_rate: float = 0.0
+    """The learning rate with which a search on it begins."""
 
     @property
     def head(self) -> int:

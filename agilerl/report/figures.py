@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
+from agilerl.checks.arguments import counted
 from agilerl.hpo.strategies import UNITS
 from agilerl.report import life
 from agilerl.report.life import short_value
@@ -63,7 +64,7 @@ def described(title: str, figure: Figure) -> str:
     lines = [trace for trace in figure["data"] if "agent" in trace.get("meta", {}) and "fill" not in trace]
     drawn = (lines or figure["data"]) if figure["layout"]["yaxis"].get("visible", True) else []
     values = [value for trace in drawn for value in trace["y"] if math.isfinite(number(value))]
-    count = f", {len(lines)} agent{'s' * (len(lines) > 1)}" if lines else ""
+    count = f", {counted(len(lines), 'agent')}" if lines else ""
     spread = f", from {short_value(min(values))} to {short_value(max(values))}" if values else ""
     return f"{title}{count}{spread}"
 

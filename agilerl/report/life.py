@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from agilerl.checks.arguments import counted
 from agilerl.report.load import AgentRecord, RunRecord, Score, hyperparameter_at
 
 
@@ -65,9 +66,7 @@ def events(agent: AgentRecord) -> list[tuple[int, str]]:
     for outcome, steps in agent.trouble.items():
         first = next(line for line in agent.train if line["step"] == steps[0])
         generation = value if isinstance(value := first.get("generation"), int) else 0
-        later.append(
-            (generation, f"{outcome} from iteration {steps[0]}, {len(steps)} iteration{'s' * (len(steps) > 1)}")
-        )
+        later.append((generation, f"{outcome} from iteration {steps[0]}, {counted(len(steps), 'iteration')}"))
     later += [(generation, reason) for generation, reason in agent.verdicts if generation != agent.died]
     # Symptoms are of the last iterations, whenever these were.
     last = agent.generations[-1] if agent.generations else agent.born or 0

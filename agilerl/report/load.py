@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from agilerl.checks.arguments import Location, shown
+from agilerl.checks.arguments import Location, counted, shown
 from agilerl.checks.redaction import without_keys
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.fitness import Fitness, is_accuracy, pareto_front, within_range
@@ -388,10 +388,10 @@ def _agent_notes(agent: AgentRecord) -> Iterator[str]:
     if lost:
         yield f"fitness not finite in generation {', '.join(lost)}, so it ranked last"
     for outcome, steps in agent.trouble.items():
-        yield f"outcome {outcome} in {len(steps)} iteration{'s' * (len(steps) > 1)}, first at step {steps[0]}"
+        yield f"outcome {outcome} in {counted(len(steps), 'iteration')}, first at step {steps[0]}"
     skipped = int(max((number_or(line.get("skipped_steps"), 0) for line in agent.train), default=0))
     if skipped > 0:
-        yield f"{skipped} optimizer step{'s' * (skipped > 1)} skipped"
+        yield f"{counted(skipped, 'optimizer step')} skipped"
 
 
 # -- which agent descends from which, and its row in the family tree --------------------------------------------------

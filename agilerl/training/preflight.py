@@ -4,6 +4,7 @@ import math
 from dataclasses import asdict, replace
 from typing import Any
 
+from agilerl.checks.arguments import counted
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.run import RunConfig
 from agilerl.config.search import SelectionConfig, SharingConfig
@@ -101,9 +102,7 @@ def tried(session: Session) -> PreflightDone | None:
     with at_date(session.date):
         probed = probe(population, questions, samples)
     count = questions * samples
-    sentence = (
-        f"mean reward {probed.reward:.3f} of {count} answer{'s' * (count > 1)}, {probed.cut:.0%} cut at the limit"
-    )
+    sentence = f"mean reward {probed.reward:.3f} of {counted(count, 'answer')}, {probed.cut:.0%} cut at the limit"
     # Fewer answers than the run would see prove nothing.
     warning = "" if (questions, samples) != (QUESTIONS, group) or probed.has_signal else _problem(session, probed)
     gives_up = f"; the run asks up to {MOST} questions before it gives up" * (bool(warning) and is_due(session))

@@ -46,7 +46,7 @@ USUAL = 1
 
 
 def usual_rate(base: BaseModel) -> float:
-    """Return the learning rate with which a search on this base begins."""
+    """Return the learning rate with which a search on this base begins; its weights may be on the meta device."""
     family = str(base.model.config.get_text_config().model_type)
     return EMBEDDED_RATE if base.name == EMBEDDED else lora_rate(base.hidden_size, family)
 
@@ -138,9 +138,27 @@ class Resolved:
         spread = t.pop_size > 1 and t.init == "spread" and t.usual_founder
         if not spread or not isinstance(self.selection, KnockoutSelection) or self.algorithm.env_type != "reasoning":
             return {}
-        values = values_of(self.hyperparameters, [name for name in self.genes if name in LEARNING_RATES])
-        far = [name for name, value in values.items() if not 1 / USUAL_WITHIN <= float(value) / rate <= USUAL_WITHIN]
-        return {name: rate for name in far if self.genes[name].min <= rate <= self.genes[name].max}
+        genes = {name: self.genes[name] for name in self._far_from(rate) if name in self.genes}
+        return {name: rate for name, gene in genes.items() if gene.min <= rate <= gene.max}
+
+    def _far_from(self, rate: float) -> dict[str, float]:
+        """Return the learning rates that are more than ``USUAL_WITHIN`` times above or below a rate."""
+        values = {name: getattr(self.hyperparameters, name, None) for name in LEARNING_RATES}
+        within = USUAL_WITHIN
+        return {name: value for name, value in values.items() if value and not 1 / within <= value / rate <= within}
+
+    def unusual_rates(self, usual: float) -> list[str]:
+        """Return a sentence about each learning rate far from the usual one of the base, and what the run does."""
+        if self.algorithm.env_type != "reasoning":
+            return []
+        instead, sentences = self.usual_instead(usual), []
+        for name, rate in self._far_from(usual).items():
+            times = f"{rate / usual:.2g} times" if rate > usual else f"1/{usual / rate:.2g} of"
+            then = f"unless you mean that, set algorithm.{name}={usual:.2g}"
+            if name in instead:
+                then = f"agent {USUAL} starts with that, and stays unless an exam proves another to be better"
+            sentences.append(f"algorithm.{name}={rate:.3g} is {times} the usual rate of this base, {usual:.3g}; {then}")
+        return sentences
 
     def derived(self, **training: Any) -> "Resolved":
         """Return the settings with values of ``training`` that do not count as set by the user."""

@@ -79,9 +79,10 @@ def test_rows_are_read_and_the_base_is_asked(agilerl: Agilerl, tmp_path: Path, m
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     made = agilerl("init", "--data", "rows.jsonl")
     assert (made.code, made.errors) == (0, "")
-    assert made.output.startswith("100 rows: all answers are numbers, so the reward accuracy is proposed\n")
+    read = "100 rows: all answers are numbers, so the reward accuracy is proposed\n"
+    assert made.output.startswith(f"Columns: question from problem, answer from solution\n{read}")
     assert re.search(r"\nprompt +<bos>\d+ \+ \d+ =<sep> *\nanswer +.*, reward [01] *\n", made.output)
-    assert re.search(r"\nexam +20 questions tell two agents apart", made.output)
+    assert re.search(r"\nexam +warning: 20 questions tell two agents apart", made.output)
     assert re.search(r"\ntime +up to about [\d.]+ (s|min|h)", made.output)
     assert max(map(len, made.output.splitlines())) <= 80
     e = load_manifest(tmp_path / "my.yaml").environment
@@ -155,6 +156,34 @@ def test_columns_of_other_names_are_renamed(agilerl: Agilerl, tmp_path: Path) ->
     assert agilerl("train", "my.yaml", "--allow-code", "--dry-run").code == 0
 
 
+NAMED = {
+    "in capitals": (("Question", "Answer"), ()),
+    "by their last word": (("user_question", "gold answer"), ()),
+    "by options": (("frage", "antwort"), ("--question", "frage", "--answer", "antwort")),
+    "against their names": (("answer", "problem"), ("--answer", "problem", "--question", "answer")),
+}
+
+
+@pytest.mark.parametrize("case", NAMED)
+def test_columns_are_recognised_or_named(case: str, agilerl: Agilerl, tmp_path: Path) -> None:
+    (question, answer), options = NAMED[case]
+    rows = "".join(f"{i} + 1?,{i + 1},{i}\n" for i in range(20))
+    (tmp_path / "rows.csv").write_text(f"{question},{answer},id\n{rows}")
+    made = agilerl("init", "--data", "rows.csv", "--quiet", *options)
+    assert (made.code, made.errors) == (0, "")
+    (dataset,) = load_manifest(tmp_path / "my.yaml").environment.dataset or ()
+    assert dataset.columns == {"question": question, "answer": answer}
+
+
+def test_few_rows_are_a_warning(agilerl: Agilerl, tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("question,answer\n" + "".join(f"{i} + 1?,{i + 1}\n" for i in range(10)))
+    warning = (
+        "warning: 10 rows leave only 6 distinct prompts for training, besides 2 for the exam and 2 for the test; give "
+        "at least 26 more rows\n"
+    )
+    assert warning in agilerl("init", "--data", "rows.csv", "--model", "org/model").output
+
+
 @pytest.mark.parametrize(("columns", "missing"), [("a,b", "question"), ("question,b", "answer")])
 def test_rows_that_nothing_can_be_made_of_are_refused(
     columns: str, missing: str, agilerl: Agilerl, tmp_path: Path
@@ -163,6 +192,7 @@ def test_rows_that_nothing_can_be_made_of_are_refused(
     refused = agilerl("init", "-y", "--data", "rows.csv")
     assert (refused.code, refused.output) == (2, "")
     assert f"expected the column {missing}" in refused.errors
+    assert f"--{missing} NAME" in refused.errors
     assert [path.name for path in tmp_path.iterdir()] == ["rows.csv"]
 
 
@@ -183,6 +213,7 @@ WRONG = {
     "a reward": (["--reward", "best"], "expected the reward as one of"),
     "a task": (["--data", "reasoning_gym:gdc"], "did you mean 'gcd'"),
     "nothing": (["--model", ""], "found an empty text"),
+    "a column of no rows": (["--question", "q"], "are columns of rows, found 'sample'"),
 }
 
 
@@ -197,6 +228,7 @@ def test_wrong_answers_write_nothing(case: str, agilerl: Agilerl, tmp_path: Path
 
 @pytest.mark.processes
 def test_a_terminal_is_asked_and_asked_again(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text("frage,antwort\n" + "".join(f"{i} + 1?,{i + 1}\n" for i in range(80)))
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(tmp_path)
@@ -212,7 +244,10 @@ def test_a_terminal_is_asked_and_asked_again(tmp_path: Path) -> None:
     for question, answer in (
         ("Model", ""),
         ("Data or task", "none.jsonl"),
-        ("expected a file of rows", "reasoning_gym:chain_sum"),
+        ("expected a file of rows", "rows.csv"),
+        ("Which column is the question?", "frge"),
+        ("'frage'?", "frage"),
+        ("Which column is the answer?", "antwort"),
         ("Reward", "exact"),
         ("Run it:", None),
     ):
@@ -225,6 +260,7 @@ def test_a_terminal_is_asked_and_asked_again(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     os.close(terminal)
     written = yaml.safe_load((tmp_path / "my.yaml").read_text())
-    assert written["environment"]["task"] == "reasoning_gym:chain_sum"
+    columns = {"question": "frage", "answer": "antwort"}
+    assert written["environment"]["dataset"] == {"path": "rows.csv", "columns": columns}
     assert "graders" not in written["environment"]
-    assert [path.name for path in tmp_path.iterdir()] == ["my.yaml"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["my.yaml", "rows.csv"]

@@ -81,6 +81,23 @@ def test_the_proposed_settings_are_settings_of_a_manifest(agilerl: Agilerl) -> N
     assert (outcome.code, outcome.errors) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("overrides", "then"),
+    [
+        ((), ""),
+        (("algorithm.lr=9e-3",), "; agent 1 starts with that, and stays"),
+        (("algorithm.lr=9e-3", "training.pop_size=1"), "; unless you mean that, set algorithm.lr=0.001"),
+    ],
+    ids=["usual", "founder", "alone"],
+)
+def test_an_unusual_learning_rate_is_named(overrides: tuple[str, ...], then: str, agilerl: Agilerl) -> None:
+    once = ("training.max_steps=64", "environment.data_batch_size_per_gpu=1", "training.evo_steps=1")
+    shown = " ".join(agilerl("plan", "--gpu", "l4", *once, *overrides).output.split())
+    assert ("rate algorithm.lr=0.009 is 9 times the usual rate of this base, 0.001" + then in shown) is bool(then)
+    assert " x 1 prompt x 8 completions, " in shown
+    assert "Time of a generation of 1 iteration: " in shown
+
+
 def test_prompts_of_a_known_task_are_measured(agilerl: Agilerl) -> None:
     found = planned(agilerl, "--gpu", "l4")
     assert 9 <= found["workload"]["prompt"] <= 10.5

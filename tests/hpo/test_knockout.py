@@ -128,12 +128,12 @@ def test_the_best_of_several_needs_more_evidence_than_one_rival() -> None:
 
 
 def test_an_agent_that_can_learn_no_more_gives_way_to_the_best_exam_at_a_fifth_of_its_rate() -> None:
-    # One prompt more is no proof, and an agent that cannot learn needs none. A tie is no reason.
-    best = Best(0, solved(1))
+    best = Best(0, solved(3))
     for standing, births in (
         (Standing(0.4, best, frozenset({0})), (Birth(4, 0, 0, 0.2, from_best=True),)),
         (Standing(0.4, best), ()),
         (Standing(0.4, Best(0, solved(0)), frozenset({0})), ()),
+        (Standing(0.4, Best(0, solved(1)), frozenset({0})), ()),
     ):
         plan = KnockoutSelection(4).plan({0: solved(0)}, 1, 0, 4, standing)
         assert (plan.births, plan.reason) == (births, "guard" if births else "")

@@ -124,11 +124,11 @@ def test_the_plan_tells_what_became_of_the_rows(rows: list[dict[str, Any]], plac
     assert "rows read 63, train 42, exam 8, test 10, missing 1, special tokens 1, too long 1" in " ".join(
         table.output.split()
     )
-    assert "distinct prompts are left" not in " ".join(table.output.split())
+    assert "for training, besides" not in " ".join(table.output.split())
     few = ["environment.bad_rows=drop", "environment.eval_prompts=30", "environment.test_prompts=20"]
     warned = CliRunner().invoke(app, [*arguments, *few], catch_exceptions=False)
     assert "train 10, exam 30, test 20" in " ".join(warned.output.split())
-    assert "warning: only 10 distinct prompts are left for training" in " ".join(warned.output.split())
+    assert "leave only 10 distinct prompts for training, besides" in " ".join(warned.output.split())
 
 
 # -- what a manifest says ----------------------------------------------------------------------------------------------

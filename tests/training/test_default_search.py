@@ -213,6 +213,9 @@ def test_where_the_configured_rate_is_far_from_the_usual_one_a_founder_has_that(
     far = f"is {rate:.2g} times the usual rate" if rate > 3 else f"is 1/{1 / rate:.2g} of the usual rate"
     assert (far in console.file.getvalue()) is (not 1 / 3 <= rate <= 3)  # type: ignore[attr-defined]
     assert ("agent 1 starts with that" in console.file.getvalue()) is usual  # type: ignore[attr-defined]
+    assert ("unless you mean that, set algorithm.lr=0.001" in console.file.getvalue()) is (  # type: ignore[attr-defined]
+        not usual and not 1 / 3 <= rate <= 3
+    )
 
 
 def test_a_small_budget_starts_with_fewer_agents_unless_their_number_is_given() -> None:
