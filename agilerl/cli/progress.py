@@ -34,7 +34,7 @@ from agilerl.planning.footprint import money, peak
 from agilerl.population import Population
 from agilerl.report.load import hyperparameter_at, load_run, number
 from agilerl.runs import RunLayout
-from agilerl.runs.diagnosis import Observer, Symptom, told
+from agilerl.runs.diagnosis import Observer, Symptom, advice, told
 from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.stopping import AFTER_ITERATION, StopRequest
 from agilerl.training.events import (
@@ -339,7 +339,7 @@ def watch(
     symptoms = _symptoms(view.observer, session, view.out)
     if (gain := _gain(summary)) is not None and gain[1] >= _SURE:  # something was learned: only alarms count
         symptoms = {index: [s for s in each if s.samples] for index, each in symptoms.items()}
-    if known := told(symptoms):
+    if known := advice(summary) | told(symptoms):
         console.print("What may keep agents from learning")
         for sentence, symptom in known.items():
             for line in [sentence, *shown_samples(symptom.samples)]:
@@ -367,7 +367,8 @@ def log(
             case PhaseStarted():
                 tell(json_line("phase", phase=event.name))
             case RunFinished():
-                for sentence, symptom in told(_symptoms(observer, session, event.out)).items():
+                known = advice(event.summary) | told(_symptoms(observer, session, event.out))
+                for sentence, symptom in known.items():
                     tell(json_line("advice", text=sentence, samples=symptom.samples))
                 tell(json_line("finish", out=event.out, **event.summary))
             case PreflightDone() if event.problem:

@@ -16,7 +16,7 @@ from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.fitness import Fitness, is_accuracy, pareto_front, within_range
 from agilerl.hpo.strategies import UNITS
 from agilerl.runs import RunLayout, read_lines, read_run
-from agilerl.runs.diagnosis import Symptom, symptoms, told
+from agilerl.runs.diagnosis import Symptom, advice, symptoms, told
 from agilerl.runs.directory import as_written
 from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.strict_json import read_json
@@ -235,7 +235,7 @@ def load_run(path: Path, price: float | None = None) -> RunRecord:
         for agent in run.agents.values():
             known = symptoms(agent.train, rate if math.isfinite(rate) else None)
             agent.symptoms = [*alarms.get(agent.index, ()), *known]
-        run.symptoms = told({a.index: a.symptoms for a in run.agents.values() if a.died is None})
+        run.symptoms = advice(summary) | told({a.index: a.symptoms for a in run.agents.values() if a.died is None})
         return run
 
 

@@ -143,7 +143,7 @@ def test_the_mark_is_on_the_elite_of_the_result(case: str) -> None:
                 event = replace(event, fitness={i: Fitness(mean, 0.03, 9) for i, mean in enumerate(means)})
             if isinstance(event, RunFinished):
                 chosen = {"index": elite, "step": step, "hyperparameters": {}}
-                event = replace(event, summary={**event.summary, "elite": chosen})
+                event = replace(event, summary={**event.summary, "elite": chosen, "advice": ["it is early"]})
             yield event
 
     screen = console(140, terminal=False)
@@ -152,6 +152,7 @@ def test_the_mark_is_on_the_elite_of_the_result(case: str) -> None:
     assert [row.split()[0] for row in last_table(text)[1:]] == [f"{i}*" if i == elite else str(i) for i in range(3)]
     assert words in text.partition("* elite: ")[2]
     assert f"elite (agent {elite} after iteration {step})" in text
+    assert "What may keep agents from learning\n  it is early\n" in text  # although the elite is better than the base
 
 
 def test_a_terminal_says_at_once_what_a_signal_does(session: Session) -> None:

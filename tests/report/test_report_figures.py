@@ -334,7 +334,8 @@ def test_tables_name_what_is_known(load):
     assert [row["fitness"] for row in rows] == ["0.500 ± 0.100", "not finite", "none"]
     assert rows[1]["left"] == "0: sick"
     assert facts(run)["Task"] == "t"
-    halved = load(config={"training": {"pop_size": 4}}, summary={"agents": 1})
+    halved = load(config={"training": {"pop_size": 4}}, summary={"agents": 1, "advice": ["the elite is early"]})
+    assert list(halved.symptoms) == ["the elite is early"]
     assert facts(halved)["Population"] == "4, at the end 1"
     # What the budget decided is what the run had, whether it was set or not.
     lone, settings = [birth(0, None, 0), birth(4, 0, 1), fitness(0, 0, 0.5)], {"environment": {"eval_prompts": 20}}
