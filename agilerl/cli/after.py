@@ -368,7 +368,8 @@ def run_export(
     with suppress(ConfigError):  # the base may have moved since
         base = servable_base(subject(run, examined=False, loaded=False).base)
         names |= {"BASE": base, "BASE_FOLDER": base} if Path(base).is_dir() else {}
-    console.print(f"written: {out} ({', '.join(sorted(path.name for path in out.iterdir()))})")
+    console.print(f"written: {out.absolute()} ({', '.join(sorted(path.name for path in out.iterdir()))})")
+    console.print(f"{'talk to it':<12} agilerl chat {shlex.quote(str(out))}")
     if read_json(out / ADAPTER_CONFIG).get("alora_invocation_tokens"):
         console.print("It is activated (alora_invocation_tokens): load it with PEFT. vLLM does not know such adapters.")
         return

@@ -269,7 +269,7 @@ def early_elite(elite: Mapping[str, Any], iterations: int) -> list[str]:
     if step > EARLY * iterations:
         return []
     panel = "on the second panel" if decided["panel"] == "second" else "in its exam"
-    found = (
+    seen = (
         f"the elite is agent {elite['index']} as it was after iteration {step} of {iterations}, since later training "
         f"brought nothing better: {panel} it had {decided['elite']:.3f}, the best at the end {decided['last']:.3f} "
         f"({decided['n']} questions)"
@@ -278,7 +278,7 @@ def early_elite(elite: Mapping[str, Any], iterations: int) -> list[str]:
         "the learning rate may be too high (lower algorithm.lr), the reward in training may not be what the exam "
         "measures, or the exam may be too small to see a gain (raise environment.eval_prompts)"
     )
-    return [f"{found}: {remedy}"]
+    return [f"{seen}: {remedy}"]
 
 
 def advice(summary: Mapping[str, Any]) -> dict[str, Symptom]:
