@@ -19,7 +19,7 @@ from typer import Argument, Option
 from agilerl.checks.arguments import counted, shown
 from agilerl.cli.adapter import subject
 from agilerl.cli.options import Adapter, AllowCode, AsJson, FinishedRun, Quiet, Replacements, Temperature, as_path
-from agilerl.cli.output import columns, one_line, say, shown_samples, tell_line
+from agilerl.cli.output import columns, one_line, say, shown_samples, tell_line, told_apart
 from agilerl.cli.output import console as new_console
 from agilerl.cli.process_settings import loading_done
 from agilerl.cli.running import check_new_folder, quieten_libraries, whole_folder
@@ -169,10 +169,10 @@ def _score(score: Mapping[str, Any], sign: str = "") -> tuple[str, str, str]:
 def _show_worst(answers: Sequence[Mapping[str, Any]], worst: Sequence[int]) -> None:
     if worst:
         tell_line(f"\nWorst of {len(answers)}")
-    for index in worst:
+    for index, question in zip(worst, told_apart([answers[index]["question"] for index in worst])):
         answer = answers[index]
         expected = "" if answer["answer"] is None else f"; expected {one_line(answer['answer'])}"
-        tell_line(f"{index}. {one_line(answer['question'])}{expected}")
+        tell_line(f"{index}. {question}{expected}")
         for who in ("adapter", "base"):
             if (given := answer[who]) is not None:
                 scores = [number(one["score"]) for one in given["samples"]]
@@ -368,7 +368,8 @@ def run_export(
     with suppress(ConfigError):  # the base may have moved since
         base = servable_base(subject(run, examined=False, loaded=False).base)
         names |= {"BASE": base, "BASE_FOLDER": base} if Path(base).is_dir() else {}
-    console.print(f"written: {out} ({', '.join(sorted(path.name for path in out.iterdir()))})")
+    console.print(f"written: {out.absolute()} ({', '.join(sorted(path.name for path in out.iterdir()))})")
+    console.print(f"{'talk to it':<12} agilerl chat {shlex.quote(str(out))}")
     if read_json(out / ADAPTER_CONFIG).get("alora_invocation_tokens"):
         console.print("It is activated (alora_invocation_tokens): load it with PEFT. vLLM does not know such adapters.")
         return

@@ -7,7 +7,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any, TextIO, cast
@@ -103,12 +103,30 @@ def one_line(text: str, most: int = 300) -> str:
     return line if len(line) <= most else f"{line[: most - 3]}..."
 
 
+def told_apart(texts: Sequence[str], most: int = 300) -> list[str]:
+    """Return texts as :func:`one_line` does; those that it would cut to the same lose what they begin with alike."""
+    whole = [one_line(text, sys.maxsize) for text in texts]
+    lines = [one_line(text, most) for text in whole]
+    for line in set(lines):
+        alike = [number for number, other in enumerate(lines) if other == line]
+        if len({whole[number] for number in alike}) > 1:
+            letters = enumerate(zip(*(whole[number] for number in alike)))
+            shared = next((k for k, at in letters if len(set(at)) > 1), min(len(whole[number]) for number in alike))
+            # From the beginning of a word, unless it is a very long one.
+            start = whole[alike[0]].rfind(" ", 0, shared) + 1 or shared
+            ends = told_apart([whole[number][start:] for number in alike], most - 3)
+            for number, end in zip(alike, ends):
+                lines[number] = f"...{end}"
+    return lines
+
+
 def shown_samples(samples: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return a line for each sample of a symptom."""
+    samples = list(samples)
     return [
-        f"  {one_line(s['question'])} -> {one_line(s['answer']) or '(empty)'} (reward {s['reward']:.4g}"
+        f"  {question} -> {one_line(s['answer']) or '(empty)'} (reward {s['reward']:.4g}"
         f"{'; right: ' * bool(s['right'])}{one_line(s['right'])})"
-        for s in samples
+        for s, question in zip(samples, told_apart([s["question"] for s in samples]))
     ]
 
 

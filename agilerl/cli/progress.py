@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist, fmean
@@ -16,13 +17,13 @@ from typing import Any, Literal
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, Task, TaskProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
 from agilerl.checks.arguments import counted
 from agilerl.cli.forecast import Planned, expected_seconds, seen_by_exam
-from agilerl.cli.output import columns, duration, genes_text, json_line, one_line, shown_samples
+from agilerl.cli.output import columns, duration, genes_text, json_line, one_line, shown_samples, told_apart
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
 from agilerl.envs.curation import few_rows
@@ -35,7 +36,7 @@ from agilerl.planning.footprint import money, peak
 from agilerl.population import Population
 from agilerl.report.load import hyperparameter_at, load_run, number
 from agilerl.runs import RunLayout
-from agilerl.runs.diagnosis import Observer, Symptom, told
+from agilerl.runs.diagnosis import Observer, Symptom, advice, told
 from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.stopping import AFTER_ITERATION, StopRequest
 from agilerl.training.events import (
@@ -332,7 +333,7 @@ def watch(
     symptoms = _symptoms(view.observer, session, view.out)
     if (gain := _gain(summary)) is not None and gain[1] >= _SURE:  # something was learned: only alarms count
         symptoms = {index: [s for s in each if s.samples] for index, each in symptoms.items()}
-    if known := told(symptoms):
+    if known := advice(summary) | told(symptoms):
         console.print("What may keep agents from learning")
         for sentence, symptom in known.items():
             for line in [sentence, *shown_samples(symptom.samples)]:
@@ -360,7 +361,8 @@ def log(
             case PhaseStarted():
                 tell(json_line("phase", phase=event.name))
             case RunFinished():
-                for sentence, symptom in told(_symptoms(observer, session, event.out)).items():
+                known = advice(event.summary) | told(_symptoms(observer, session, event.out))
+                for sentence, symptom in known.items():
                     tell(json_line("advice", text=sentence, samples=symptom.samples))
                 tell(json_line("finish", out=event.out, **event.summary))
             case PreflightDone() if event.problem:
@@ -419,6 +421,18 @@ class _Row:
     """Generation after which it left."""
 
 
+class _Clock(TextColumn):
+    """How long a bar has taken and, if that is known, how long it will still take."""
+
+    max_refresh = 0.5  # an estimate that changes more often cannot be read
+
+    def render(self, task: Task) -> Text:
+        """Return both in hours, minutes and seconds."""
+        times = {"spent": task.finished_time or task.elapsed, "left": task.time_remaining}
+        known = {name: timedelta(seconds=int(time)) for name, time in times.items() if time is not None}
+        return Text(", ".join(f"{time} {name}" for name, time in known.items()))
+
+
 class View:
     """The story of a run: a row for every agent that it had, a bar for the run and one for the phase."""
 
@@ -435,9 +449,11 @@ class View:
         self.started = perf_counter()
         self.resumed_at = 0.0 if session.saved is None else session.saved.progress.spent(session.config.training)
         self.what = "reward" if session.resolved.algorithm.env_type == "reasoning" else "loss"
-        clocks = TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-        self.bars = Progress(TextColumn("{task.description:<10}"), BarColumn(), *clocks, console=console)
-        self.run = self.bars.add_task("run", total=1.0)
+        # All of it fits 60 columns; the bars take what is left.
+        share = TaskProgressColumn("{task.percentage:>3.0f}% of {task.fields[whole]:<10}")
+        name, bar = TextColumn("{task.description:<9}"), BarColumn(bar_width=None)
+        self.bars = Progress(name, bar, share, _Clock(""), console=console)
+        self.run = self.bars.add_task("run", total=1.0, whole="budget")
         self.phase = self.bars.add_task("start", total=None)
         self.shown = Group()
         # Transient: at the end, the table of all agents takes its place.
@@ -470,7 +486,7 @@ class View:
                 total = self.session.generation_steps if event.name == "train" else None
                 # A new task each time: for an existing one, rich reads total=None as "unchanged".
                 self.bars.remove_task(self.phase)
-                self.phase = self.bars.add_task(event.name, total=total)
+                self.phase = self.bars.add_task(event.name, total=total, whole="generation")
             case IterationDone():
                 self.iteration = event.iteration
                 self.observer.add(event.metrics)
@@ -776,13 +792,15 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
     # From behind, without the beginning that was found: the two must not overlap.
     end = _common([question[start:][::-1] for question in questions])
     width = max(12, (console.width - 20) // 4)
-    columns = [
-        Column("question", [one_line(" ".join(words[start : len(words) - end]), width) for words in questions], "left"),
+    others = [
         Column("right", [one_line(one["answer"] or "-", width) for one in answers], "left"),
         *(Column(who, [scored(one[who]) for one in answers], "left") for who in ("base", "elite")),
     ]
+    # Questions get the room that the answers leave.
+    room = max(width, console.width - sum(column.width for column in others))
+    asked = told_apart([" ".join(words[start : len(words) - end]) for words in questions], room)
     console.print(f"\nThe first {len(answers)} test questions, with answers and scores")
-    console.print(_fitted(columns, console.width))
+    console.print(_fitted([Column("question", asked, "left"), *others], console.width))
     console.print()
 
 

@@ -13,7 +13,7 @@ from agilerl.report.load import AgentRecord, RunRecord, Score, hyperparameter_at
 
 def lives(run: RunRecord) -> list[dict[str, Any]]:
     """Return every agent's life as plain data, in the order of birth."""
-    standings, ranks = _standings(run), places(run)
+    standings, ranks, (elite, why) = _standings(run), places(run), chosen(run)
     return [
         {
             "agent": index,
@@ -33,13 +33,25 @@ def lives(run: RunRecord) -> list[dict[str, Any]]:
             ],
             "outcomes": agent.trouble,
             "symptoms": [asdict(symptom) for symptom in agent.symptoms],
+            "elite": why if index == elite else "",
             "events": [
                 {"generation": generation, "sentence": sentence}
                 for generation, sentence in _with_exams(agent, standings, ranks)
-            ],
+            ]
+            + [{"generation": max([0, *agent.generations]), "sentence": why}] * (index == elite),
         }
         for index, agent in run.agents.items()
     ]
+
+
+def chosen(run: RunRecord) -> tuple[int | None, str]:
+    """Return the elite of a finished run and why it was chosen, with its test; (None, "") if there is none."""
+    elite = run.summary.get("elite") or {}
+    scores = [f"{who} {score.mean:.3f}" for who in ("elite", "base") if (score := run.tests.get(who, (None, None))[1])]
+    # Runs of earlier versions did not write the reason.
+    reason = elite.get("reason") or "best exam"
+    tested = f"; test: {', '.join(scores)}" * bool(scores)
+    return (elite["index"], f"elite: {reason}{tested}") if elite else (None, "")
 
 
 def _with_exams(

@@ -16,7 +16,7 @@ from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.fitness import Fitness, is_accuracy, pareto_front, within_range
 from agilerl.hpo.strategies import UNITS
 from agilerl.runs import RunLayout, read_lines, read_run
-from agilerl.runs.diagnosis import Symptom, symptoms, told
+from agilerl.runs.diagnosis import Symptom, advice, symptoms, told
 from agilerl.runs.directory import as_written
 from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.strict_json import read_json
@@ -147,6 +147,11 @@ class RunRecord:
         """True if its results are there."""
         return self.status == "finished"
 
+    @property
+    def founders(self) -> int:
+        """Agents that the run began with, which a small budget may have decided; 0 if unknown."""
+        return sum(agent.parent is None and agent.born == 0 for agent in self.agents.values())
+
 
 def check_different(runs: Sequence[Location]) -> None:
     """Raise ConfigError for run directories of which one is given twice."""
@@ -158,7 +163,10 @@ def check_different(runs: Sequence[Location]) -> None:
 
 
 def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
-    """Return the settings that differ between runs, by name, None where one is not set; and digests of their files."""
+    """Return the settings that differ between runs, by name, None where one is not set; and digests of their files.
+
+    What the budget may decide is what the runs had.
+    """
     columns = []
     for run in runs:
         settings = dict(flat(run.info["config"]))
@@ -167,6 +175,11 @@ def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
                 settings |= flat({str(i): entry for i, entry in enumerate(settings.pop(name))}, f"{name}.")
         if settings.get("algorithm.seed") == settings.get("training.seed"):
             settings.pop("algorithm.seed", None)  # not a second difference: it is the run's seed unless it is set
+        if settings.get("selection_strategy.name") != "tournament":
+            settings.pop("selection_strategy.tournament_size", None)  # recorded for every strategy, used by one
+        questions = max((exam.score.n for agent in run.agents.values() for exam in agent.exams), default=0)
+        had = {"training.pop_size": run.founders, "environment.eval_prompts": questions}
+        settings |= {name: count for name, count in had.items() if count}
         files = (run.info.get("files") or {}).values()
         columns.append(settings | {f"{_DIGEST}{Path(n).name}": sha[:12] for kind in files for n, sha in kind.items()})
     rows = {name: [column.get(name) for column in columns] for name in sorted({n for c in columns for n in c})}
@@ -222,7 +235,7 @@ def load_run(path: Path, price: float | None = None) -> RunRecord:
         for agent in run.agents.values():
             known = symptoms(agent.train, rate if math.isfinite(rate) else None)
             agent.symptoms = [*alarms.get(agent.index, ()), *known]
-        run.symptoms = told({a.index: a.symptoms for a in run.agents.values() if a.died is None})
+        run.symptoms = advice(summary) | told({a.index: a.symptoms for a in run.agents.values() if a.died is None})
         return run
 
 

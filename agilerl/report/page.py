@@ -380,7 +380,7 @@ def facts(run: RunRecord) -> dict[str, str]:
     hardware = info.get("hardware") or {}
     devices = [str(device.get("name")) for device in hardware.get("cuda") or []]
     generations = {g for agent in run.agents.values() for g in agent.generations}
-    began, left = training.get("pop_size") or "", summary.get("agents") or ""
+    began, left = run.founders or training.get("pop_size") or "", summary.get("agents") or ""
     peak = max((number_or(line.get("memory/peak"), 0.0) for a in run.agents.values() for line in a.train), default=0.0)
     named = {
         "Status": run.status,

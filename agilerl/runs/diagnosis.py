@@ -18,6 +18,8 @@ FALLEN = 4.0
 """A reward that is this many times smaller than the highest so far has fallen."""
 SLOW = 10.0
 """A learning rate this many times below the base's usual one is called low."""
+EARLY = 0.25
+"""An elite of this first share of the iterations says that the others were no gain."""
 
 
 @dataclass(frozen=True)
@@ -259,3 +261,26 @@ def told(seen: Mapping[int, Iterable[Symptom]]) -> dict[str, Symptom]:
         f"agent{'s' * (len(having) > 1)} {', '.join(str(index) for index, _ in having)}: {having[0][1]}": having[0][1]
         for having in by_name.values()
     }
+
+
+def early_elite(elite: Mapping[str, Any], iterations: int) -> list[str]:
+    """Return a sentence if the elite of a run is an agent as it was long before the end; an empty list if not."""
+    step, decided = elite["step"], elite["decided_by"]
+    if step > EARLY * iterations:
+        return []
+    panel = "on the second panel" if decided["panel"] == "second" else "in its exam"
+    seen = (
+        f"the elite is agent {elite['index']} as it was after iteration {step} of {iterations}, since later training "
+        f"brought nothing better: {panel} it had {decided['elite']:.3f}, the best at the end {decided['last']:.3f} "
+        f"({decided['n']} questions)"
+    )
+    remedy = (
+        "the learning rate may be too high (lower algorithm.lr), the reward in training may not be what the exam "
+        "measures, or the exam may be too small to see a gain (raise environment.eval_prompts)"
+    )
+    return [f"{seen}: {remedy}"]
+
+
+def advice(summary: Mapping[str, Any]) -> dict[str, Symptom]:
+    """Return what the summary of a run says of the run as a whole, in the form of :func:`told`."""
+    return {text: Symptom("early elite", text, "") for text in summary.get("advice", ())}

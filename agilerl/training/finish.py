@@ -24,17 +24,16 @@ def tested_elite(
     peers, population = session.topology.peers, session.population
     if progress.elite_iteration is None:
         return None
-    last = None
-    if session.config.candidates > 1:  # the agent that was best in the last exam, as it is now
-        # The last exams of agents that have left are still there.
-        present = {agent.index for agent in population.everyone}
-        best = ranking({index: fitness for index, fitness in progress.fitness.items() if index in present})[0]
+    # The last exams of agents that have left are still there.
+    present = {agent.index for agent in population.everyone}
+    best = ranking({i: f for i, f in progress.fitness.items() if i in present} or progress.fitness)[0]
+    last = Kept(agent=best, iteration=progress.iteration, fitness=progress.fitness[best])
+    if session.config.candidates > 1:
         # Every process takes part in this: an agent's state may be on another one.
-        state = population.state_of(best)
-        last = Kept(agent=best, iteration=progress.iteration, fitness=progress.fitness[best], state=state)
+        last.state = population.state_of(best)
     if peers.rank > 0:
         return None
-    agent, mixed = _chosen(session, progress, last)
+    agent, choice = _chosen(session, progress, last)
     if writer is not None:
         writer.elite(agent)
     fitness = population.evaluate("test", agents=[agent])[agent.index]
@@ -47,17 +46,18 @@ def tested_elite(
         "step": progress.elite_iteration,
         "hyperparameters": dict(agent.hyperparameters),
     }
-    return elite | ({} if mixed is None else {"soup": mixed}), fitness, answers
+    return elite | choice, fitness, answers
 
 
-def _chosen(session: Session, progress: Progress, last: Kept | None) -> tuple[LLMAlgorithm, dict[str, Any] | None]:
+def _chosen(session: Session, progress: Progress, last: Kept) -> tuple[LLMAlgorithm, dict[str, Any]]:
     """Return the agent of the best exam or, with candidates, the one that a second panel shows to be best.
 
     The best of many exams is partly luck, and an agent is on average better at the end of its training than before. So
     the best agent of the last exam is a candidate too, and an earlier one takes its place only on evidence. So does the
-    soup of all candidates, if there is to be one; the second value reports its result.
+    soup of all candidates, if there is to be one. The second value reports its result, the ``reason`` of the choice,
+    and what decided it: the score of the elite and that of the best agent of the last exam.
     """
-    population, wanted, result = session.population, session.config.selection_strategy.soup, None
+    population, wanted = session.population, session.config.selection_strategy.soup
 
     def assess(state: AgentState | None) -> Fitness:
         agent = population.revived(state)
@@ -69,16 +69,27 @@ def _chosen(session: Session, progress: Progress, last: Kept | None) -> tuple[LL
         agent.clean_up()
         return fitness
 
-    candidates = [] if last is None else [last]
+    candidates = [last]
     # The last exam may itself be one of the best ones.
-    candidates += [k for k in progress.kept if last and (k.agent, k.iteration) != (last.agent, last.iteration)]
+    candidates += [k for k in progress.kept if (k.agent, k.iteration) != (last.agent, last.iteration)]
+    choice: dict[str, Any] = {"reason": f"best of the last exam, {progress.best:.3f}"}
+    if progress.elite_iteration != last.iteration:
+        choice["reason"] = f"best exam, {progress.best:.3f}; the last one's best had {last.fitness.mean:.3f}"
+    decided = {"panel": "exam", "elite": progress.best, "last": last.fitness.mean, "n": last.fitness.n}
     # A task with few questions may have none left for a second panel.
-    if len(candidates) > 1 and population.places("second"):
+    if session.config.candidates > 1 and len(candidates) > 1 and population.places("second"):
         panel = [assess(kept.state) for kept in candidates]
         # At equal results the better exam's; kept exams are in that order.
         best = max(range(1, len(panel)), key=lambda number: panel[number].value)
-        number = best if probability_better(panel[best], panel[0]) >= CANDIDATE else 0
+        sure = probability_better(panel[best], panel[0])
+        number = best if sure >= CANDIDATE else 0
         chosen = candidates[number]
+        earlier, at_end = (f"{one.mean:.3f} on a second panel" for one in (panel[best], panel[0]))
+        choice["reason"] = f"best of the last exam, {at_end}; the best earlier candidate had {panel[best].mean:.3f}"
+        if number:
+            choice["reason"] = f"best candidate, {earlier}; the last exam's best had {panel[0].mean:.3f}"
+        choice["reason"] += f" (P = {sure:.2f}{f' < {CANDIDATE:g}' * (not number)})"
+        decided = {"panel": "second", "elite": panel[number].mean, "last": panel[0].mean, "n": panel[0].n}
         progress.elite, progress.elite_iteration, progress.best = chosen.state, chosen.iteration, chosen.fitness.mean
         if wanted is not None:
             # The soup has the state of the first one apart from the adapter.
@@ -87,7 +98,7 @@ def _chosen(session: Session, progress: Progress, last: Kept | None) -> tuple[LL
             mixed = soup(states, [1 / len(states)] * len(states))
             fitness = assess(mixed)
             sure = probability_better(fitness, panel[number])
-            result = {
+            choice["soup"] = {
                 "of": [{"agent": kept.agent, "step": kept.iteration} for kept in candidates],
                 "second": fitness.to_dict(),
                 "candidate": panel[number].to_dict(),
@@ -95,9 +106,11 @@ def _chosen(session: Session, progress: Progress, last: Kept | None) -> tuple[LL
                 # A tie is no evidence, even where 0.5 is asked for.
                 "is_elite": sure >= wanted and sure > 0.5,
             }
-            if result["is_elite"]:
+            if choice["soup"]["is_elite"]:
                 progress.elite = mixed
-    return population.revived(progress.elite), result
+                choice["reason"] = f"soup of all candidates, {fitness.mean:.3f} on a second panel; the best one had "
+                choice["reason"] += f"{panel[number].mean:.3f} (P = {sure:.2f})"
+    return population.revived(progress.elite), {**choice, "decided_by": decided}
 
 
 def _front(session: Session, progress: Progress) -> list[dict[str, Any]]:

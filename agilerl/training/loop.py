@@ -21,6 +21,7 @@ from agilerl.hpo.selection import Best, SelectionStrategy, Standing
 from agilerl.models.memory import peak_memory
 from agilerl.population import Population
 from agilerl.runs.completions import CompletionRecord
+from agilerl.runs.diagnosis import early_elite
 from agilerl.runs.directory import RunDirectory, run_date
 from agilerl.runs.stopping import Interrupted, StopRequest
 from agilerl.text.templates import asks_for_date, at_date
@@ -280,7 +281,7 @@ def _run(
         elite, fitness, answers = tested
         yield HeldOutTest("elite", elite["index"], fitness)
         summary["test"]["elite"] = fitness.to_dict()
-        summary |= {"elite": elite, "answers": answers}
+        summary |= {"elite": elite, "answers": answers, "advice": early_elite(elite, progress.iteration)}
     summary["seconds"] = progress.seconds
 
     def finish() -> dict[str, Any]:

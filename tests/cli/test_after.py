@@ -263,6 +263,7 @@ def test_the_page_shows_what_is_printed(agilerl: Agilerl, monkeypatch: pytest.Mo
             assert done.code == 0, done.errors
             if following == "text":
                 output = done.output.replace(str(tiny_model_path().parents[2]), "SITE-PACKAGES")
+                output = output.replace(f"written: {Path.cwd()}", "written: /home/me")
                 assert shape(output) == shape(printed), command
                 shown += 1
         if language == "python":
@@ -500,10 +501,15 @@ def test_the_card_says_how_to_ask(
     assert "\n# no" not in card
 
 
-def test_an_export_loads_everywhere(run: Path, agilerl: Agilerl) -> None:
+def test_an_export_loads_everywhere(run: Path, agilerl: Agilerl, monkeypatch: pytest.MonkeyPatch) -> None:
     done = agilerl("export", str(run), "out")
     assert done.code == 0, done.errors
-    assert "vllm serve" in done.output
+    written, talk, *others = done.output.splitlines()
+    assert written.startswith(f"written: {Path('out').absolute()} (README.md, adapter_config.json, ")
+    assert [line.split()[0] for line in others] == ["vLLM", "llama.cpp"]
+    command = talk.removeprefix("talk to it   agilerl ").split()
+    monkeypatch.setattr("sys.stdin", StringIO(f"{QUESTION}\n"))
+    assert agilerl(*command).code == 0
     base = AutoModelForCausalLM.from_pretrained(tiny_model_path())
     wanted = _logits(PeftModel.from_pretrained(base, "out"))
     for place in (run, run / "elite", Path("out")):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from agilerl.report.load import load_run
 from agilerl.runs import read_lines
 from tests.cli.outcome import Outcome
 from tests.report.synthetic_run import make_run
@@ -26,14 +27,17 @@ def lines(run: Path) -> list[dict[str, Any]]:
 
 
 def test_every_agent_has_a_row_that_says_why_it_left(run: Path, lines: list[dict[str, Any]], agilerl: Agilerl) -> None:
-    found = agilerl("lineage", str(run))
+    found, elite = agilerl("lineage", str(run)), load_run(run).summary["elite"]["index"]
     assert found.code == 0, found.errors
     rows = {int(row.split()[0].rstrip("*")): row for row in found.output.splitlines() if row[:5].strip(" *").isdigit()}
     assert list(rows) == [line["agent"] for line in lines if line["event"] == "birth"]
     deaths = {line["agent"]: line for line in lines if line["event"] == "death"}
     assert deaths
     for agent, row in rows.items():
-        assert (deaths[agent]["reason"] in row) if agent in deaths else row.rstrip().endswith("-")
+        why = deaths[agent]["reason"] if agent in deaths else "elite: best exam" if agent == elite else "-  "
+        assert why in row
+    life = json.loads(agilerl("lineage", str(run), "--agent", str(elite), "--json").output)
+    assert life["elite"] == life["events"][-1]["sentence"] == "elite: best exam; test: elite 0.900, base 0.367"
 
 
 def test_reasons_are_readable_in_80_columns(run: Path, agilerl: Agilerl, monkeypatch: pytest.MonkeyPatch) -> None:

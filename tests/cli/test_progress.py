@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agilerl.cli.output import genes_text
+from agilerl.cli.output import genes_text, told_apart
 from agilerl.cli.progress import _print_answers, log, sparkline, watch
 from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness
@@ -143,7 +143,7 @@ def test_the_mark_is_on_the_elite_of_the_result(case: str) -> None:
                 event = replace(event, fitness={i: Fitness(mean, 0.03, 9) for i, mean in enumerate(means)})
             if isinstance(event, RunFinished):
                 chosen = {"index": elite, "step": step, "hyperparameters": {}}
-                event = replace(event, summary={**event.summary, "elite": chosen})
+                event = replace(event, summary={**event.summary, "elite": chosen, "advice": ["it is early"]})
             yield event
 
     screen = console(140, terminal=False)
@@ -152,6 +152,7 @@ def test_the_mark_is_on_the_elite_of_the_result(case: str) -> None:
     assert [row.split()[0] for row in last_table(text)[1:]] == [f"{i}*" if i == elite else str(i) for i in range(3)]
     assert words in text.partition("* elite: ")[2]
     assert f"elite (agent {elite} after iteration {step})" in text
+    assert "What may keep agents from learning\n  it is early\n" in text  # although the elite is better than the base
 
 
 def test_a_terminal_says_at_once_what_a_signal_does(session: Session) -> None:
@@ -249,8 +250,9 @@ def test_a_terminal_sees_bars_that_move_and_named_phases(width: int, session: Se
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", "".join(seen))
     for phase in ("base test", "train", "exam"):
         assert phase in text
-    assert " 50% 0:00:00" in text
-    assert "100% 0:00:00" in text
+    assert " 50% of budget     0:00:00 spent" in text
+    assert "100% of budget     0:00:00 spent, 0:00:00 left" in text
+    assert re.search(r"\d% of generation 0:00:00 spent", text)
     assert "iteration 1" not in text  # the table says it
     rows = text.replace("\r", "\n").split("\n")
     assert {row[:10].strip() for row in rows if "━" in row} == {"run", "start", "base test", "train", "exam"}
@@ -389,6 +391,19 @@ def test_genes_in_few_words() -> None:
     assert genes_text({"lr": 0.00123456, "group_size": 8, "loss_norm": "token-mean"}) == (
         "lr=0.00123, group_size=8, loss_norm=token-mean"
     )
+
+
+@pytest.mark.parametrize("most", [12, 30])
+def test_texts_that_would_be_cut_to_the_same_are_told_apart(most: int) -> None:
+    begin = "A long story that several questions begin with, "
+    texts = ["What is 3?", f"{begin}and one apple more.", f"{begin}and two.", f"{begin}and two.", "x" * 40, "x" * 50]
+    found = told_apart(texts, most)
+    assert found[0] == "What is 3?"
+    assert found[1].startswith("...one ")
+    assert found[2] == found[3] == "...two."
+    assert found[4] != found[5]
+    assert max(map(len, found)) <= most
+    assert told_apart(texts, 300) == texts
 
 
 def test_answers_are_shown_without_what_all_questions_share() -> None:

@@ -25,7 +25,7 @@ from agilerl.report.figures import (
     tree_figure,
 )
 from agilerl.report.life import short_value
-from agilerl.report.load import Score, cost_names, front_exams, load_run, trace_family
+from agilerl.report.load import Score, cost_names, differences, front_exams, load_run, trace_family
 from agilerl.report.page import (
     comparison,
     facts,
@@ -334,8 +334,18 @@ def test_tables_name_what_is_known(load):
     assert [row["fitness"] for row in rows] == ["0.500 ± 0.100", "not finite", "none"]
     assert rows[1]["left"] == "0: sick"
     assert facts(run)["Task"] == "t"
-    halved = load(config={"training": {"pop_size": 4}}, summary={"agents": 1})
+    halved = load(config={"training": {"pop_size": 4}}, summary={"agents": 1, "advice": ["the elite is early"]})
+    assert list(halved.symptoms) == ["the elite is early"]
     assert facts(halved)["Population"] == "4, at the end 1"
+    # What the budget decided is what the run had, whether it was set or not.
+    lone, settings = [birth(0, None, 0), birth(4, 0, 1), fitness(0, 0, 0.5)], {"environment": {"eval_prompts": 20}}
+    strategy = {"name": "knockout", "tournament_size": 1}
+    given = load(lineage=lone, config={**settings, "training": {"pop_size": 1}, "selection_strategy": strategy})
+    strategy, settings = {"name": "knockout", "tournament_size": 2}, {"environment": {"eval_prompts": 200}}
+    decided = load(lineage=lone, config={**settings, "training": {"pop_size": 4}, "selection_strategy": strategy})
+    assert facts(decided)["Population"] == "1"
+    assert differences([given, decided]) == {}
+    assert differences([given, halved])["training.pop_size"] == [1, 4]
     other = load(config={"environment": {"task": "t"}, "a": {"b": 2}})
     assert ("a.b", ["1", "2"]) in comparison([run, other], ["x", "y"])["settings"]
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agilerl.runs.diagnosis import WINDOW, Observer, symptoms, told
+from agilerl.runs.diagnosis import WINDOW, Observer, early_elite, symptoms, told
 
 HEALTHY: dict[str, Any] = {
     "reward": 0.5,
@@ -136,3 +136,13 @@ def test_an_observer_says_what_the_lines_of_the_whole_run_say(between: dict[str,
     for line in lines:
         observer.add({0: line})
     assert observer.symptoms([0]) == {0: symptoms(lines, usual_rate=1e-3)}
+
+
+@pytest.mark.parametrize(("step", "panel", "said"), [(5, "exam", "in its exam it had 0.610"), (9, "second", "panel")])
+def test_an_elite_of_the_beginning_says_that_later_training_was_no_gain(step: int, panel: str, said: str) -> None:
+    decided = {"panel": panel, "elite": 0.61, "last": 0.5, "n": 64}
+    elite = {"index": 2, "step": step, "decided_by": decided}
+    (sentence,) = early_elite(elite, 40)
+    for words in (f"agent 2 as it was after iteration {step} of 40", said, "0.500 (64 questions)", "algorithm.lr"):
+        assert words in sentence
+    assert early_elite(elite, 4 * step - 1) == []

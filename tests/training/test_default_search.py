@@ -391,6 +391,8 @@ def test_a_second_panel_chooses_among_the_best_exams(monkeypatch: pytest.MonkeyP
     assert [updates for updates, _ in others] == [updates for updates, _ in best if updates != last[0]]
     # Eight prompts are no evidence against the agent that has trained longest.
     assert summary["elite"]["step"] == last[0]
+    assert summary["elite"]["reason"].startswith(f"best of the last exam, {last[1]:.3f} on a second panel")
+    assert summary["advice"] == []
     assert summary["tokens"]["evaluated"] == sum(spent)
 
 
@@ -406,7 +408,9 @@ def test_an_agent_that_broke_at_the_end_is_replaced_by_an_earlier_one(tmp_path: 
     summary: Any = None
     for event in train(session, tmp_path / "run"):
         summary = getattr(event, "summary", summary)
-    assert summary["elite"]["step"] < summary["iterations"]
+    assert summary["elite"]["step"] < summary["iterations"] / 4
+    assert summary["elite"]["reason"].startswith("best candidate, ")
+    assert f"iteration {summary['elite']['step']} of {summary['iterations']}" in summary["advice"][0]
     assert summary["test"]["elite"]["mean"] > 0.1
 
 
