@@ -220,7 +220,7 @@ def _results(*scores: list[float]) -> Results:
 def test_answers_that_were_cut_are_said(run: Path, agilerl: Agilerl) -> None:
     arguments = ("eval", str(run), "--samples", "0", "--worst", "0")
     short = agilerl(*arguments, "algorithm.max_output_tokens=1")
-    assert "cut at the limit of 1 tokens: 100% of the adapter's" in short.output
+    assert "cut at the limit of 1 token: 100% of the adapter's" in short.output
     document = json.loads(agilerl(*arguments, "--json").output)
     cut = [one["adapter"]["greedy"]["finish_reason"] == "length" for one in document["answers"]]
     assert document["cut"]["adapter"] == sum(cut) / len(cut) < 0.05

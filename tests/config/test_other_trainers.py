@@ -132,8 +132,8 @@ def test_our_own_names_lead_to_their_section(name: str, place: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("lr", 'algorithm={"lr": ...}'),
-        ("max_steps", 'training={"max_steps": ...}'),
+        ("lr", "algorithm={'lr': 1}"),
+        ("max_steps", "training={'max_steps': 1}"),
         ("learning_rate", "algorithm.lr"),
         ("loss", "docs/losses.md"),
         ("populaton", "population"),
