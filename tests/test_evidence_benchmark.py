@@ -232,6 +232,7 @@ def test_the_pages_show_the_committed_results() -> None:
     for name, shown, page in (
         ("evolution", table, "evolution_appendix"),
         ("evidence", table, "evolution_appendix"),
+        ("travel", lambda found: table([r for r in found if r["model"] == "embedded"]), "evolution_appendix"),
         ("operators", lambda found: table(found, against="often"), "search_appendix"),
         ("genes", genes.table, "evolution_appendix"),
     ):
