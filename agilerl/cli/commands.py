@@ -65,9 +65,13 @@ def run_check(
         raise ConfigError(f"--tokenizer is for environments; the manifest {shown(target)} names its model itself")
     else:
         config = configuration(arguments)
-        from agilerl.training.setup import build  # imported once the manifest is known to be well formed
+        # Imported once the manifest is known to be well formed.
+        from agilerl.training.preflight import tried
+        from agilerl.training.setup import build
 
-        build(config, allow_code=allow_code)
+        sampled = tried(build(config, allow_code=allow_code))
+        if sampled is not None and sampled.problem:
+            findings = [{"level": "warning", "code": "answers", "sentence": sampled.problem}]
     errors = sum(finding["level"] == "error" for finding in findings)
     if as_json:
         print(json.dumps({"target": target, "ok": errors == 0, "findings": findings}, indent=1))

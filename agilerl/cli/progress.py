@@ -786,7 +786,7 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
     def scored(answer: Mapping[str, Any]) -> str:
         return one_line(answer["text"], width) + ("" if answer["score"] is None else f" ({answer['score']:.3g})")
 
-    # The words that all questions begin and end with say nothing.
+    # The words that all questions begin and end with say nothing, if there is no room for them.
     questions = [one["question"].split() for one in answers]
     start = _common(questions)
     # From behind, without the beginning that was found: the two must not overlap.
@@ -798,7 +798,10 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
     ]
     # Questions get the room that the answers leave.
     room = max(width, console.width - sum(column.width for column in others))
-    asked = told_apart([" ".join(words[start : len(words) - end]) for words in questions], room)
+    if all(len(one_line(one["question"], room + 1)) <= room for one in answers):
+        start = end = 0
+    before, after = "... " * (start > 0), " ..." * (end > 0)
+    asked = told_apart([f"{before}{' '.join(words[start : len(words) - end])}{after}" for words in questions], room)
     console.print(f"\nThe first {len(answers)} test questions, with answers and scores")
     console.print(_fitted([Column("question", asked, "left"), *others], console.width))
     console.print()

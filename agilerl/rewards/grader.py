@@ -3,11 +3,13 @@
 import asyncio
 import inspect
 import os
+import traceback
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, SupportsFloat
 
@@ -173,9 +175,12 @@ def grader_name(grader: Grader) -> str:
 def score_or_error(score: object, name: str) -> ScoreOrError:
     """Return a checked score, or the error that replaces it."""
     if isinstance(score, Exception):
-        kind = "" if isinstance(score, RewardError) else f" raised {type(score).__name__}"
+        explained = isinstance(score, RewardError)
+        kind = "" if explained else f" raised {type(score).__name__}"
+        frames = [] if explained else traceback.extract_tb(score.__traceback__)
+        line = "".join(f" ({Path(frame.filename).name}:{frame.lineno})" for frame in frames[-1:])
         late = isinstance(score, TimeoutError | RewardTimeoutError)
-        failure = (RewardTimeoutError if late else RewardError)(f"{name}{kind}: {score}")
+        failure = (RewardTimeoutError if late else RewardError)(f"{name}{kind}: {score}{line}")
         failure.__cause__ = score
         return failure
     try:

@@ -105,8 +105,8 @@ def tried(session: Session) -> PreflightDone | None:
     sentence = f"mean reward {probed.reward:.3f} of {counted(count, 'answer')}, {probed.cut:.0%} cut at the limit"
     # Fewer answers than the run would see prove nothing.
     warning = "" if (questions, samples) != (QUESTIONS, group) or probed.has_signal else _problem(session, probed)
-    gives_up = f"; the run asks up to {MOST} questions before it gives up" * (bool(warning) and is_due(session))
-    return replace(event_of(probed, warning + gives_up), shown=sentence)
+    warning += f"; the run asks up to {MOST} questions before it gives up" * (bool(warning) and is_due(session))
+    return replace(event_of(probed, "; ".join(filter(None, [probed.fault, warning]))), shown=sentence)
 
 
 def problem(e: EnvironmentConfig, algorithm: str, population: Population, probed: Probe) -> str:

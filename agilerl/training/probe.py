@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from agilerl.algorithms.config import GroupConfig
-from agilerl.checks.arguments import Count, Whole, checked
+from agilerl.checks.arguments import Count, Whole, checked, counted
 from agilerl.data import Trajectory
 from agilerl.envs.core import Task
 from agilerl.population import Population
@@ -56,6 +56,8 @@ class Probe:
     groups: list[Group]
     by_group: bool = True
     """Whether the algorithm compares the answers to a question with each other, and not all answers of a batch."""
+    fault: str = ""
+    """How many answers could not be graded, and the first reason; empty if all were."""
 
     @cached_property
     def answers(self) -> list[Answer]:
@@ -163,7 +165,9 @@ def answered(population: Population, asks: Sequence[Ask]) -> Probe:
         prompt = tokenizer.decode(ids) if ids else str(row.get("question", f"seed {row.get('seed')}"))
         expected = None if row.get("answer") is None else str(row["answer"])
         results.append(Group(prompt, expected, answers, read))
-    return Probe(results, isinstance(population.agents[0].config, GroupConfig))
+    errors = [failure.message for failure in report.failures if failure.kind != "oom"]
+    fault = f"{counted(len(errors), 'answer')} could not be graded, the first because {errors[0]}" if errors else ""
+    return Probe(results, isinstance(population.agents[0].config, GroupConfig), fault)
 
 
 def answers_of(group: Sequence[Trajectory], samples: int) -> list[Answer]:

@@ -406,16 +406,23 @@ def test_texts_that_would_be_cut_to_the_same_are_told_apart(most: int) -> None:
     assert told_apart(texts, 300) == texts
 
 
-def test_answers_are_shown_without_what_all_questions_share() -> None:
+def test_answers_are_shown_without_what_all_questions_share_if_they_are_long() -> None:
     def entry(question: str, base: float | None) -> dict[str, Any]:
         answers = {"base": {"text": "12\n\x1b[2J" + "x" * 60, "score": base}, "elite": {"text": "6", "score": 1.0}}
-        return {"question": f"What is the GCD of {question} now?", "answer": "6", **answers}
+        return {"question": question, "answer": "6", **answers}
+
+    ask = "What is the greatest of all common divisors of the numbers {} now?"
 
     console = Console(file=io.StringIO(), width=80)
-    _print_answers([entry("12, 18", 0.0), entry("30, 6", None)], console)
+    _print_answers([entry(ask.format("12, 18"), 0.0), entry(ask.format("30, 6"), None)], console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    assert [line.split()[:3] for line in lines[3:5]] == [["12,", "18", "6"], ["30,", "6", "6"]]
+    assert [line.split()[:5] for line in lines[3:5]] == [
+        ["...", "12,", "18", "...", "6"],
+        ["...", "30,", "6", "...", "6"],
+    ]
     assert "... (0)" in lines[3]
     assert "(" not in lines[4].removesuffix("6 (1)")
     assert max(map(len, lines)) <= 80
     assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
+    _print_answers([entry("1 + 1 + 1", 0.0), entry("1 + 3 + 1", 0.0)], console)
+    assert "1 + 3 + 1" in console.file.getvalue()  # type: ignore[attr-defined]

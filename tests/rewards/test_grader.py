@@ -196,7 +196,9 @@ async def raises_async(completion, answer, question):
 
 @pytest.mark.parametrize("grader", [raises, raises_async])
 def test_a_grader_that_raises_is_named(grader):
-    with pytest.raises(RewardError, match=f"{grader.__name__} raised ZeroDivisionError: no luck") as caught:
+    with pytest.raises(
+        RewardError, match=f"{grader.__name__} raised ZeroDivisionError: no luck \\(test_grader.py:[0-9]+\\)"
+    ) as caught:
         call_grader(grader, TEXTS, ROWS)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
