@@ -183,7 +183,8 @@ def report(completion: str) -> None:
 def abilities(*, confined: bool, secret: Path) -> dict[str, str]:
     with IsolatedGrader(f"{__name__}:report", confined=confined, timeout=30) as grader:
         (outcome,) = grader([""], [f"{secret}|{os.getpid()}"])
-    found: dict[str, str] = json.loads(str(outcome).partition("RuntimeError: ")[2])
+    text = str(outcome).partition("RuntimeError: ")[2]
+    found: dict[str, str] = json.JSONDecoder().raw_decode(text)[0]  # the place in the code follows
     return found
 
 
