@@ -826,22 +826,13 @@ def runs_of(given: argparse.Namespace) -> list[Run]:
     model = MODELS[given.model]
     first = model.first_seed if given.first_seed is None else given.first_seed
     return [
-        Run(
-            task,
-            stratum,
-            arm,
-            seed,
-            tokens,
-            given.setting,
-            given.model,
-            given.device,
-            given.schedule * (arm == "replayed"),
-        )
+        Run(task, stratum, arm, seed, tokens, given.setting, given.model, given.device, schedule)
         for tokens in given.tokens or [model.tokens]
         for seed in range(first, first + given.seeds)
         for stratum in given.strata or model.strata
         for task in given.tasks or (list(model.tasks)[:1] if model.axis else model.tasks)
         for arm in given.arms or model.arms
+        for schedule in [given.schedule if arm == "replayed" else ""]
     ]
 
 

@@ -169,7 +169,7 @@ def head(device: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any]:
         "versions": versions(),
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": list(command),
+        "command": [word.removeprefix(f"{ROOT}/") for word in command],
     }
 
 

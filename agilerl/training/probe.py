@@ -57,7 +57,7 @@ class Probe:
     by_group: bool = True
     """Whether the algorithm compares the answers to a question with each other, and not all answers of a batch."""
     fault: str = ""
-    """How many answers could not be graded, and the first reason; empty if all were."""
+    """How many answers got no grade, and the first reason; empty if all did."""
 
     @cached_property
     def answers(self) -> list[Answer]:
@@ -166,7 +166,7 @@ def answered(population: Population, asks: Sequence[Ask]) -> Probe:
         expected = None if row.get("answer") is None else str(row["answer"])
         results.append(Group(prompt, expected, answers, read))
     errors = [failure.message for failure in report.failures if failure.kind != "oom"]
-    fault = f"{counted(len(errors), 'answer')} could not be graded, the first because {errors[0]}" if errors else ""
+    fault = f"{counted(len(errors), 'answer')} got no grade, the first because {errors[0]}" if errors else ""
     return Probe(results, isinstance(population.agents[0].config, GroupConfig), fault)
 
 

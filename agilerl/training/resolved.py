@@ -144,8 +144,8 @@ class Resolved:
     def _far_from(self, rate: float) -> dict[str, float]:
         """Return the learning rates that are more than ``USUAL_WITHIN`` times above or below a rate."""
         values = {name: getattr(self.hyperparameters, name, None) for name in LEARNING_RATES}
-        within = USUAL_WITHIN
-        return {name: value for name, value in values.items() if value and not 1 / within <= value / rate <= within}
+        low, high = rate / USUAL_WITHIN, rate * USUAL_WITHIN
+        return {name: value for name, value in values.items() if value and not low <= value <= high}
 
     def unusual_rates(self, usual: float) -> list[str]:
         """Return a sentence about each learning rate far from the usual one of the base, and what the run does."""

@@ -112,7 +112,7 @@ def test_a_manifest_is_checked_as_by_a_dry_run(agilerl: Agilerl, tmp_path: Path)
     (tmp_path / "reward.py").write_text("def reward(completion, answer):\n    return 1 / (ord(completion[-1]) % 4)\n")
     manifest.write_text("environment: {graders: [{name: 'reward.py:reward'}]}\n", encoding="utf-8")
     found = agilerl("check", "run.yaml", "--allow-code")
-    assert " answers could not be graded, the first because " in found.output
+    assert " answers got no grade, the first because " in found.output
     assert "reward raised ZeroDivisionError: division by zero (reward.py:2)" in found.output
     assert (found.code, found.output.splitlines()[-1]) == (0, "run.yaml: 1 warning")
     manifest.write_text("training: {popsize: 2}\n", encoding="utf-8")
