@@ -134,18 +134,9 @@ def test_runs_go_seed_by_seed_from_the_right_rate_outwards(monkeypatch: pytest.M
     assert len({run.name for run in runs}) == len(runs)
     assert not any("/" in run.name for run in runs)
 
-    elsewhere = [
-        "--arms",
-        "formula_decay",
-        "replayed",
-        "--seeds",
-        "1",
-        "--device",
-        "cuda",
-        "--schedule",
-        "some/aiw.yaml",
-    ]
-    monkeypatch.setattr(sys, "argv", ["evidence", "run", "OUT", *elsewhere, "--tasks", "gcd", "--strata", "right"])
+    arms = ["--arms", "formula_decay", "replayed", "--tasks", "gcd", "--strata", "right", "--seeds", "1"]
+    elsewhere = ["--device", "cuda", "--schedule", "some/aiw.yaml"]
+    monkeypatch.setattr(sys, "argv", ["evidence", "run", "OUT", *arms, *elsewhere])
     alone, replayed = runs_of(arguments())
     assert (alone.name, alone.schedule) == ("gcd-right-formula_decay-cuda-180k-1.json", "")
     assert (replayed.name, replayed.schedule) == ("gcd-right-replayed-cuda-aiw-180k-1.json", "some/aiw.yaml")
