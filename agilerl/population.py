@@ -26,7 +26,7 @@ from agilerl.envs.programs import AgentTask
 from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer
 from agilerl.hpo.fitness import Fitness, ranking
-from agilerl.hpo.guard import Vitals, collapsed, quarantined, replaced_by_elite, stuck
+from agilerl.hpo.guard import Vitals, collapsed, lost, quarantined, replaced_by_elite, stuck
 from agilerl.hpo.mutation import Member, Mutation, Mutations
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing, apply_plan, with_factors, with_mates
@@ -360,7 +360,9 @@ class Population(Exams):
                 f"Population.evolve(fitness=...): expected the fitness of each agent of this population, {known}, "
                 f"found that of {sorted(fitness)}; pass the result of population.evaluate()"
             )
-        sick = self.sick(fitness, collapse_guard=collapse_guard)
+        sick = self.sick(
+            fitness, collapse_guard=collapse_guard, untrained=standing.untrained if collapse_guard else None
+        )
         sound = quarantined(fitness, sick)
         standing = replace(standing, stuck=self.stuck() if collapse_guard else frozenset())
         plan = selection.plan(sound, generation, seed, self.next_index, standing)
@@ -413,10 +415,20 @@ class Population(Exams):
             agent.apply_mutation(mutation)
         return planned
 
-    def sick(self, fitness: Mapping[int, Fitness], *, collapse_guard: bool) -> dict[int, str]:
-        """Return the agents excluded as elite and parent at a selection by this fitness, with the reason."""
+    def sick(
+        self, fitness: Mapping[int, Fitness], *, collapse_guard: bool, untrained: Fitness | None = None
+    ) -> dict[int, str]:
+        """Return the agents excluded as elite and parent at a selection by this fitness, with the reason.
+
+        With ``untrained``, what they had before any training is all that there is to go back to; those that can learn
+        no more and earn no more than that are sick, too.
+        """
         checkups = self._checkups()
         sick = {index: checkup.sick for index, checkup in checkups.items() if checkup.sick}
+        if untrained is not None:
+            why = "collapsed: it earns no more than before training, and rewards differ within hardly any group"
+            groups, reward = self.prompts_per_step, untrained.training
+            sick = {index: why for index, one in checkups.items() if lost(one.vitals, groups, reward)} | sick
         elite = ranking(quarantined(fitness, sick))[0]
         if not collapse_guard or elite in sick:  # without a healthy elite there is nothing to compare with
             return sick

@@ -70,17 +70,17 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 CEILINGS = {
-    ".": 2_270,
+    ".": 2_280,
     "algorithms": 6_350,
     "checks": 775,
     "cli": 4_740,
     "compat": 2_670,
-    "config": 2_340,
+    "config": 2_350,
     "data": 650,
     "distributed": 730,
     "envs": 7_770,
     "functional": 1_630,
-    "hpo": 2_950,
+    "hpo": 2_980,
     "models": 3_810,
     "planning": 955,
     "report": 2_600,
@@ -89,7 +89,7 @@ CEILINGS = {
     "runs": 2_130,
     "safety": 810,
     "text": 310,
-    "training": 4_540,
+    "training": 4_575,
     "utils": 40,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises

@@ -191,6 +191,12 @@ class RunConfig(Section):
         return self.candidates if self.candidates > 1 or strategy in ANNEALED or names_code(strategy) else 0
 
     @property
+    def restarts(self) -> bool:
+        """Whether agents that have collapsed before the first exam that counts begin again."""
+        strategy = self.selection_strategy
+        return strategy.collapse_guard and strategy.strategy in ANNEALED and self.kept_exams > 0
+
+    @property
     def second_panel(self) -> int:
         """Questions of the panel that chooses among candidates; they follow those of the test."""
         return self.environment.exam_panel if self.candidates > 1 else 0

@@ -93,6 +93,11 @@ def stuck(vitals: Vitals, groups: int) -> bool:
     return bool(bdtr(round(groups * late.sum()), groups * late.size, usual) < _CHANCE)
 
 
+def lost(vitals: Vitals, groups: int, reward: float) -> bool:
+    """Return whether an agent is stuck, and earns no more in training than ``reward``, the mean before any."""
+    return _mean(vitals.reward[len(vitals.reward) // 2 :]) <= reward and stuck(vitals, groups)
+
+
 def quarantined(fitness: Mapping[int, Fitness], sick: Collection[int]) -> dict[int, Fitness]:
     """Return fitness as selection sees it: a sick agent's is not finite, so it becomes neither elite nor parent."""
     return {index: Fitness(math.nan, n=one.n) if index in sick else one for index, one in fitness.items()}

@@ -8,7 +8,7 @@ from typing import Annotated
 from agilerl.checks.arguments import Count, Positive, Share, Within, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, evidence, probability_better
-from agilerl.hpo.selection import Birth, Contest, Plan, SelectionStrategy, Standing, Strategy
+from agilerl.hpo.selection import RESTART, Birth, Contest, Plan, SelectionStrategy, Standing, Strategy
 
 Sureness = Annotated[float, Within(least=0.5, most=1)]
 """A probability that one agent is better than another, from a coin's on."""
@@ -39,7 +39,8 @@ class PulseSelection(Strategy):
     the next one by chance, and is compared with many, so the probability must be at least 1 - (1 - ``guard``) / n
     (Bonferroni). An agent whose fitness is not finite has fallen. For one that is stuck (``Standing.stuck``) below the
     best exam ``STUCK_PROOF`` is enough, because waiting can hardly win; its rate was far too high, so it comes back at
-    ``STUCK_FACTOR`` times that. ``guard=1`` never brings anything back.
+    ``STUCK_FACTOR`` times that. As long as no exam is above the rewards before training (``Standing.untrained``), an
+    agent that has fallen begins again at that factor. ``guard=1`` never brings anything back.
     Raises ConfigError for factors that are not positive or are 1, and probabilities outside [0.5, 1].
     """
 
@@ -78,7 +79,8 @@ class PulseSelection(Strategy):
             # Weights of the best exam, genes of the fallen agent: its rate is the one that went wrong and is lowered.
             birth = Birth(contest.next_index, agent, winner, factor, from_best=True)
             elite, deaths = contest.ranked[0], (*losers, winner)
-            return Plan(generation, elite, (birth.child,), (birth,), deaths, reason="guard", verdicts=verdicts)
+            reason = "guard" if contest.standing.untrained is None else RESTART
+            return Plan(generation, elite, (birth.child,), (birth,), deaths, reason=reason, verdicts=verdicts)
         if not fitness[winner].is_finite:
             return contest.unchanged()
         # Indices never repeat, so the defender is the one with the lowest.
@@ -116,8 +118,14 @@ class PulseSelection(Strategy):
     ) -> tuple[int, float] | None:
         """Return the agent of the best exam and a factor on its rate, if the present one has fallen below it."""
         best = standing.best
-        if best is None or not best.fitness.is_finite or self.guard >= 1:
+        if best is None or self.guard >= 1:
             return None
+        if standing.untrained is not None:
+            if present.is_finite:
+                return None
+            verdicts.clear()
+            verdicts[winner] = f"begins again, as before training, at {STUCK_FACTOR:g} times the rate"
+            return best.agent, STUCK_FACTOR
         # The best of as many exams as there were is above the next one by luck alone.
         sure, needed = probability_better(best.fitness, present), 1 - (1 - self.guard) / (generation + 1)
         if winner in standing.stuck and sure >= STUCK_PROOF:
@@ -189,7 +197,7 @@ class KnockoutSelection(Strategy):
         if self.floor == 1 and (agents == 1 or max(fitness) >= founders):
             return contest.asked_of(self.later)
         if not contest.finite:
-            return contest.unchanged()
+            return contest.asked_of(self.later) if self.floor == 1 else contest.unchanged()
         leave = (contest.generation + 1) % self.period == 0 and agents > self.floor
         few = max(survivors(agents, spent), self.floor) if leave else agents
         verdicts: dict[int, str] = {}

@@ -49,6 +49,8 @@ class Life:
     """Its second parent, if it has one."""
     from_best: bool = False
     """Whether it began as its parent was at its best exam, not as it was at the last one."""
+    untrained: bool = False
+    """Whether it began as its parent was before any training."""
 
     def inherited_until(self, heir: "Life") -> Exam | None:
         """Return the exam at which the heir's weights were copied; None if it is not in the records."""
@@ -104,15 +106,17 @@ def birth_record(
     hyperparameters: Mapping[str, Value],
     *,
     from_best: bool = False,
+    untrained: bool = False,
     mate: int | None = None,
 ) -> dict[str, Any]:
     """Return the line for a founder (``parent`` None) or a clone, with the gene values it was born with.
 
-    ``from_best``: it is a clone of the parent as it was at its best exam.
+    ``from_best``: it is a clone of the parent as it was at its best exam; ``untrained``: as it was before any training.
     """
     line = {"event": "birth", "agent": agent, "parent": parent, "generation": generation, "step": step}
     line |= {"hyperparameters": dict(hyperparameters)}
-    return line | ({"from_best": True} if from_best else {}) | ({} if mate is None else {"mate": mate})
+    line |= {name: True for name, holds in {"from_best": from_best, "untrained": untrained}.items() if holds}
+    return line | ({} if mate is None else {"mate": mate})
 
 
 def mutation_record(mutation: Mutation, generation: int, effect: str = "") -> dict[str, Any]:
@@ -164,7 +168,8 @@ def winning_lineage(records: Iterable[Record], agent: int) -> list[Ancestor]:
     """
     lives = family_tree(records)
     line = [_life(lives, agent)]
-    while (parent := line[-1].parent) is not None:
+    # Nothing of what an agent's parent learned is in one that has begun again.
+    while (parent := line[-1].parent) is not None and not line[-1].untrained:
         line.append(_life(lives, parent))
         # Longer than there are agents: one of them is its own ancestor.
         if len(line) > len(lives):
@@ -201,6 +206,7 @@ def _add(lives: dict[int, Life], record: Record) -> None:
             lives[parent].children.append(agent)
         life = Life(agent, parent, record["generation"], record["step"], dict(record["hyperparameters"]))
         life.from_best = bool(record.get("from_best", False))
+        life.untrained = bool(record.get("untrained", False))
         life.mate = record.get("mate")
         if life.mate is not None:
             lives[life.mate].children.append(agent)

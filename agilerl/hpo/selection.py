@@ -51,8 +51,15 @@ class Standing:
     stuck: frozenset[int] = frozenset()
     """Agents that can learn no more (``agilerl.hpo.guard.stuck``)."""
 
+    @property
+    def untrained(self) -> Fitness | None:
+        """What is known of agents before any training, as long as no exam is better; None from then on."""
+        return None if self.best is None or self.best.fitness.is_finite else self.best.fitness
+
 
 AT_THE_START = Standing()
+RESTART = "restart"
+"""Reason of a plan whose child from the best exam is an untrained one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 from agilerl.hpo.fitness import Fitness, pareto_front
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.parameters import Value
-from agilerl.hpo.selection import Plan
+from agilerl.hpo.selection import RESTART, Plan
 from agilerl.runs.completions import CompletionRecord
 
 
@@ -136,8 +136,11 @@ class Evolved(Event):
     def deaths(self) -> dict[int, str]:
         """Agents that left, each with the reason."""
         unsaid = self.plan.reason or "left by the strategy's plan"
-        # Sickness comes first: the strategy's verdict only knows that the fitness was not finite.
-        return {i: self.sick.get(i) or self.plan.verdicts.get(i) or unsaid for i in self.plan.deaths}
+        # Sickness comes first: the strategy's verdict only knows that the fitness was not finite, or what it did then.
+        sick, verdicts = self.sick, self.plan.verdicts
+        if self.plan.reason == RESTART:
+            sick = {i: "; ".join(filter(None, (reason, verdicts.get(i)))) for i, reason in sick.items()}
+        return {i: sick.get(i) or verdicts.get(i) or unsaid for i in self.plan.deaths}
 
     @property
     def metrics(self) -> dict[str, Value]:

@@ -71,7 +71,7 @@ def _chosen(session: Session, progress: Progress, last: Kept) -> tuple[LLMAlgori
 
     candidates = [last]
     # The last exam may itself be one of the best ones.
-    candidates += [k for k in progress.kept if (k.agent, k.iteration) != (last.agent, last.iteration)]
+    candidates += [k for k in progress.kept if (k.agent, k.iteration) != (last.agent, last.iteration) and k.iteration]
     choice: dict[str, Any] = {"reason": f"best of the last exam, {progress.best:.3f}"}
     if progress.elite_iteration != last.iteration:
         choice["reason"] = f"best exam, {progress.best:.3f}; the last one's best had {last.fitness.mean:.3f}"

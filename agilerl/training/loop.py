@@ -262,6 +262,9 @@ def _run(
         yield PhaseStarted("base test")
         progress.base = population.evaluate_base("test")
         yield HeldOutTest("base", None, progress.base)
+        if session.config.restarts:
+            first = population.everyone[0].index
+            progress.begin(first, population.state_of(first))
     yield from Loop(
         progress,
         spent=partial(_spent, session, progress),
@@ -342,6 +345,8 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         results[agent.index] = {"metrics": values, "outcome": agent.outcome, "tokens": spent, "samples": samples}
     # From here on the agents of all islands.
     merged = session.topology.peers.merged(results)
+    if progress.iteration == 1:
+        progress.note_untrained([done["metrics"].get("reward", math.nan) for done in merged.values()])
     for index, done in merged.items():
         progress.samples += done["samples"]
         if session.config.equal_tokens:
@@ -405,15 +410,19 @@ def _exam(session: Session, progress: Progress) -> ExamDone:
     start, before = perf_counter(), sum(a.tokens["evaluated"] for a in population.everyone)
     fitness = population.evaluate("exam")
     # Once one exam was finite, the graders are known to give grades.
-    if progress.elite_iteration is None:
+    if progress.best == -math.inf:
         _check_graded(session, fitness)
     progress.tokens["evaluated"] += sum(a.tokens["evaluated"] for a in population.everyone) - before
     seconds = perf_counter() - start
     tokens = {agent.index: dict(agent.tokens) for agent in population.everyone}
     progress.fitness.update(fitness)
     # A sick agent is never the best; a collapsed one cannot be, since collapse is measured against the best.
-    sound = quarantined(fitness, population.sick(fitness, collapse_guard=False))
+    # At the end nothing begins again, and a low exam is better than none.
+    untrained = progress.untrained if _spent(session, progress) < 1 else None
+    sound = quarantined(fitness, population.sick(fitness, collapse_guard=False, untrained=untrained))
     best = ranking(sound)[0]
+    if untrained is not None and sound[best].mean <= untrained.training:
+        sound = quarantined(sound, sound)
     # At equal fitness the later agent wins, because it has been trained for longer.
     if sound[best].is_finite and sound[best].mean >= progress.best:
         progress.best = sound[best].mean

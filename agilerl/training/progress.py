@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from statistics import fmean
 from time import perf_counter
 from typing import Annotated, Any, Self
 
@@ -96,6 +98,21 @@ class Progress(SavedValues):
     def seconds(self) -> float:
         """Wall seconds spent on the run."""
         return self.seconds_before + perf_counter() - self.started
+
+    def begin(self, agent: int, state: AgentState | None) -> None:
+        """Keep an agent as it is before any training, below all exams."""
+        self.elite, self.elite_iteration = state, 0
+        self.kept = [Kept(agent=agent, iteration=0, fitness=Fitness(-math.inf), state=state)]
+
+    @property
+    def untrained(self) -> Fitness | None:
+        """What :meth:`begin` kept, with the mean reward in training, as long as no exam is better."""
+        return self.kept[0].fitness if self.kept and not self.kept[0].fitness.is_finite else None
+
+    def note_untrained(self, rewards: Sequence[float]) -> None:
+        """Note the rewards of the first iteration, whose samples are from before any training."""
+        if self.untrained is not None:
+            self.kept[0].fitness = replace(self.untrained, training=fmean(rewards))
 
     def keep(self, exam: Kept, most: int) -> None:
         """Add an exam if it is among the ``most`` best ones; at equal fitness the later is better."""

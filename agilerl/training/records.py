@@ -12,6 +12,7 @@ from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.codec import write_state, write_tokenizer
 from agilerl.config.training import TrainingConfig
 from agilerl.hpo import lineage
+from agilerl.hpo.selection import RESTART
 from agilerl.population import Population
 from agilerl.rollouts.engine import Rollout
 from agilerl.runs.atomic import MANIFEST, add_file, commit_folder, remove_folder
@@ -228,7 +229,8 @@ def lineage_lines(event: Event) -> Iterator[lineage.Record]:
                 yield lineage.event_record("elite", event.elite, g)
             for b in plan.births:
                 values = event.inherited[b.child]
-                yield lineage.birth_record(b.child, b.parent, g, step, values, from_best=b.from_best, mate=b.mate)
+                origin = {"untrained": b.from_best} if plan.reason == RESTART else {"from_best": b.from_best}
+                yield lineage.birth_record(b.child, b.parent, g, step, values, **origin, mate=b.mate)
             for index, reason in event.deaths.items():
                 yield lineage.event_record("death", index, g, reason=reason)
             for index, reason in plan.verdicts.items():

@@ -1,12 +1,13 @@
 """Who has collapsed, and who takes the place of a sick agent: numbers in, numbers out."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from agilerl.hpo.fitness import Fitness
-from agilerl.hpo.guard import Vitals, collapsed, quarantined, replaced_by_elite, stuck
+from agilerl.hpo.guard import Vitals, collapsed, lost, quarantined, replaced_by_elite, stuck
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.selection import Birth, NoSelection, Plan, TruncationSelection
 from agilerl.hpo.tournament import TournamentSelection
@@ -155,6 +156,15 @@ def test_an_agent_is_stuck_if_groups_differed_before_it_trained_and_none_does_no
     equal: tuple[float, ...], first: tuple[float, ...], expected: bool
 ) -> None:
     assert stuck(Vitals(equal=equal, equal_first=first), 16) is expected
+
+
+def test_an_agent_is_lost_if_it_is_stuck_and_earns_no_more_than_before_training() -> None:
+    dull = Vitals(reward=(0.5, 0.1), equal=(0.5, 1.0), equal_first=(0.5,))
+    assert lost(dull, 16, 0.1)
+    assert not lost(dull, 16, 0.09)
+    assert not lost(dull, 16, NAN)  # rewards before training are unknown
+    assert not lost(replace(dull, equal=(0.5, 0.5)), 16, 0.1)
+    assert not lost(replace(dull, reward=()), 16, 0.1)
 
 
 def test_few_groups_do_not_prove_that_all_differ() -> None:

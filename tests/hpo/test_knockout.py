@@ -141,6 +141,16 @@ def test_an_agent_that_can_learn_no_more_gives_way_to_the_best_exam_at_a_fifth_o
     assert never.plan({0: solved(0)}, 1, 0, 4, Standing(0.4, best, frozenset({0}))).births == ()
 
 
+@pytest.mark.parametrize("founders", [1, 3])
+def test_agents_that_have_all_fallen_before_an_exam_counted_begin_again_as_one(founders: int) -> None:
+    untrained, broken = Best(0, Fitness(-math.inf, training=0.1)), dict.fromkeys(range(founders), Fitness(math.nan))
+    plan = KnockoutSelection(founders).plan(broken, 0, 0, founders, Standing(0.1, untrained))
+    assert plan.births == (Birth(founders, 0, 0, 0.2, from_best=True),)
+    assert (plan.slots, plan.reason) == ((founders,), "restart")
+    low = KnockoutSelection(1).plan({0: Fitness(0.0)}, 0, 0, 1, Standing(0.1, untrained))
+    assert (low.births, low.slots) == ((), (0,))
+
+
 def test_a_period_leaves_exams_between_the_rounds() -> None:
     fitness = {i: solved(10 + i) for i in range(4)}
     strategy = KnockoutSelection(4, period=2)

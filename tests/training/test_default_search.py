@@ -1,5 +1,6 @@
 """What a manifest gets that says nothing about the search, and what the knockout leaves in the run directory."""
 
+import json
 from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
@@ -17,6 +18,7 @@ from agilerl.hpo.lineage import family_tree
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.selection import Best, Standing
 from agilerl.hpo.spread import lora_rate
+from agilerl.training.events import Evolved
 from agilerl.training.loop import resume, train
 from agilerl.training.resolved import resolve, usual_rate
 from agilerl.training.saved import open_run
@@ -429,6 +431,36 @@ def test_a_population_knows_who_can_learn_no_more() -> None:
     child = agent.clone(1)
     child.note_outcome("ok", {"reward": 0.0, "frac_reward_zero_std": 0.5})
     assert child.vitals["equal_first"] == [0.25]
+
+
+def test_a_run_that_collapses_before_its_first_exam_begins_again_at_a_lower_rate(tmp_path: Path) -> None:
+    hot = (
+        *("environment.task=reasoning_gym:chain_sum", "environment.params={min_terms: 3, max_terms: 3, max_digits: 1}"),
+        *("environment.data_batch_size_per_gpu=16", "algorithm.group_size=8", "algorithm.batch_size=32"),
+        *("training.pop_size=1", "algorithm.lr=1e-2", "training.seed=3", "training.max_steps=512"),
+        "training.evo_steps=1",
+    )
+    plans: list[Any] = []
+    for name in ("run", "whole"):
+        events = train(made(*hot), tmp_path / name)
+        for event in events:
+            if isinstance(event, Evolved):
+                plans.append(event.plan)
+                assert event.mutations.keys() == set(event.plan.slots)
+                # Stopped once before it begins again, when the untrained agent is in the checkpoint alone.
+                if name == "run":
+                    break
+        events.close()
+    assert [(plan.reason, plan.slots) for plan in plans[1:3]] == [("", (0,)), ("restart", (1,))]
+    saved = open_run(tmp_path / "run", report=print)
+    assert [*resume(build(saved.config, saved.checkpoint), saved.run)]
+    for name in ("lineage.jsonl", "elite/adapter_model.safetensors"):
+        assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    left = family_tree(lines(tmp_path / "run" / "lineage.jsonl"))[0].reason
+    assert left.startswith("collapsed: ")
+    assert left.endswith("begins again, as before training, at 0.2 times the rate")
+    elite = json.loads((tmp_path / "run" / "summary.json").read_text())["elite"]
+    assert (elite["index"], elite["hyperparameters"]["lr"]) == (1, pytest.approx(2e-3))
 
 
 def test_a_small_budget_that_is_resumed_from_its_beginning_has_the_same_founders(tmp_path: Path) -> None:

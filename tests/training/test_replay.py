@@ -144,6 +144,10 @@ def test_a_revived_agent_continues_from_its_parents_best_exam() -> None:
     schedule = hyperparameter_schedule(records, 2)
     assert schedule["genes"]["lr"] == [{"tokens": 0, "value": 4e-3}, {"tokens": 200, "value": 6.4e-4}]
     assert schedule["total_tokens"] == 300
+    # Nothing of all that is in one that begins again.
+    again = [*records, birth_record(3, 0, 4, 4, {"lr": 1e-4}, untrained=True), exam(3, 5, 0.5, 100)]
+    assert [ancestor.agent for ancestor in winning_lineage(again, 3)] == [3]
+    assert hyperparameter_schedule(again, 3)["genes"]["lr"] == [{"tokens": 0, "value": 1e-4}]
     longer = stretched(schedule, 600)
     assert longer["genes"]["lr"] == [{"tokens": 0, "value": 4e-3}, {"tokens": 400, "value": 6.4e-4}]
     assert longer["total_tokens"] == 600
