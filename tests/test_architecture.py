@@ -71,14 +71,14 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 
 CEILINGS = {
     ".": 2_280,
-    "algorithms": 6_350,
+    "algorithms": 6_355,
     "checks": 775,
-    "cli": 4_740,
+    "cli": 4_745,
     "compat": 2_670,
-    "config": 2_350,
+    "config": 2_355,
     "data": 650,
     "distributed": 730,
-    "envs": 7_770,
+    "envs": 7_800,
     "functional": 1_630,
     "hpo": 2_980,
     "models": 3_810,

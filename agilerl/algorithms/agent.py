@@ -74,6 +74,13 @@ from agilerl.runtime import Runtime
 from agilerl.text.padding import padding_id
 
 
+@cache
+def _hyperparameter_like(name: str, config: type[BaseModel]) -> str:
+    """Return a hint at the hyperparameter with nearly this name; empty if there is none."""
+    close = get_close_matches(name, config.model_fields, n=1, cutoff=0.8)
+    return f"did you mean {close[0]!r}?" if close else ""
+
+
 class LLMAlgorithm(Learner):
     """One agent of a population: hyperparameters and a slot of a shared :class:`Runtime`.
 
@@ -110,10 +117,9 @@ class LLMAlgorithm(Learner):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a new one with nearly the name of a hyperparameter is set as well, with a warning."""
-        if not (name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)):
-            close = get_close_matches(name, self.Config.model_fields, n=1, cutoff=0.8)
-            if hint := hooks.hint(name) or (f"did you mean {close[0]!r}?" if close else ""):
-                warnings.warn(f"{name} is not a hyperparameter, so setting it changes nothing; {hint}", stacklevel=2)
+        known = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
+        if not known and (hint := hooks.hint(name) or _hyperparameter_like(name, self.Config)):
+            warnings.warn(f"{name} is not a hyperparameter, so setting it changes nothing; {hint}", stacklevel=2)
         super().__setattr__(name, value)
 
     @checked

@@ -47,12 +47,15 @@ def loading_done() -> None:
         return
     was_enabled = any(_loading)
     _loading.clear()
-    if gc.get_freeze_count() == 0:  # a second freeze would keep the first command's garbage forever
+    if not _frozen:  # a second freeze would keep the first command's garbage forever
         gc.freeze()
+        _frozen.append(True)
     if was_enabled:
         gc.enable()
 
 
+_frozen: list[bool] = []
+"""Not empty once everything loaded is exempt; asking the collector takes as long as counting all of it."""
 _loading: list[bool] = []
 """Whether garbage collection was on before :func:`apply`; empty if there is nothing to restore."""
 _debugging: list[bool] = [False]

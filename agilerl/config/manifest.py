@@ -3,9 +3,10 @@
 import copy
 import types
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Union, cast, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -169,10 +170,10 @@ def _refuse_meaningless(config: RunConfig) -> None:
 
 
 def _read(path: Path | None) -> dict[str, Any]:
-    name = "the embedded default" if path is None else f"the manifest {shown(str(path))}"
-    embedded = resources.files("agilerl.config") / "default.yaml"
-    text = embedded.read_text(encoding="utf-8") if path is None else _text(path, name)
-    values = parse_yaml(text, name)
+    if path is None:
+        return copy.deepcopy(_embedded())
+    name = f"the manifest {shown(str(path))}"
+    values = parse_yaml(_text(path, name), name)
     if values is None:
         raise ConfigError(
             f"{name} is empty: expected sections of settings; without a manifest the embedded default is run, and "
@@ -181,6 +182,12 @@ def _read(path: Path | None) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{name} must be a mapping of sections, found {shown(values)}")
     return values
+
+
+@cache
+def _embedded() -> dict[str, Any]:
+    text = (resources.files("agilerl.config") / "default.yaml").read_text(encoding="utf-8")
+    return cast("dict[str, Any]", parse_yaml(text, "the embedded default"))
 
 
 def _put_replay(values: dict[str, Any], path: Path) -> None:

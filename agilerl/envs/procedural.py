@@ -1,7 +1,8 @@
 """Any reasoning_gym dataset as a single-turn task: endless training problems, fixed exam and test panels."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 from agilerl.checks.arguments import Count, Name, Seed, Whole, check_fields, checked, nearest
@@ -19,6 +20,22 @@ from agilerl.envs.upstream import (
 from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.grader import extract_answer
 from agilerl.streams import stream
+
+
+@dataclass
+class _Drawn:
+    """Distinct questions for panels, in the order of the draws."""
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    draws: int = 0
+    latest: int = 0
+    """Draws up to the latest question."""
+    failures: int = 0
+
+
+_PANELS: dict[str, _Drawn] = {}
+"""Few distinct questions take many draws (gcd: 40,000, half a second), and a command asks for the same ones twice."""
+
 
 # -- training that gets harder: reasoning_gym's curricula -------------------------------------------------------------
 
@@ -261,22 +278,23 @@ class ReasoningGymTask(Task):
         """Draw the exam and the test unless they are drawn; smaller ones, if allowed, where there are too few."""
         if self._panel:
             return
-        asked, rows, draws, latest, failures = (self.exam_prompts, self.test_prompts), dict[str, Row](), 0, 0, 0
+        asked, drawn = (self.exam_prompts, self.test_prompts), self._drawn()
+        rows = drawn.rows
         with quiet():
             # With n of N questions known, a new one takes N / (N - n) draws: 20 n without any means that few are left.
-            while len(rows) < sum(asked) and draws - latest < max(PATIENCE, 20 * len(rows)):
-                draws += 1
+            while len(rows) < sum(asked) and drawn.draws - drawn.latest < max(PATIENCE, 20 * len(rows)):
+                drawn.draws += 1
                 try:
-                    row = self._draw("panel", draws - 1, self._last)
+                    row = self._draw("panel", drawn.draws - 1, self._last)
                 except EnvError:
-                    failures += 1
+                    drawn.failures += 1
                     # A problem may fail now and then; so many failures mean that these parameters give none.
-                    if failures >= MOST_ATTEMPTS:
+                    if drawn.failures >= MOST_ATTEMPTS:
                         raise
                     continue
                 question = row["question"]
                 if question not in rows and (self.holdout == "any" or is_held_out(question)):
-                    rows[question], latest = row, draws
+                    rows[question], drawn.latest = row, drawn.draws
         sizes = asked
         if len(rows) < sum(asked):
             kind = "distinct questions" if self.holdout == "any" else "distinct questions in its reserved fifth"
@@ -287,13 +305,20 @@ class ReasoningGymTask(Task):
                 other = "" if self.holdout == "any" else ", or set holdout to 'any', for panels of any questions"
                 raise EnvError(
                     f"expected {asked[0]} exam and {asked[1]} test questions from {self.name}, but with these "
-                    f"parameters it has only {len(rows)} {kind} ({draws} draws); ask for fewer (eval_prompts, "
+                    f"parameters it has only {len(rows)} {kind} ({drawn.draws} draws); ask for fewer (eval_prompts, "
                     f"test_prompts), give shrink_panels=True as runs do, widen its params{other}"
                 )
             warn_of_fewer(self.name, asked, smaller, f"{len(rows)} {kind}")
             sizes = smaller
         self.exam_prompts, self.test_prompts = sizes
-        self._panel = dict(list(rows.items())[: sum(sizes)])
+        self._panel = {question: dict(row) for question, row in islice(rows.items(), sum(sizes))}
+
+    def _drawn(self) -> "_Drawn":
+        """Return what has been drawn for the panels of such a task in this process, to which more may be added."""
+        key = repr((self.name, self.levels[self._last], self.seed, self.holdout))
+        while key not in _PANELS and len(_PANELS) >= KEPT_DATASETS:
+            del _PANELS[next(iter(_PANELS))]
+        return _PANELS.setdefault(key, _Drawn())
 
     def _draw(self, purpose: str, number: int, level: int) -> Row:
         (chunk, index), params = divmod(number, CHUNK), self.levels[level]
