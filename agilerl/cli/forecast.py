@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from itertools import takewhile
 from statistics import NormalDist
 from time import perf_counter
@@ -339,13 +340,19 @@ class Device:
     def of(cls, kind: str, dtype: str) -> "Device":
         """Return a GPU by its name, or ``cpu``, whose rates are measured now, for products in ``dtype``."""
         if kind == "cpu":
-            machine = measured_machine(dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+            machine = _measured(torch.bfloat16 if dtype == "bfloat16" else torch.float32, torch.get_num_threads())
             return cls(machine, CPU_COSTS, CPU_ROWS, "measured on this machine just now")
         shares = f"{MATMUL_SHARE:.0%} of its matmul and {COPY_SHARE:.0%} of its copy rate, as an H200 reached"
         return cls(gpu(kind), GPU_COSTS, 1, f"{GPUS[kind].source}; {shares}")
 
 
 Clock = Callable[[], float]
+
+
+@cache
+def _measured(dtype: torch.dtype, threads: int) -> Machine:
+    """Measure once in a process; ``threads`` only tells the results apart."""
+    return measured_machine(dtype=dtype)
 
 
 def measured_machine(clock: Clock = perf_counter, *, dtype: torch.dtype = torch.float32) -> Machine:

@@ -1,5 +1,6 @@
 """The end of a run: which agent is the elite, its test, and the summary."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def tested_elite(
 ) -> tuple[dict[str, Any], Fitness, list[dict[str, Any]]] | None:
     """Save and test the best agent, on the first island; return its part of the summary, its result, some answers."""
     peers, population = session.topology.peers, session.population
-    if progress.elite_iteration is None:
+    if progress.best == -math.inf:
         return None
     # The last exams of agents that have left are still there.
     present = {agent.index for agent in population.everyone}

@@ -636,7 +636,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Hub]]:
     """A server on this machine in the place of the hub."""
     handler = type("Hub", (_Hub,), {"received": []})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    Thread(target=server.serve_forever, daemon=True).start()
+    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_test")
