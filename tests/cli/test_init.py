@@ -184,11 +184,11 @@ def test_few_rows_are_a_warning(agilerl: Agilerl, tmp_path: Path) -> None:
     assert warning in agilerl("init", "--data", "rows.csv", "--model", "org/model").output
 
 
-@pytest.mark.parametrize(("columns", "missing"), [("a,b", "question"), ("question,b", "answer")])
+@pytest.mark.parametrize(("columns", "missing"), [("a,b,c", "question"), ("question,b,c", "answer")])
 def test_rows_that_nothing_can_be_made_of_are_refused(
     columns: str, missing: str, agilerl: Agilerl, tmp_path: Path
 ) -> None:
-    (tmp_path / "rows.csv").write_text(f"{columns}\n1,2\n")
+    (tmp_path / "rows.csv").write_text(f"{columns}\n1,2,3\n")
     refused = agilerl("init", "-y", "--data", "rows.csv")
     assert (refused.code, refused.output) == (2, "")
     assert f"expected the column {missing}" in refused.errors
@@ -247,7 +247,7 @@ def test_a_terminal_is_asked_and_asked_again(tmp_path: Path) -> None:
         ("expected a file of rows", "rows.csv"),
         ("Which column is the question?", "frge"),
         ("'frage'?", "frage"),
-        ("Which column is the answer?", "antwort"),
+        ("answer from antwort", None),  # the only one left
         ("Reward", "exact"),
         ("Run it:", None),
     ):
