@@ -47,6 +47,7 @@ def test_what_it_writes_passes_every_check_and_trains(agilerl: Agilerl, tmp_path
 
 def test_the_reward_function_that_it_writes_tells_answers_apart(agilerl: Agilerl, tmp_path: Path) -> None:
     agilerl("init", "--quiet")
+    assert "# pop_size: 4 " in (tmp_path / "my.yaml").read_text()  # what the budget can pay for
     own: dict[str, Any] = {}
     exec((tmp_path / "my_reward.py").read_text(), own)
     assert [own["reward"](said, "7") for said in (" 7 ", "8", "-12", "seven", "")] == [1.0, 0.1, 0.1, 0.0, 0.0]
