@@ -614,8 +614,8 @@ class View:
             return sentence
         first = "the higher reward in training" if math.isfinite(best.training) else "age"
         tie = f"; {first} decides between equal means" * any(others[i].mean == best.mean for i in near)
-        rivals = f"agent{'s' * (len(near) > 1)} {', '.join(map(str, near))}"
-        return f"{sentence}, whose {best.n} questions do not tell it from {rivals} (P < {_CLEAR:g}){tie}"
+        rivals = f"agent{'s' * (len(near) > 1)} {', '.join(map(str, near))} (P < {_CLEAR:g} that it is better)"
+        return f"{sentence}, whose {best.n} questions do not tell it from {rivals}{tie}"
 
     def columns(self, most: int | None = None) -> "list[Column]":
         """Return what is shown of each agent, a cell for each: first those that live, then the last ones that left."""

@@ -88,7 +88,7 @@ def _chosen(session: Session, progress: Progress, last: Kept) -> tuple[LLMAlgori
         choice["reason"] = f"best of the last exam, {at_end}; the best earlier candidate had {panel[best].mean:.3f}"
         if number:
             choice["reason"] = f"best candidate, {earlier}; the last exam's best had {panel[0].mean:.3f}"
-        choice["reason"] += f" (P = {sure:.2f}{f' < {CANDIDATE:g}' * (not number)})"
+        choice["reason"] += f" (P = {sure:.2f}{f' < {CANDIDATE:g}' * (not number)} that the candidate is better)"
         decided = {"panel": "second", "elite": panel[number].mean, "last": panel[0].mean, "n": panel[0].n}
         progress.elite, progress.elite_iteration, progress.best = chosen.state, chosen.iteration, chosen.fitness.mean
         if wanted is not None:
@@ -109,7 +109,7 @@ def _chosen(session: Session, progress: Progress, last: Kept) -> tuple[LLMAlgori
             if choice["soup"]["is_elite"]:
                 progress.elite = mixed
                 choice["reason"] = f"soup of all candidates, {fitness.mean:.3f} on a second panel; the best one had "
-                choice["reason"] += f"{panel[number].mean:.3f} (P = {sure:.2f})"
+                choice["reason"] += f"{panel[number].mean:.3f} (P = {sure:.2f} that the soup is better)"
     return population.revived(progress.elite), {**choice, "decided_by": decided}
 
 
