@@ -8,7 +8,7 @@ from agilerl.algorithms.state import AgentState, soup
 from agilerl.hpo.fitness import Fitness, pareto_front, probability_better, ranking
 from agilerl.hpo.guard import quarantined
 from agilerl.runs.checkpoints import agent_folder
-from agilerl.training.evaluation import before_and_after
+from agilerl.training.evaluation import before_and_after, constant_answer
 from agilerl.training.progress import Kept, Progress
 from agilerl.training.records import RunWriter
 from agilerl.training.setup import Session
@@ -37,16 +37,12 @@ def tested_elite(
     if writer is not None:
         writer.elite(agent)
     fitness = population.evaluate("test", agents=[agent])[agent.index]
+    assert progress.base is not None
+    choice["constant_answer"] = constant_answer(population, progress.base.mean)
     answers = before_and_after(population, agent)
     agent.clean_up()
-    elite = {
-        "index": agent.index,
-        "adapter": "elite",
-        "exam": progress.best,
-        "step": progress.elite_iteration,
-        "hyperparameters": dict(agent.hyperparameters),
-    }
-    return elite | choice, fitness, answers
+    choice |= {"index": agent.index, "adapter": "elite", "exam": progress.best, "step": progress.elite_iteration}
+    return {**choice, "hyperparameters": dict(agent.hyperparameters)}, fitness, answers
 
 
 def _chosen(session: Session, progress: Progress, last: Kept) -> tuple[LLMAlgorithm, dict[str, Any]]:
