@@ -203,6 +203,9 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         yield "rows", ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in rows.items() if count)
         if few := few_rows(rows):
             yield "", f"warning: {few}"
+        if (asked := length["exam_prompts"]) < (kept := rows["exam"]):
+            rest = f"environment.eval_prompts={asked} leaves the others to training and the test"
+            yield "", f"exams ask {asked} of the {kept}, as more would take too much of the budget; {rest}"
     # The agents and their genes
     yield "algorithm", f"{plan['algorithm']}, {counted(agents, 'agent')}"
     first, usual = session.population.agents[0], session.usual_rate
@@ -243,7 +246,8 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         small = environment.eval_prompts is not None and plan["exam"]["questions"] < SMALL_EXAM
         yield "exam", f"{'warning: ' * small}{plan['exam']['sentence']}{' (environment.eval_prompts)' * small}"
     if (seconds := plan["expected_seconds"]) is not None:
-        yield "time", f"up to about {duration(seconds)} on this device, if completions get that long; besides grading"
+        rates = "rates measured just now" if session.config.training.device == "cpu" else "the rates of its data sheet"
+        yield "time", f"up to about {duration(seconds)} on this device as set here, by {rates}; besides grading"
     if length["price_per_hour"] is not None:
         hour, seconds = length["price_per_hour"], length["max_seconds"]
         most = f"; at most {money(hour * seconds / 3600)} in {seconds:,.15g} s" if seconds else ""
