@@ -271,7 +271,7 @@ def failed_grades(lines: Iterable[Mapping[str, Any]]) -> str:
     counts, error = Counter[str](), ""
     for line in lines:
         counts.update({n.partition("/")[2]: line[n] for n in line if n.startswith("reward_errors/")})
-        error = error or (f", the first because {said}" if (said := line.get("reward_error")) else "")
+        error = error or (f", the first because {reason}" if (reason := line.get("reward_error")) else "")
     name, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
     return f"{name} gave no grade to {counted(round(count), 'completion')} of the run{error}" if count else ""
 

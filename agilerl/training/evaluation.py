@@ -185,14 +185,14 @@ def constant_answer(population: Population, base: float) -> str:
     task = population.task
     if not isinstance(task, Task):
         return ""
-    said = [" ".join(task.graded_text(t.text, t.row).split()) for t in population.answered]
-    ((answer, count),) = Counter(said).most_common(1)
-    scores = [t.episode_return for t, one in zip(population.answered, said) if one == answer]
+    texts = [" ".join(task.graded_text(t.text, t.row).split()) for t in population.answered]
+    ((answer, count),) = Counter(texts).most_common(1)
+    scores = [t.episode_return for t, one in zip(population.answered, texts) if one == answer]
     wrong = count - sum(score >= 1 or score > base for score in scores)
-    if wrong < FEWEST or 2 * wrong < len(said) - count + wrong:
+    if wrong < FEWEST or 2 * wrong < len(texts) - count + wrong:
         return ""
     return (
-        f'{count / len(said):.0%} of the elite\'s answers in the test are "{answer[:60]}", and '
+        f'{count / len(texts):.0%} of the elite\'s answers in the test are "{answer[:60]}", and '
         f"{1 - wrong / count:.0%} of these earn more than the base does on average: it may have learned which answer "
         "is right most often, not how to find it"
     )

@@ -380,7 +380,9 @@ def check_it_is_written(event: Event, root: Path) -> None:
     if type(event) in kinds:
         assert lines(root / "metrics.jsonl")[-1]["kind"] == kinds[type(event)]
     if isinstance(event, IterationDone):
-        assert [asdict(row) for row in event.completions] == read_completions(root / "completions", event.iteration)
+        rows = [asdict(row) for row in event.completions]
+        assert all(row.pop("failure") == "" for row in rows)  # which the file does not have
+        assert rows == read_completions(root / "completions", event.iteration)
     if isinstance(event, Evolved):
         assert lines(root / "journal.jsonl")[-1]["data"]["kind"] == "evolution"
     if isinstance(event, RunFinished):
