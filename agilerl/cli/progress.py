@@ -246,8 +246,8 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         small = environment.eval_prompts is not None and plan["exam"]["questions"] < SMALL_EXAM
         yield "exam", f"{'warning: ' * small}{plan['exam']['sentence']}{' (environment.eval_prompts)' * small}"
     if (seconds := plan["expected_seconds"]) is not None:
-        rates = "rates measured just now" if session.config.training.device == "cpu" else "the rates of its data sheet"
-        yield "time", f"up to about {duration(seconds)} on this device as set here, by {rates}; besides grading"
+        source = "rates measured just now" if session.config.training.device == "cpu" else "the rates of its data sheet"
+        yield "time", f"up to about {duration(seconds)} on this device as set here, by {source}; besides grading"
     if length["price_per_hour"] is not None:
         hour, seconds = length["price_per_hour"], length["max_seconds"]
         most = f"; at most {money(hour * seconds / 3600)} in {seconds:,.15g} s" if seconds else ""
