@@ -54,6 +54,17 @@ def test_nothing_is_installed_by_the_name_of_another_project():
     assert [(place, what) for place, what in said if BY_NAME.search(what)] == []
 
 
+def test_pages_that_name_the_distribution_say_what_to_do_until_it_is_on_pypi():
+    pages = [p for p in READ if p.parent.name == "docs" and p.name != "install.md"]
+    # A message of a run in a table of results instructs nobody.
+    naming = [
+        p for p in pages if any(f"{DISTRIBUTION}[" in line.partition("is not installed:")[0] for line in lines(p))
+    ]
+    assert len(naming) >= 9
+    assert [p.name for p in naming if "(install.md#extras)" not in p.read_text(encoding="utf-8")] == []
+    assert "## Extras\n" in (ROOT / "docs" / "install.md").read_text(encoding="utf-8").partition("not on PyPI yet")[0]
+
+
 def extras_said() -> list[str]:
     found = {match for path in READ for line in lines(path) for match in EXTRAS.findall(line)}
     return sorted({name for pair in found for names in pair if names for name in names.split(",")})

@@ -66,6 +66,8 @@ class Exams:
         self.eval_temperature, self.eval_samples = eval_temperature, eval_samples
         self.ungraded: dict[int, int] = {}
         """Number of each agent's answers in the latest exam without a grade and without a failure."""
+        self.answered: list[Trajectory] = []
+        """The answers of the latest exam or test."""
         self._panels: dict[tuple[str, int, int], list[Place]] = {}
         self._lengths: dict[tuple[str, int, int], Lengths] = {}
         """Cached panels and lengths, by split, size and context."""
@@ -135,6 +137,7 @@ class Exams:
     ) -> list[Fitness]:
         size = len(self.places(split))
         groups, report = self.answers(split, who, samples=self.eval_samples, temperature=self.eval_temperature)
+        self.answered = [answer for group in groups for answer in group]
         lost = self._check_exam(report.failures, len(who), size, all_agents=all_agents)
         results = []
         for k, (_, agent) in enumerate(who):

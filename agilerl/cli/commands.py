@@ -256,11 +256,7 @@ def _show_lives(histories: Sequence[dict[str, Any]], line: Sequence[int]) -> Non
         column.no_wrap = column.header not in ("genes", "why")
     table.columns[-1].min_width = 30  # in 80 columns, too
     for life in histories:
-        reasons = [
-            life["elite"],
-            life["reason"].removeprefix("left: "),
-            *(symptom["name"] for symptom in life["symptoms"]),
-        ]
+        reasons = [life["elite"], life["reason"].removeprefix("left: "), *(s["name"] for s in life["symptoms"])]
         table.add_row(
             f"{life['agent']}{'*' if life['agent'] in line else ' '}",
             "-" if life["parent"] is None else str(life["parent"]),

@@ -61,7 +61,7 @@ algorithm:
 
 training:
   max_steps: 24576              # completions of all agents together
-  # pop_size: 8                 # agents; without it 4, or fewer if the budget is small
+  # pop_size: 4                 # agents; without it 4, or fewer if max_steps is small: more agents need more of it
 """
 _REWARD = '''\
 """The reward of {manifest}: the function is called for every completion, with columns of the row by their names."""
@@ -97,8 +97,9 @@ def run_init(
 
     Of a file of rows the answers are read: they say which reward, instruction, form of answers, and lengths are
     proposed. Columns whose names do not say which is the question and which the answer take --question and --answer, or
-    are asked for. The base then answers a question of the new run, unless --quiet is given. The other files are a
-    reward function and sample rows, as asked for. No file is overwritten. Without a terminal nothing is asked.
+    are asked for, unless only one is left. The base then answers a question of the new run, unless --quiet is given.
+    The other files are a reward function and sample rows, as asked for. No file is overwritten. Without a terminal
+    nothing is asked.
 
     agilerl init my.yaml --model embedded --data sample --reward function
     """
@@ -230,6 +231,10 @@ def _read(path: Path, given: dict[str, str], asks: bool) -> tuple[dict[str, str]
             form = form_of(rows.columns, "reasoning", path.name, needs="text")
         except MissingColumnError as error:
             column = error.column
+            used = {*names.values(), "question", "prompt", "messages", "answer", "completion"}
+            if len(left := [name for name in columns if name not in used]) == 1:
+                names[column] = left[0]
+                continue
             if not asks:
                 raise ConfigError(
                     f"expected the column {column} in {path.name}, found {', '.join(columns)}; say which of "

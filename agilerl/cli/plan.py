@@ -185,8 +185,8 @@ def _print(document: dict[str, Any], capacity: Capacity) -> None:
             table.add_row(name, gib(size))
     screen.print(table)
     costs = document.get("cost")
-    whole, cost = (f", which cost {money(costs[part])}" if costs else "" for part in ("run", "generation"))
-    tell_line(f"\nTime of the whole run: about {duration(document['run']['seconds'])}{whole}")
+    whole, cost = (f", at a cost of {money(costs[part])}" if costs else "" for part in ("run", "generation"))
+    tell_line(f"\nTime of the whole run, if started as above: about {duration(document['run']['seconds'])}{whole}")
     tell_line(f"Time of a generation of {counted(load.iterations, 'iteration')}: {duration(best.generation)}{cost}")
     table = columns("phase", "seconds", "least possible", "times", "share", left=("phase",), gap=2)
     for phase, spent in best.seconds.items():

@@ -203,6 +203,9 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         yield "rows", ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in rows.items() if count)
         if few := few_rows(rows):
             yield "", f"warning: {few}"
+        if (asked := length["exam_prompts"]) < (kept := rows["exam"]):
+            rest = f"environment.eval_prompts={asked} leaves the others to training and the test"
+            yield "", f"exams ask {asked} of the {kept}, as more would take too much of the budget; {rest}"
     # The agents and their genes
     yield "algorithm", f"{plan['algorithm']}, {counted(agents, 'agent')}"
     first, usual = session.population.agents[0], session.usual_rate
@@ -243,7 +246,8 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         small = environment.eval_prompts is not None and plan["exam"]["questions"] < SMALL_EXAM
         yield "exam", f"{'warning: ' * small}{plan['exam']['sentence']}{' (environment.eval_prompts)' * small}"
     if (seconds := plan["expected_seconds"]) is not None:
-        yield "time", f"up to about {duration(seconds)} on this device, if completions get that long; besides grading"
+        source = "rates measured just now" if session.config.training.device == "cpu" else "the rates of its data sheet"
+        yield "time", f"up to about {duration(seconds)} on this device as set here, by {source}; besides grading"
     if length["price_per_hour"] is not None:
         hour, seconds = length["price_per_hour"], length["max_seconds"]
         most = f"; at most {money(hour * seconds / 3600)} in {seconds:,.15g} s" if seconds else ""
@@ -614,8 +618,8 @@ class View:
             return sentence
         first = "the higher reward in training" if math.isfinite(best.training) else "age"
         tie = f"; {first} decides between equal means" * any(others[i].mean == best.mean for i in near)
-        rivals = f"agent{'s' * (len(near) > 1)} {', '.join(map(str, near))}"
-        return f"{sentence}, whose {best.n} questions do not tell it from {rivals} (P < {_CLEAR:g}){tie}"
+        rivals = f"agent{'s' * (len(near) > 1)} {', '.join(map(str, near))} (P < {_CLEAR:g} that it is better)"
+        return f"{sentence}, whose {best.n} questions do not tell it from {rivals}{tie}"
 
     def columns(self, most: int | None = None) -> "list[Column]":
         """Return what is shown of each agent, a cell for each: first those that live, then the last ones that left."""

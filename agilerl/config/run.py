@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from difflib import get_close_matches
 from itertools import chain, count
 from pathlib import Path
 from typing import Any, Self
@@ -21,12 +22,7 @@ from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.search import GeneConfig, MutationConfig, SelectionConfig, SharingConfig
 from agilerl.config.training import TrainingConfig
 from agilerl.errors import ConfigError
-from agilerl.hpo.strategies import (
-    ANNEALED,
-    COST_TOKENS,
-    SHRINKING,
-    LRSchedule,
-)
+from agilerl.hpo.strategies import ANNEALED, COST_TOKENS, SHRINKING, LRSchedule
 from agilerl.safety.custom_code import names_code
 
 EVO_STEPS = 8
@@ -258,21 +254,24 @@ class RunConfig(Section):
         return validated(cls, values)
 
 
-def addresses_of(name: str) -> list[str]:
-    """Return ``section.name`` for each section that has a setting of this name."""
+def addresses_of(name: str, *, nearly: bool = False) -> list[str]:
+    """Return ``section.name`` for each section that has a setting of this name, or ``nearly`` of this name."""
     sections = {
         section: [*HYPERPARAMETERS, *SharedOptions.model_fields]
         if section == "algorithm"
         else getattr(field.annotation, "model_fields", ())
         for section, field in RunConfig.model_fields.items()
     }
-    return [f"{section}.{name}" for section, names in sections.items() if name in names]
+    known = [each for names in sections.values() for each in names]
+    wanted = get_close_matches(name, known, n=1, cutoff=0.8) if nearly else [name]
+    return [f"{section}.{each}" for section, names in sections.items() for each in wanted if each in names]
 
 
 def unknown_section(key: str, value: Any = None) -> str:
     """Return a hint for a key that does not begin with a section: where it belongs, or the nearest section."""
-    places = " or ".join(map(repr, addresses_of(key)))
-    hints = [f"did you mean {places}?" if places else None, hooks.hint(key, value)]
+    hint = hooks.hint(key, value)
+    places = " or ".join(map(repr, addresses_of(key) or addresses_of(key, nearly=hint is None)))
+    hints = [f"did you mean {places}?" if places else None, hint]
     return " ".join(filter(None, hints)) or nearest(key.partition(".")[0], RunConfig.model_fields)
 
 

@@ -237,8 +237,8 @@ def _curves(run: RunRecord, family: Family, points: Points, hover: str, axes: tu
 
 def fitness_figure(run: RunRecord, family: Family) -> Figure | None:
     """Draw the fitness of each agent over steps with a band of one standard error; None if there is no fitness."""
-    hover = "<br>step %{x}<br>%{y:.4f} ± %{customdata[1]:.4f}<br>n %{customdata[2]}"
-    figure = _curves(run, family, _exam_points, hover, ("step", "fitness"), height=380)
+    hover = "<br>iteration %{x}<br>%{y:.4f} ± %{customdata[1]:.4f}<br>n %{customdata[2]}"
+    figure = _curves(run, family, _exam_points, hover, ("iteration", "fitness"), height=380)
     bands = []
     for agent in run.agents.values():
         if points := _exam_points(agent):
@@ -281,7 +281,7 @@ def overlay_figure(runs: Mapping[str, tuple[RunRecord, Family]]) -> Figure | Non
                 _scatter("lines+markers", points, **more) | meta,
             ]
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
-    return _figure(data, "step", "fitness", height=380, showlegend=True, legend=legend) if data else None
+    return _figure(data, "iteration", "fitness", height=380, showlegend=True, legend=legend) if data else None
 
 
 def scatter_figure(
@@ -497,7 +497,7 @@ def curve_figure(run: RunRecord, family: Family, metric: str) -> Figure | None:
 
     rates = [line[metric] for agent in run.agents.values() for line in agent.train if metric in line]
     yaxis = _value_axis(rates) if metric == "learning_rate" else {}
-    figure = _curves(run, family, points, "<br>step %{x}<br>%{y:.4g}", ("step", ""), height=240, yaxis=yaxis)
+    figure = _curves(run, family, points, "<br>iteration %{x}<br>%{y:.4g}", ("iteration", ""), height=240, yaxis=yaxis)
     return figure if figure["data"] else None
 
 
@@ -506,10 +506,10 @@ def throughput_figure(run: RunRecord) -> Figure | None:
     points = sorted((step, value) for (_, step), value in _by_step(run, "tokens_per_second").items())
     if not points:
         return None
-    hover = "step %{x}<br>%{y:,.0f} tokens/s<extra></extra>"
+    hover = "iteration %{x}<br>%{y:,.0f} tokens/s<extra></extra>"
     mode = "lines+markers" if len(points) < _MANY else "lines"
     line = _scatter(mode, points, hovertemplate=hover, line={"color": agent_colour(0)})
-    return _figure([line], "step", "tokens per second", height=260, yaxis={"rangemode": "tozero"})
+    return _figure([line], "iteration", "tokens per second", height=260, yaxis={"rangemode": "tozero"})
 
 
 def clock(run: RunRecord) -> dict[str, dict[int, float]]:

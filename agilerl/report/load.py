@@ -396,12 +396,12 @@ def _agent_notes(agent: AgentRecord) -> Iterator[str]:
     if broken:
         steps = sorted({step for _, step in broken})
         first = ", ".join(map(str, steps[:6])) + (f" and {len(steps) - 6} more" if len(steps) > 6 else "")
-        yield f"{', '.join(sorted({key for key, _ in broken}))} not finite at step {first}"
+        yield f"{', '.join(sorted({key for key, _ in broken}))} not finite at iteration {first}"
     lost = [str(exam.generation) for exam in agent.exams if not exam.score.is_finite]
     if lost:
         yield f"fitness not finite in generation {', '.join(lost)}, so it ranked last"
     for outcome, steps in agent.trouble.items():
-        yield f"outcome {outcome} in {counted(len(steps), 'iteration')}, first at step {steps[0]}"
+        yield f"outcome {outcome} in {counted(len(steps), 'iteration')}, first at iteration {steps[0]}"
     skipped = int(max((number_or(line.get("skipped_steps"), 0) for line in agent.train), default=0))
     if skipped > 0:
         yield f"{counted(skipped, 'optimizer step')} skipped"

@@ -166,11 +166,11 @@ def _view(position: int, run: RunRecord) -> dict[str, Any]:
                 ids[title] = f"{key}{count}-{position}"
         return ids
 
-    draw("fitness", "Fitness by step", figures.fitness_figure(run, family))
+    draw("fitness", "Fitness by iteration", figures.fitness_figure(run, family))
     draw("tree", "Family tree; the table Lineage says the same", figures.tree_figure(run, family))
     draw("importance", "Rank correlation with the gain that followed", figures.importance_figure(run, moving))
     draw("parallel", "Each agent's last values and its last fitness", figures.parallel_figure(run, family, moving))
-    draw("throughput", "Tokens per second by step", figures.throughput_figure(run))
+    draw("throughput", "Tokens per second by iteration", figures.throughput_figure(run))
     draw("time", "Seconds of each phase by generation", figures.time_figure(run))
     curves = ((title, figures.curve_figure(run, family, metric)) for metric, title in figures.CURVES.items())
     genes = ((name, figures.hyperparameter_figure(run, family, name)) for name in moving)
@@ -319,7 +319,7 @@ def verdict(run: RunRecord, family: Family) -> dict[str, Any]:
                 "who": who,
                 "label": _WHO[who] + (f" (agent {agent})" if agent is not None else ""),
                 "value": _value(score.mean, accuracy),
-                "error": _value(score.stderr, accuracy),
+                "error": f"{100 * score.stderr:.1f} points" if accuracy else _value(score.stderr, False),
                 "n": score.n,
                 "left": round(left, 2),
                 "width": round(right - left, 2),
@@ -442,7 +442,7 @@ def _genes(values: Mapping[str, Any]) -> str:
 def agent_pages(run: RunRecord, family: Family, lineage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return what the page shows about an agent that is clicked; ``lineage`` are the rows of the table."""
     places = life.places(run)
-    labels = {"Generations": "lived", "Best fitness": "fitness", "Steps": "steps", "Tokens trained": "trained"}
+    labels = {"Generations": "lived", "Best fitness": "fitness", "Iterations": "steps", "Tokens trained": "trained"}
     return [
         {
             "agent": index,

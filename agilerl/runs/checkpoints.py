@@ -14,8 +14,7 @@ from agilerl.runs.atomic import commit_folder, listed, remove_folder, remove_lef
 STATE = "state.json"
 """Name of the population's own state inside a checkpoint."""
 
-_KEPT = 2
-_NUMBERED = re.compile(r"\d{6,}")
+_KEPT, _NUMBERED = 2, re.compile(r"\d{6,}")
 
 _log = logging.getLogger(__name__)
 

@@ -37,6 +37,8 @@ class CompletionRecord:
     length: int
     """Generated tokens."""
     finish_reason: str
+    failure: str = ""
+    """Why a completion of this agent and step got no grade, if one did not; in ``metrics.jsonl``, not in the file."""
 
 
 _TEXTS = ("prompt", "completion", "answer")

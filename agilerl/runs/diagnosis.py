@@ -5,10 +5,13 @@ a symptom is a place to look and not a verdict. Nothing here changes a run.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median, pstdev
 from typing import Any
+
+from agilerl.checks.arguments import counted
 
 WINDOW = 8
 """Iterations that are looked at: the agent's last ones."""
@@ -263,6 +266,16 @@ def told(seen: Mapping[int, Iterable[Symptom]]) -> dict[str, Symptom]:
     }
 
 
+def failed_grades(lines: Iterable[Mapping[str, Any]]) -> str:
+    """Return a sentence about the grades that failed, by the train lines of a run; "" if none did."""
+    counts, error = Counter[str](), ""
+    for line in lines:
+        counts.update({n.partition("/")[2]: line[n] for n in line if n.startswith("reward_errors/")})
+        error = error or (f", the first because {reason}" if (reason := line.get("reward_error")) else "")
+    name, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
+    return f"{name} gave no grade to {counted(round(count), 'completion')} of the run{error}" if count else ""
+
+
 def early_elite(elite: Mapping[str, Any], iterations: int) -> list[str]:
     """Return a sentence if the elite of a run is an agent as it was long before the end; an empty list if not."""
     step, decided = elite["step"], elite["decided_by"]
@@ -283,4 +296,6 @@ def early_elite(elite: Mapping[str, Any], iterations: int) -> list[str]:
 
 def advice(summary: Mapping[str, Any]) -> dict[str, Symptom]:
     """Return what the summary of a run says of the run as a whole, in the form of :func:`told`."""
-    return {text: Symptom("early elite", text, "") for text in summary.get("advice", ())}
+    elite = summary.get("elite") or {}
+    texts = [elite.get("constant_answer"), summary.get("failed_grades"), *summary.get("advice", ())]
+    return {text: Symptom("of the run", text, "") for text in texts if text}

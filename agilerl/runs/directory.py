@@ -568,13 +568,11 @@ def collect_hardware() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")
             if key.strip() == "model name":
                 return value.strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 

@@ -32,8 +32,7 @@ Row = Mapping[str, Any]
 """``prompt``, ``completion``, ``answer`` (the right one; empty: unknown), ``reward`` (None: no grade) and
 ``finish_reason``, as in a completions file."""
 
-_LARGEST = 1e100
-_AT_LIMIT = ("length", "context")
+_LARGEST, _AT_LIMIT = 1e100, ("length", "context")
 _PARTS = re.compile(r"[a-z]+|\d+|[^\s\da-z]")
 _EMPTY = re.compile(r"</?\w+>|\\boxed\s*\{\s*\}|[\s$]+")
 

@@ -10,8 +10,6 @@ from typing import Any
 
 _HANGUP: int | None = getattr(signal, "SIGHUP", None)  # Windows has none
 _SIGNALS = tuple(number for number in (signal.SIGINT, signal.SIGTERM, _HANGUP) if number is not None)
-
-
 AFTER_ITERATION = "stopping after this iteration, with a checkpoint"
 
 

@@ -101,9 +101,7 @@ def _decode(value: Any) -> Any:
         return _NON_FINITE.get(value, value)
     if isinstance(value, dict):
         return {key: _decode(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_decode(item) for item in value]
-    return value
+    return [_decode(item) for item in value] if isinstance(value, list) else value
 
 
 def _refuse(name: str) -> NoReturn:

@@ -1,6 +1,7 @@
 """An adapter and its base on the same questions: means with intervals, pass@k, the paired difference, every answer."""
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import comb
@@ -10,12 +11,13 @@ import numpy as np
 
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.checks.arguments import NotNegative, Whole, checked
+from agilerl.envs.core import Task
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, paired_difference, probability_better
 from agilerl.population import Population
 from agilerl.rollouts.engine import check_error_rate
 from agilerl.runs.diagnosis import Symptom
-from agilerl.runs.hacks import hacks
+from agilerl.runs.hacks import FEWEST, hacks
 from agilerl.text.templates import at_date
 from agilerl.training.probe import Answer, answers_of, finite
 from agilerl.training.setup import Session
@@ -174,6 +176,25 @@ def evaluate(
     results = [Results([one[0] for one in first], more) for first, more in zip(greedy, drawn)]
     return Evaluation(
         session.task.name, rows, results[0], results[1] if with_base else None, full, temperature if samples else 0.0
+    )
+
+
+def constant_answer(population: Population, base: float) -> str:
+    """Return a sentence if an agent, in the test just taken, gave one answer to most questions that it does not fit."""
+    # It fits where it earns 1, or more than the base does on average.
+    task = population.task
+    if not isinstance(task, Task):
+        return ""
+    texts = [" ".join(task.graded_text(t.text, t.row).split()) for t in population.answered]
+    ((answer, count),) = Counter(texts).most_common(1)
+    scores = [t.episode_return for t, one in zip(population.answered, texts) if one == answer]
+    wrong = count - sum(score >= 1 or score > base for score in scores)
+    if wrong < FEWEST or 2 * wrong < len(texts) - count + wrong:
+        return ""
+    return (
+        f'{count / len(texts):.0%} of the elite\'s answers in the test are "{answer[:60]}", and '
+        f"{1 - wrong / count:.0%} of these earn more than the base does on average: it may have learned which answer "
+        "is right most often, not how to find it"
     )
 
 

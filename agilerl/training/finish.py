@@ -9,7 +9,7 @@ from agilerl.algorithms.state import AgentState, soup
 from agilerl.hpo.fitness import Fitness, pareto_front, probability_better, ranking
 from agilerl.hpo.guard import quarantined
 from agilerl.runs.checkpoints import agent_folder
-from agilerl.training.evaluation import before_and_after
+from agilerl.training.evaluation import before_and_after, constant_answer
 from agilerl.training.progress import Kept, Progress
 from agilerl.training.records import RunWriter
 from agilerl.training.setup import Session
@@ -38,16 +38,12 @@ def tested_elite(
     if writer is not None:
         writer.elite(agent)
     fitness = population.evaluate("test", agents=[agent])[agent.index]
+    assert progress.base is not None
+    choice["constant_answer"] = constant_answer(population, progress.base.mean)
     answers = before_and_after(population, agent)
     agent.clean_up()
-    elite = {
-        "index": agent.index,
-        "adapter": "elite",
-        "exam": progress.best,
-        "step": progress.elite_iteration,
-        "hyperparameters": dict(agent.hyperparameters),
-    }
-    return elite | choice, fitness, answers
+    choice |= {"index": agent.index, "adapter": "elite", "exam": progress.best, "step": progress.elite_iteration}
+    return {**choice, "hyperparameters": dict(agent.hyperparameters)}, fitness, answers
 
 
 def _chosen(session: Session, progress: Progress, last: Kept) -> tuple[LLMAlgorithm, dict[str, Any]]:
@@ -89,7 +85,7 @@ def _chosen(session: Session, progress: Progress, last: Kept) -> tuple[LLMAlgori
         choice["reason"] = f"best of the last exam, {at_end}; the best earlier candidate had {panel[best].mean:.3f}"
         if number:
             choice["reason"] = f"best candidate, {earlier}; the last exam's best had {panel[0].mean:.3f}"
-        choice["reason"] += f" (P = {sure:.2f}{f' < {CANDIDATE:g}' * (not number)})"
+        choice["reason"] += f" (P = {sure:.2f}{f' < {CANDIDATE:g}' * (not number)} that the candidate is better)"
         decided = {"panel": "second", "elite": panel[number].mean, "last": panel[0].mean, "n": panel[0].n}
         progress.elite, progress.elite_iteration, progress.best = chosen.state, chosen.iteration, chosen.fitness.mean
         if wanted is not None:
@@ -110,7 +106,7 @@ def _chosen(session: Session, progress: Progress, last: Kept) -> tuple[LLMAlgori
             if choice["soup"]["is_elite"]:
                 progress.elite = mixed
                 choice["reason"] = f"soup of all candidates, {fitness.mean:.3f} on a second panel; the best one had "
-                choice["reason"] += f"{panel[number].mean:.3f} (P = {sure:.2f})"
+                choice["reason"] += f"{panel[number].mean:.3f} (P = {sure:.2f} that the soup is better)"
     return population.revived(progress.elite), {**choice, "decided_by": decided}
 
 

@@ -172,6 +172,4 @@ def check_weights(name: str, device: str, quantization: QuantizationConfig | Non
 
 def available_bytes(device: str) -> int | None:
     """Return the memory of a device, for the CPU what the machine or its container allows; None if unknown."""
-    if device != "cpu":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return memory_bytes()
+    return memory_bytes() if device == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)

@@ -116,8 +116,7 @@ class Progress(SavedValues):
 
     def keep(self, exam: Kept, most: int) -> None:
         """Add an exam if it is among the ``most`` best ones; at equal fitness the later is better."""
-        ordered = sorted([*self.kept, exam], key=lambda kept: (-kept.fitness.mean, -kept.iteration))
-        self.kept = ordered[:most]
+        self.kept = sorted([*self.kept, exam], key=lambda kept: (-kept.fitness.mean, -kept.iteration))[:most]
 
     def spent(self, t: TrainingConfig, seconds: float | None = None) -> float:
         """Return the largest share spent of any budget, by this clock or ``seconds`` of another."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.codec import write_state, write_tokenizer
+from agilerl.checks.redaction import without_keys
 from agilerl.config.training import TrainingConfig
 from agilerl.hpo import lineage
 from agilerl.hpo.selection import RESTART
@@ -18,6 +19,7 @@ from agilerl.rollouts.engine import Rollout
 from agilerl.runs.atomic import MANIFEST, add_file, commit_folder, remove_folder
 from agilerl.runs.checkpoints import CheckpointStore
 from agilerl.runs.completions import discard_completions, write_completions
+from agilerl.runs.diagnosis import failed_grades
 from agilerl.runs.directory import RunDirectory
 from agilerl.runs.journal import Journal, JsonLines, read_lines
 from agilerl.runs.strict_json import dumps, read_json
@@ -119,6 +121,7 @@ class RunWriter:
             from agilerl.report.card import CARD, model_card
 
             add_file(self.run.elite, CARD, model_card(self.run.root, summary))
+        summary["failed_grades"] = failed_grades(read_lines(self.run.metrics))
         summary["seconds"] = summary.pop("seconds")  # the last entry
         # From here on the run is finished; the report can be made again from its files.
         self.run.finish(summary)
@@ -180,6 +183,7 @@ def completion_rows(population: Population, progress: Progress, rollout: Rollout
             "reward": t.episode_return if math.isfinite(t.episode_return) else None,
             "length": len(t.token_ids),
             "finish_reason": t.finish_reason,
+            "failure": next((without_keys(f.message) for f in rollout.failures.get(index, ()) if f.kind != "oom"), ""),
         }
         for index, trajectories in rollout.trajectories.items()
         for number, t in enumerate(trajectories[:most])
@@ -193,8 +197,10 @@ def metric_lines(event: Event) -> Iterator[dict[str, Any]]:
     """Yield what ``metrics.jsonl`` says about an event: a line for each agent, for the population, or for a result."""
     match event:
         case IterationDone():
-            for index, values in event.metrics.items():
-                yield {**values, "kind": "train", **_when(event), "agent": index, "outcome": event.outcomes[index]}
+            errors = {record.agent: {"reward_error": record.failure} for record in event.completions if record.failure}
+            for index, outcome in event.outcomes.items():
+                line = {**event.metrics[index], "kind": "train", **_when(event), "agent": index, "outcome": outcome}
+                yield line | errors.get(index, {})
         case ExamDone():
             for index, values in event.metrics.items():
                 yield {"kind": "eval", **_when(event), "agent": index, **values}

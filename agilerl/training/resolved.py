@@ -24,11 +24,7 @@ from agilerl.distributed.topology import Topology
 from agilerl.errors import ConfigError
 from agilerl.hpo.knockout import KnockoutSelection
 from agilerl.hpo.mutation import LEARNING_RATES, Mutations
-from agilerl.hpo.parameters import (
-    Gene,
-    values_of,
-    with_changes,
-)
+from agilerl.hpo.parameters import Gene, values_of, with_changes
 from agilerl.hpo.selection import SelectionStrategy
 from agilerl.hpo.spread import EMBEDDED_RATE, USUAL_WITHIN, around, lora_rate
 from agilerl.hpo.strategies import ANNEALED, make_strategy
@@ -208,8 +204,7 @@ class Resolved:
 
     def given(self) -> dict[str, Any]:
         """Return what was set, as plain data, without defaults: an explicit default can mean something else."""
-        names = set(split_options(self.config.algorithm)[0])
-        values = self.hyperparameters.model_dump(mode="json", include=names)
+        values = self.hyperparameters.model_dump(mode="json", include=set(split_options(self.config.algorithm)[0]))
         shared = self.own_options.model_dump(mode="json", exclude_unset=True)
         algorithm = {"name": self.config.algorithm["name"], **values, **shared}
         # Not how many processes there were: any number of them can resume the run.

@@ -36,11 +36,7 @@ class SavedRun:
 
 @checked
 def load(
-    path: Location,
-    device: str | torch.device = "cpu",
-    *,
-    runtime: Runtime | None = None,
-    loss: Any = None,
+    path: Location, device: str | torch.device = "cpu", *, runtime: Runtime | None = None, loss: Any = None
 ) -> LLMAlgorithm:
     """Return the agent that a path stands for: the elite of a run, or the one in a folder that an agent was saved to.
 

@@ -55,11 +55,7 @@ def start(
 
 @contextmanager
 def reopen(
-    path: Path,
-    *,
-    report: Callable[[str], None],
-    allow_code: bool = False,
-    trackers: Mapping[str, Any] | None = None,
+    path: Path, *, report: Callable[[str], None], allow_code: bool = False, trackers: Mapping[str, Any] | None = None
 ) -> Iterator[Started]:
     """Resume the unfinished run in a directory, from its newest intact checkpoint; see :func:`start`."""
     saved = open_run(path, report=report)
@@ -81,8 +77,7 @@ def _rows_beside(root: Path, rows: Any) -> Iterator[str | None]:
         yield None
         return
     check_vacant(root)
-    file = root.with_name(f"{root.name}.rows.jsonl").absolute()
-    lines = []
+    file, lines = root.with_name(f"{root.name}.rows.jsonl").absolute(), []
     for number, row in enumerate(rows):
         try:
             # JSON has no NaN: Python would write one that other readers refuse.

@@ -82,8 +82,7 @@ def _wrapped(
     if e.env_type == "sft":
         return SFTTask(task, loss_on=e.loss_on)
     if e.env_type in ("preference", "unpaired"):
-        kind = PreferenceTask if e.env_type == "preference" else UnpairedTask
-        return kind(task, mistake=mistake, seed=seed)
+        return (PreferenceTask if e.env_type == "preference" else UnpairedTask)(task, mistake=mistake, seed=seed)
     task = graded(e, task, allow_code=allow_code, typed_addresses=typed_addresses)
     task = task if e.answer_format == "whole" else AnswerFormatTask(task, e.answer_format, e.answer_phrase)
     if e.agent is None:
@@ -168,8 +167,7 @@ def _rows(config: EnvironmentConfig, dataset: Sequence[DatasetConfig]) -> Rows:
 
 
 def _episodes(config: EnvironmentConfig, seed: int, allow_code: bool, test_episodes: int) -> EpisodeTask:
-    env_id = config.env_id or ""
-    params = dict(config.params)
+    env_id, params = config.env_id or "", dict(config.params)
     if names_code(env_id):
         factory = load_code("environment.env_id", env_id, allowed=allow_code)
     else:

@@ -106,7 +106,7 @@ def _named(wanted: Wanted) -> dict[str, Any]:
 
 _PLACES = ("", "start", "preflight", "base", "train", "eval", "median_first_generation", "evolution", "elite")
 """The order of what is sent at one iteration."""
-_PLACE_OF_A_LINE = ("kind", "generation", "step", "agent", "outcome", "who")
+_PLACE_OF_A_LINE = ("kind", "generation", "step", "agent", "outcome", "reward_error", "who")
 Record = Mapping[str, Any]
 
 

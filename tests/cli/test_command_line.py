@@ -163,7 +163,7 @@ def test_the_plan_warns_of_a_small_exam_that_was_asked_for(agilerl: Agilerl) -> 
     asked = ("environment.eval_prompts=40", "training.max_steps=2048", "--dry-run")
     said = " ".join(agilerl("train", *asked).output.split())
     assert "warning: 40 questions tell two agents apart (P = 0.95) only if their shares of right answers differ" in said
-    assert re.search(r"time up to about [\d.]+ (s|min) on this device", said)
+    assert re.search(r"time up to about [\d.]+ (s|min) on this device as set here, by rates measured just now", said)
     chosen = agilerl("train", "training.max_steps=512", "environment={task: 'reasoning_gym:gcd'}", "--dry-run").output
     assert re.search(r"exam [1-4]?\d prompts", " ".join(chosen.split()))
     assert "warning: " not in " ".join(chosen.split()).partition(" exam ")[2]

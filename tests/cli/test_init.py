@@ -47,6 +47,7 @@ def test_what_it_writes_passes_every_check_and_trains(agilerl: Agilerl, tmp_path
 
 def test_the_reward_function_that_it_writes_tells_answers_apart(agilerl: Agilerl, tmp_path: Path) -> None:
     agilerl("init", "--quiet")
+    assert "# pop_size: 4 " in (tmp_path / "my.yaml").read_text()  # what the budget can pay for
     own: dict[str, Any] = {}
     exec((tmp_path / "my_reward.py").read_text(), own)
     assert [own["reward"](said, "7") for said in (" 7 ", "8", "-12", "seven", "")] == [1.0, 0.1, 0.1, 0.0, 0.0]
@@ -184,11 +185,11 @@ def test_few_rows_are_a_warning(agilerl: Agilerl, tmp_path: Path) -> None:
     assert warning in agilerl("init", "--data", "rows.csv", "--model", "org/model").output
 
 
-@pytest.mark.parametrize(("columns", "missing"), [("a,b", "question"), ("question,b", "answer")])
+@pytest.mark.parametrize(("columns", "missing"), [("a,b,c", "question"), ("question,b,c", "answer")])
 def test_rows_that_nothing_can_be_made_of_are_refused(
     columns: str, missing: str, agilerl: Agilerl, tmp_path: Path
 ) -> None:
-    (tmp_path / "rows.csv").write_text(f"{columns}\n1,2\n")
+    (tmp_path / "rows.csv").write_text(f"{columns}\n1,2,3\n")
     refused = agilerl("init", "-y", "--data", "rows.csv")
     assert (refused.code, refused.output) == (2, "")
     assert f"expected the column {missing}" in refused.errors
@@ -247,7 +248,7 @@ def test_a_terminal_is_asked_and_asked_again(tmp_path: Path) -> None:
         ("expected a file of rows", "rows.csv"),
         ("Which column is the question?", "frge"),
         ("'frage'?", "frage"),
-        ("Which column is the answer?", "antwort"),
+        ("answer from antwort", None),  # the only one left
         ("Reward", "exact"),
         ("Run it:", None),
     ):

@@ -135,7 +135,7 @@ def test_what_a_person_reads(agilerl: Agilerl, seven: str) -> None:
         "torchrun --nproc-per-node 2",
         "max_rows_in_flight",
         "Memory of the fullest device",
-        ", which cost ",
+        ", at a cost of ",
         "exam decode",
         "also fits: 1 island of 2 processes",
         "Not counted: grading",
@@ -286,7 +286,7 @@ def test_the_time_of_a_run_is_that_of_its_generations_and_tests(agilerl: Agilerl
     assert 48 / once["workload"]["iterations"] * generation < once["run"]["seconds"] < 60 * generation
     assert 1.5 < twice["run"]["seconds"] / once["run"]["seconds"] < 2.1
     text = agilerl("plan", "--gpu", "l4", "--price", "7200", "training.max_seconds=1").output
-    assert "Time of the whole run: about 1 s, which cost 2.00\n" in text
+    assert "Time of the whole run, if started as above: about 1 s, at a cost of 2.00\n" in text
 
 
 def test_an_agent_program_appears_and_the_command_allows_its_code(agilerl: Agilerl, tmp_path: Path) -> None:

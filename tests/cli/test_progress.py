@@ -120,13 +120,13 @@ MARKS = {
         (0.7, 0.6, 0.7),
         0,
         2,
-        ", whose 9 questions do not tell it from agent 2 (P < 0.8); age decides between equal means\n",
+        " do not tell it from agent 2 (P < 0.8 that it is better); age decides between equal means\n",
     ),
     "no tie": (
         (0.699, 0.6, 0.7),
         2,
         2,
-        ", the best of the last exam, whose 9 questions do not tell it from agent 0 (P < 0.8)\n",
+        ", the best of the last exam, whose 9 questions do not tell it from agent 0 (P < 0.8 that it is better)\n",
     ),
     "an earlier agent": ((0.5, 0.6, 0.7), 1, 1, "agent 1 as it was after iteration 1: by a second panel"),
 }
@@ -380,7 +380,9 @@ def check_it_is_written(event: Event, root: Path) -> None:
     if type(event) in kinds:
         assert lines(root / "metrics.jsonl")[-1]["kind"] == kinds[type(event)]
     if isinstance(event, IterationDone):
-        assert [asdict(row) for row in event.completions] == read_completions(root / "completions", event.iteration)
+        rows = [asdict(row) for row in event.completions]
+        assert all(row.pop("failure") == "" for row in rows)  # which the file does not have
+        assert rows == read_completions(root / "completions", event.iteration)
     if isinstance(event, Evolved):
         assert lines(root / "journal.jsonl")[-1]["data"]["kind"] == "evolution"
     if isinstance(event, RunFinished):

@@ -95,9 +95,9 @@ def search(page, text):
 def test_completions_are_searched_in_all_steps(opened):
     page = opened("whole")
     steps = "[...document.querySelectorAll('.group > .soft:first-child')].map(e => e.textContent.split(',')[0])"
-    assert set(page.run(steps)) == {"step 50"}
+    assert set(page.run(steps)) == {"iteration 50"}
     search(page, "SPELL this")
-    assert "step 1" in page.run(steps)
+    assert "iteration 1" in page.run(steps)
     marks = "[...document.querySelectorAll('mark')].map(e => e.textContent)"
     assert set(page.run(marks)) == {"Spell this"}
     search(page, "no such text")
@@ -135,7 +135,7 @@ def test_charts_over_tokens_and_hours_and_smoothed(opened):
     assert page.run(f"{chart}.layout.xaxis.title.text") == "tokens that all agents trained on"
     assert max(page.run("document.getElementById('fitness-0').data.at(-1).x")) > max(steps)
     assert page.run("document.getElementById('hyper0-0').layout.xaxis.title.text") == "generation"
-    page.run("document.querySelector('button[data-axis=step]').click()")
+    page.run("document.querySelector('button[data-axis=iteration]').click()")
     assert page.run(f"{last}.x") == steps
     page.run(
         "(() => { const box = document.getElementById('smoothing'); box.value = 0.5;"

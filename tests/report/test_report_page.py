@@ -110,7 +110,7 @@ def test_every_figure_is_valid_and_has_its_place(page, names):
 def test_the_verdict_stands_at_the_top(page):
     text = page("whole").text
     assert re.search(r"The elite, agent \d+, is better than the base by 53\.2 points ± 2\.8", text)
-    for words in ("36.8 % ± 2.4 %, n 400", "55.2 % ± 2.5 %, n 400", "90.0 % ± 1.5 %, n 400", "test accuracy"):
+    for words in ("36.8 % ± 2.4 points, n 400", "90.0 % ± 1.5 points, n 400", "Charts by iteration", "test accuracy"):
         assert words in text
     assert text.index("36.8 %") < text.index("Fitness Mean reward")
 
@@ -174,7 +174,7 @@ def test_what_is_told_about_an_agent(tmp_path):
 
 def test_diverged_agents_are_named(page):
     text = page("whole").text
-    assert re.search(r"Agent 3: grad_norm, loss not finite at step 2, 3; fitness not finite in generation 0", text)
+    assert re.search(r"Agent 3: grad_norm, loss not finite at iteration 2, 3; fitness not finite in generation 0", text)
     assert "2 optimizer steps skipped" in text
     labels = [text for trace in page("whole").figures["tree-0"]["data"] for text in trace.get("text", [])]
     assert "<b>not finite</b>" in labels
@@ -233,7 +233,7 @@ def test_nothing_but_nan_still_gives_a_report(tmp_path):
     root = write_run(tmp_path / "run", lineage=lineage, metrics=metrics, summary=summary)
     found = Page(build_report([root], tmp_path / "report.html"))
     assert "no finite test result" in found.text
-    assert "loss, reward not finite at step 1, 2; fitness not finite in generation 0" in found.text
+    assert "loss, reward not finite at iteration 1, 2; fitness not finite in generation 0" in found.text
     assert "fitness-0" not in found.figures
     assert "tree-0" in found.figures
 

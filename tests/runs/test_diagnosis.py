@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agilerl.runs.diagnosis import WINDOW, Observer, early_elite, symptoms, told
+from agilerl.runs.diagnosis import WINDOW, Observer, advice, early_elite, failed_grades, symptoms, told
 
 HEALTHY: dict[str, Any] = {
     "reward": 0.5,
@@ -136,6 +136,16 @@ def test_an_observer_says_what_the_lines_of_the_whole_run_say(between: dict[str,
     for line in lines:
         observer.add({0: line})
     assert observer.symptoms([0]) == {0: symptoms(lines, usual_rate=1e-3)}
+
+
+def test_failed_grades_of_a_run_are_counted_and_the_first_error_is_named() -> None:
+    lines = [HEALTHY | {"reward_errors/mine": count} for count in (0.0, 2.0, 1.0)]
+    lines[1] |= {"reward_error": "it raised KeyError: 1 (graders.py:3)"}
+    sentence = "mine gave no grade to 3 completions of the run, the first because it raised KeyError: 1 (graders.py:3)"
+    assert failed_grades(lines) == sentence
+    assert list(advice({"failed_grades": sentence, "advice": ["early"]})) == [sentence, "early"]
+    assert failed_grades(lines[2:]) == "mine gave no grade to 1 completion of the run"
+    assert failed_grades(lines[:1]) == ""
 
 
 @pytest.mark.parametrize(("step", "panel", "said"), [(5, "exam", "in its exam it had 0.610"), (9, "second", "panel")])

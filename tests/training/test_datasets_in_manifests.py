@@ -125,6 +125,12 @@ def test_the_plan_tells_what_became_of_the_rows(rows: list[dict[str, Any]], plac
         table.output.split()
     )
     assert "for training, besides" not in " ".join(table.output.split())
+    assert "exams ask" not in table.output
+    more = [{**row, "question": f"{number}: {row['question']}"} for number in range(3) for row in rows]
+    write_lines(place / "more.jsonl", more)
+    unset = ["environment.dataset=more.jsonl", "environment.eval_prompts=null", "training.evo_steps=1"]
+    kept = " ".join(CliRunner().invoke(app, [*arguments, *unset], catch_exceptions=False).output.split())
+    assert "train 42, exam 128, test 10 exams ask 32 of the 128, as more would take too much of the budget" in kept
     few = ["environment.bad_rows=drop", "environment.eval_prompts=30", "environment.test_prompts=20"]
     warned = CliRunner().invoke(app, [*arguments, *few], catch_exceptions=False)
     assert "train 10, exam 30, test 20" in " ".join(warned.output.split())

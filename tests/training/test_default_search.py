@@ -394,6 +394,7 @@ def test_a_second_panel_chooses_among_the_best_exams(monkeypatch: pytest.MonkeyP
     # Eight prompts are no evidence against the agent that has trained longest.
     assert summary["elite"]["step"] == last[0]
     assert summary["elite"]["reason"].startswith(f"best of the last exam, {last[1]:.3f} on a second panel")
+    assert summary["elite"]["reason"].endswith(" < 0.8 that the candidate is better)")
     assert summary["advice"] == []
     assert summary["tokens"]["evaluated"] == sum(spent)
 

@@ -141,6 +141,7 @@ def test_the_resolved_document_survives_json_with_its_types(path: Path | None, t
 
 UNKNOWN = {
     "trainig.pop_size=4": "unknown key 'trainig'; did you mean 'training'?",
+    "max_step=3": "unknown key 'max_step'; did you mean 'training.max_steps'?",
     "training.popsize=4": "unknown key 'training.popsize'; did you mean 'pop_size'?",
     "Training.Pop_Size=4": "unknown key 'Training'; did you mean 'training'?",
     "network.lora_config.rr=4": "unknown key 'network.lora_config.rr'; ",

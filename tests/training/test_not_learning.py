@@ -13,11 +13,15 @@ from rich.console import Console
 from agilerl.cli.after import run_eval
 from agilerl.cli.progress import log, watch
 from agilerl.config.manifest import load_manifest
+from agilerl.data import Trajectory
+from agilerl.population import Population
 from agilerl.report.load import load_run
 from agilerl.runs.completions import completion_steps, read_completions
 from agilerl.runs.hacks import hacks
+from agilerl.training.evaluation import constant_answer
 from agilerl.training.loop import train
 from agilerl.training.setup import build
+from tests.training.small_runs import SMALL
 
 GRADERS = """
 from zlib import crc32
@@ -63,6 +67,10 @@ def copied(completion, question):
 
 def right(completion, answer):
     return float(completion == answer)
+
+
+def often(completion, question):
+    return float(completion == "1101010"[crc32(question.encode()) % 7])
 """
 TINY = (
     *("training.pop_size=1", "selection_strategy.name=none", "training.max_steps=96", "training.max_error_rate=1"),
@@ -151,3 +159,50 @@ def test_real_copies_are_an_alarm(tmp_path: Path) -> None:
     advice = [line for line in map(json.loads, told) if line["event"] == "advice"]
     assert {line["text"] for line in advice} == set(load_run(tmp_path / "run").symptoms)
     assert all("samples" in line for line in advice)
+
+
+# Right answer, answer given, how often.
+CONSTANT = {
+    "all alike": (
+        [("1", "1", 40), ("2", "1", 60)],
+        '100% of the elite\'s answers in the test are "1", and 40% of these',
+    ),
+    "most alike": ([("1", "1", 40), ("2", "1", 35), ("2", "2", 25)], '75% of the elite\'s answers in the test are "1"'),
+    "the commonest of two classes": ([("1", "1", 90), ("2", "1", 10)], "100% of"),
+    "two classes told apart": ([("1", "1", 88), ("1", "2", 2), ("2", "2", 9), ("2", "1", 1)], ""),
+    "half right": ([("1", "1", 36), ("1", "2", 4), ("2", "1", 20), ("2", "2", 40)], ""),
+    "too few": ([("1", "1", 2), ("2", "1", 3)], ""),
+}
+
+
+@pytest.fixture(scope="module")
+def population() -> Population:
+    return build(load_manifest(None, SMALL)).population
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("base", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("case", CONSTANT)
+def test_a_constant_answer_is_said_only_where_it_is_wrong(case: str, base: float, population: Population) -> None:
+    counts, said = CONSTANT[case]
+    population.answered = [
+        Trajectory([1], [2], [True], None, [float(right == given)], text=f" {given}\n")
+        for right, given, count in counts
+        for _ in range(count)
+    ]
+    sentence = constant_answer(population, base)
+    assert (said in sentence) if said else sentence == ""
+
+
+@pytest.mark.model
+def test_the_end_of_a_run_says_that_its_elite_gives_one_answer(tmp_path: Path) -> None:
+    (tmp_path / "graders.py").write_text(GRADERS)
+    # The constant answer is right for some of the questions, as with a class that most rows have.
+    reward = f"environment.graders=[{{name: '{tmp_path / 'graders.py'}:often'}}]"
+    session = build(load_manifest(None, [*SUMS, reward, "environment.test_prompts=40"]), allow_code=True)
+    screen = io.StringIO()
+    watch(train(session, tmp_path / "run", command=["test"]), session, Console(file=screen, width=100))
+    text = screen.getvalue()
+    assert "The elite is better than the base" in text
+    (said,) = [line for line in text.splitlines() if "of the elite's answers in the test are" in line]
+    assert said.strip() in load_run(tmp_path / "run").symptoms
