@@ -181,7 +181,7 @@ def test_the_report_shows_outcomes_that_are_not_ok(whole: Path) -> None:
     assert (rows[SICK], rows[0]) == ("2, 1 nonfinite", str(len(run.agents[0].train)))
     page = render([run])
     assert "2, 1 nonfinite" in page
-    assert "outcome nonfinite in 1 iteration, first at step 1" in page
+    assert "outcome nonfinite in 1 iteration, first at iteration 1" in page
 
 
 @pytest.mark.parametrize("guard", [True, False])
