@@ -54,6 +54,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     ),
     "vague_names": (
         # Of the type Place:
+        "agilerl.envs.programs: place",
         "agilerl.population: place",
         "agilerl.rollouts.engine: place",
         # What an error says was expected and found, and where:
@@ -62,10 +63,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         # Arguments that are given by name:
         "agilerl.rollouts.vllm.engine: own",
         "agilerl.training.trackers: own",
-        # Not yet renamed:
-        "agilerl.envs.programs: place",
-        "agilerl.rollouts.endpoint.server: found",
-        "agilerl.rollouts.torch_engine: said",
     ),
 }
 

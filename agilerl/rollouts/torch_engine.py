@@ -612,11 +612,15 @@ def _rows(requests: Sequence[GenerationRequest], first: int) -> list[Row]:
     return [(k, sample) for k in range(first, len(requests)) for sample in range(requests[k].samples)]
 
 
-def _keep(request: GenerationRequest, kept: Kept, said: Sequence[int]) -> None:
-    """Let a request's conversation keep the keys and values of its prompt and of what was said."""
+def _keep(request: GenerationRequest, kept: Kept, answer_ids: Sequence[int]) -> None:
+    """Let a request's conversation keep the keys and values of its prompt and of the answer."""
     conversation = request.conversation
     assert conversation is not None
-    conversation.slot, conversation.kept, conversation.token_ids = request.slot, kept, [*request.prompt_ids, *said]
+    conversation.slot, conversation.kept, conversation.token_ids = (
+        request.slot,
+        kept,
+        [*request.prompt_ids, *answer_ids],
+    )
 
 
 def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

@@ -152,7 +152,7 @@ class Resolved:
             times = f"{rate / usual:.2g} times" if rate > usual else f"1/{usual / rate:.2g} of"
             then = f"unless you mean that, set algorithm.{name}={usual:.2g}"
             if name in instead:
-                then = f"agent {USUAL} starts with that, and stays unless an exam proves another to be better"
+                then = f"agent {USUAL} starts with that, and leaves only if an exam proves another to be better"
             sentences.append(f"algorithm.{name}={rate:.3g} is {times} the usual rate of this base, {usual:.3g}; {then}")
         return sentences
 

@@ -345,8 +345,8 @@ class Endpoint:
         choices = [{"index": i, **choice(*answer)} for i, answer in enumerate(zip(completions, texts))]
         # A program that has gone would not know what it is rewarded for.
         if session is not None and not await request.is_disconnected():
-            for asked, completion, text, found in zip(calls, completions, texts, choices):
-                session.answered(asked, completion, text, found.get("message"))
+            for asked, completion, text, entry in zip(calls, completions, texts, choices):
+                session.answered(asked, completion, text, entry.get("message"))
         used = sum(len(completion.token_ids) for completion in completions)
         document = {
             "id": f"{kind}-{next(self._numbers)}",
@@ -362,8 +362,8 @@ class Endpoint:
         }
         if body.return_token_ids:
             document["prompt_token_ids"] = calls[0].prompt_ids
-            for found, completion in zip(choices, completions):
-                found["token_ids"] = completion.token_ids
+            for entry, completion in zip(choices, completions):
+                entry["token_ids"] = completion.token_ids
         if body.stream:
             events = _streamed(document, usage=bool(body.stream_options.get("include_usage")))
             return StreamingResponse(events, media_type="text/event-stream")
