@@ -82,7 +82,7 @@ CEILINGS = {
     "planning": 955,
     "report": 2_600,
     "rewards": 2_950,
-    "rollouts": 4_150,
+    "rollouts": 4_155,
     "runs": 2_130,
     "safety": 810,
     "text": 310,

@@ -85,7 +85,7 @@ def test_the_proposed_settings_are_settings_of_a_manifest(agilerl: Agilerl) -> N
     ("overrides", "then"),
     [
         ((), ""),
-        (("algorithm.lr=9e-3",), "; agent 1 starts with that, and stays"),
+        (("algorithm.lr=9e-3",), "; agent 1 starts with that, and leaves"),
         (("algorithm.lr=9e-3", "training.pop_size=1"), "; unless you mean that, set algorithm.lr=0.001"),
     ],
     ids=["usual", "founder", "alone"],
