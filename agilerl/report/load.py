@@ -70,6 +70,8 @@ class AgentRecord:
     parent: int | None = None
     mate: int | None = None
     """Its second parent, if it has one."""
+    untrained: bool = False
+    """Whether it began as its parent was before any training."""
     born: int | None = None
     """Generation of the birth event; None if there is no such event."""
     died: int | None = None
@@ -299,6 +301,7 @@ def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int
                 # A damaged line may name the agent itself.
                 agent.parent, agent.mate = None if parent == index else parent, _whole(line.get("mate"))
                 agent.born, agent.hyperparameters = generation, dict(line.get("hyperparameters") or {})
+                agent.untrained = bool(line.get("untrained"))
             case "mutation":
                 agent.mutations.append(line)
             case "verdict":
@@ -448,7 +451,7 @@ def trace_family(run: RunRecord) -> Family:
     # A damaged lineage may run in a circle.
     while agent is not None and agent not in line:
         line.insert(0, agent)
-        agent = run.agents[agent].parent
+        agent = None if run.agents[agent].untrained else run.agents[agent].parent
     return Family(winner, line, spans, _rows(run.agents, spans, line))
 
 
