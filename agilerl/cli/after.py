@@ -1,6 +1,7 @@
 """The commands about a finished run or an adapter: ``eval``, ``chat``, ``merge``, ``export``, ``push``, ``compare``."""
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -490,6 +491,11 @@ def run_compare(
     _show_comparison(distinct_names(runs), differ, results)
     if warning := why_not_comparable(differ):
         tell_line(warning)
+    elif len(elites := [record.tests["elite"][1] for record in records if "elite" in record.tests]) == 2:
+        gap, error = elites[1].mean - elites[0].mean, math.hypot(elites[0].stderr, elites[1].stderr)
+        verdict = "which is more than chance" if abs(gap) > 2 * error else "so the test does not tell them apart"
+        if math.isfinite(error):
+            tell_line(f"Second elite less the first: {gap:+.3f} ± {error:.3f} (one standard error), {verdict}.")
     run_report(runs, out)
 
 

@@ -136,9 +136,10 @@ class PulseSelection(Strategy):
             return best.agent, STUCK_FACTOR
         if sure < needed:
             return None
+        other = "its own" if best.agent == winner else f"agent {best.agent}'s"
         verdicts[winner] = (
-            f"left: below the best exam, {present.mean:.3f} against {best.fitness.mean:.3f} of agent {best.agent}, "
-            f"with P = {sure:.5f} >= {needed:.5f}; it comes back at {self.guard_factor:g} times the learning rate"
+            f"left: {present.mean:.3f} in the exam is below the best one, {other} {best.fitness.mean:.3f}, with "
+            f"P = {sure:.5f} >= {needed:.5f}; that comes back at {self.guard_factor:g} times the learning rate"
         )
         return best.agent, self.guard_factor
 

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from agilerl.checks.arguments import counted
 from agilerl.config.vllm import LORA_RANKS, adapter_options
 from agilerl.envs.answer_format import PHRASE, AnswerFormat
 from agilerl.errors import CheckpointError
@@ -74,8 +75,9 @@ def _card(
     tests = {who: score_of(summary["test"][who]) for who in _TESTS if who in summary["test"]}
     result = tests["elite"].mean
     schedule: Mapping[str, Any] = {"genes": {}}
+    lines = [*read_lines(layout.lineage)]
     with suppress(CheckpointError):  # lines of agents may be missing, and the card says what there is
-        schedule = hyperparameter_schedule(read_lines(layout.lineage), elite["index"])
+        schedule = hyperparameter_schedule(lines, elite["index"])
     # The header for the hub
     task_of_header = " ".join(re.sub(r"[^\w.,:/-]+", " ", task[:_LONGEST]).split())
     header = ModelCardData(
@@ -113,7 +115,7 @@ def _card(
         data=[plain(public_name(path)) for path in data],
         seed=int(training["seed"]),
         generations=int(summary["generations"]),
-        agents=int(training["pop_size"]),
+        agents=counted(sum(line.get("event") == "birth" and line.get("parent") is None for line in lines), "agent"),
         iterations=int(summary["iterations"]),
         tokens=[f"{int(tokens.get(kind, 0)):,} {words}" for kind, words in _TOKENS.items()],
         elite=int(elite["index"]),

@@ -63,7 +63,9 @@ def _with_exams(
     for exam in agent.exams:
         scores = standings[exam.generation]
         best = min(scores, key=lambda i: (ranks[exam.generation, i], i))
-        ahead = "" if best == agent.index else f"; the best, agent {best}, had {plus(scores[best])}"
+        tied = ranks[exam.generation, best] == ranks[exam.generation, agent.index]
+        ahead = f", as agent {best}" if tied else f"; the best, agent {best}, had {plus(scores[best])}"
+        ahead = "" if best == agent.index else ahead
         where = f", place {ranks[exam.generation, agent.index]} of {len(scores)}{ahead}" if len(scores) > 1 else ""
         exams.append((exam.generation, f"exam {plus(exam.score)}{where}"))
     yield birth

@@ -85,7 +85,7 @@ def _chosen(session: Session, progress: Progress, last: Kept) -> tuple[LLMAlgori
         choice["reason"] = f"best of the last exam, {at_end}; the best earlier candidate had {panel[best].mean:.3f}"
         if number:
             choice["reason"] = f"best candidate, {earlier}; the last exam's best had {panel[0].mean:.3f}"
-        choice["reason"] += f" (P = {sure:.2f}{f' < {CANDIDATE:g}' * (not number)} that the candidate is better)"
+        choice["reason"] += f" (P = {sure:.2f}{f' < {CANDIDATE:g}' * (not number)} that it is better)"
         decided = {"panel": "second", "elite": panel[number].mean, "last": panel[0].mean, "n": panel[0].n}
         progress.elite, progress.elite_iteration, progress.best = chosen.state, chosen.iteration, chosen.fitness.mean
         if wanted is not None:

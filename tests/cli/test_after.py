@@ -28,7 +28,7 @@ from agilerl.errors import CheckpointError
 from agilerl.hpo.fitness import Fitness, interval, paired_difference
 from agilerl.models.tiny import tiny_model_path
 from agilerl.report.card import model_card
-from agilerl.runs import RunDirectory, strict_json
+from agilerl.runs import RunDirectory, read_lines, strict_json
 from agilerl.runs.atomic import verify_folder
 from agilerl.training.evaluation import Answer, Results
 from tests.cli.outcome import Outcome
@@ -461,6 +461,9 @@ def test_the_elite_has_a_model_card(run: Path, summary: dict[str, Any]) -> None:
     assert f"| elite | {summary['test']['elite']['mean']:.3f} |" in card.text
     for word in ("vllm serve", "convert_lora_to_gguf.py", "### Lineage", "### Schedule", "reasoning\\_gym:gcd"):
         assert word in card.text
+    founders = sum(line["event"] == "birth" and line["parent"] is None for line in read_lines(run / "lineage.jsonl"))
+    assert founders < 4  # the default of training.pop_size
+    assert f"generations that began with {founders} agent" in card.text
 
 
 @pytest.mark.parametrize(
@@ -690,6 +693,8 @@ def test_compare_shows_what_differs(run: Path, changed: Any, agilerl: Agilerl) -
     assert [line.split() for line in lines if line.startswith("algorithm.lr")] == [["algorithm.lr", "0.001", "0.5"]]
     assert not any(line.startswith(("algorithm.beta", "algorithm.seed")) for line in lines)
     assert [line.split()[0] for line in lines if "seed" in line] == ["training.seed"]
+    assert "Second elite less the first: +0.000 ± 0." in done.output
+    assert "so the test does not tell them apart." in done.output
     found = json.loads(agilerl("compare", str(run), str(other), "--json").output)
     assert found["settings"]["algorithm.lr"] == [0.001, 0.5]
     assert found["results"][0] == found["results"][1]

@@ -232,7 +232,7 @@ def test_the_guard_brings_the_best_exam_back() -> None:
     plan = PulseSelection().plan({7: solved(10)}, 4, 0, 8, Standing(0.8, best))
     assert plan.births == (Birth(8, 0, hyperparameters_from=7, factor=0.4, from_best=True),)
     assert (plan.slots, plan.deaths) == ((8,), (7,))
-    assert "0.250 against 0.875 of agent 0" in plan.verdicts[7]
+    assert "0.250 in the exam is below the best one, agent 0's 0.875" in plan.verdicts[7]
     # 3 prompts below is what exams do; and a broken agent has fallen below anything.
     assert PulseSelection().plan({7: solved(32)}, 4, 0, 8, Standing(0.8, best)).births == ()
     assert PulseSelection().plan({7: BROKEN}, 4, 0, 8, Standing(0.8, best)).slots == (8,)
