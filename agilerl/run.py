@@ -78,8 +78,8 @@ def train(
         model: ``embedded``, a local folder, or a name on the Hugging Face hub.
         task: a task of reasoning_gym (``reasoning_gym:gcd``) or a text environment (``agilerl/TicTacToe-v0``).
         dataset: rows of your own in place of a task: a file, a name on the hub, a list of dicts, a Hugging Face
-            ``Dataset``, a pandas ``DataFrame``. Rows in memory are written to ``OUT.rows.jsonl``, so that the run can
-            be resumed.
+            ``Dataset``, a pandas ``DataFrame``; or as in a manifest, ``{"path": ..., "columns": {"question": ...}}``.
+            Rows in memory are written to ``OUT.rows.jsonl``, so that the run can be resumed.
         reward: a function ``f(completion, answer, question) -> float`` or any other grader, the name of one
             (``accuracy``), or a list of these, whose scores are added.
         algorithm: a name, or a section with ``name`` and hyperparameters.

@@ -15,6 +15,7 @@ from agilerl.errors import CheckpointError, ConfigError, EnvError
 from agilerl.rewards.grader import exact_match
 from agilerl.safety.custom_code import given_name, load_code
 from agilerl.training.events import IterationDone
+from agilerl.training.given import in_manifest
 from tests.training.small_runs import environment
 
 pytestmark = pytest.mark.model
@@ -101,6 +102,8 @@ def test_algorithms_of_data_need_no_more_than_their_name(algorithm: Any, tmp_pat
 def test_rows_of_a_run_that_never_began_do_not_stay(tmp_path: Path) -> None:
     with pytest.raises(EnvError, match="column"):
         agilerl.train(dataset=[{"a": "1"}] * 60, reward=short, out=tmp_path / "no", **SMALL)
+    values, rows = in_manifest({"path": "mine.jsonl", "columns": {"question": "Frage"}}, None, None)
+    assert (values["dataset"], rows) == ({"path": "mine.jsonl", "columns": {"question": "Frage"}}, None)
     assert list(tmp_path.iterdir()) == []
 
 

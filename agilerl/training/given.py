@@ -20,6 +20,8 @@ def in_manifest(dataset: Any, reward: Any, environment: Any) -> tuple[dict[str, 
         values["graders"] = [{"name": one if isinstance(one, str) else given_name(one)} for one in listed(reward)]
     if isinstance(dataset, str | Path):
         values["dataset"] = str(dataset)
+    elif isinstance(dataset, Mapping) and "path" in dataset:
+        values["dataset"] = dict(dataset)
     elif dataset is not None:
         from agilerl.envs.sources import read_dataset
 
