@@ -417,6 +417,7 @@ def configuration(run: RunRecord) -> dict[str, str]:
 
 def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
     """Return one row per agent, in the order of birth."""
+    elite, why = life.chosen(run)
     return [
         {
             "agent": index,
@@ -424,7 +425,9 @@ def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
             "winning": index in family.line,
             "parent": life.parents(agent),
             "lived": f"{family.spans[index][0]} to {family.spans[index][-1]}",
-            "left": "" if agent.died is None else f"{agent.died}: {agent.reason.removeprefix('left: ')}".rstrip(": "),
+            "left": (why if index == elite else "")
+            if agent.died is None
+            else f"{agent.died}: {agent.reason.removeprefix('left: ')}".rstrip(": "),
             "changes": "; ".join(map(life.changed, agent.mutations)),
             "fitness": life.plus(agent.best.score) if agent.best else "none" if not agent.exams else "not finite",
             "steps": ", ".join([str(len(agent.train)), *(f"{len(at)} {what}" for what, at in agent.trouble.items())]),
