@@ -260,7 +260,7 @@ def test_the_first_page_shows_what_the_runs_on_a_real_model_came_to(tmp_path: Pa
         cells = [cell.strip() for cell in shown.split("|")[2:-1]]
         assert cells == [test, gap, f"{falls.split()[0]} of 28", worst]
     for r in results(ROOT / "benchmarking" / "results" / "evidence_present.json"):
-        assert f"{r['test']:.3f}" in pages[0].partition("With the present version")[2].partition("## ")[0], r["seed"]
+        assert f"{r['test']:.3f}" in pages[0].partition("Two rules changed since")[2].partition("## ")[0], r["seed"]
     falls = table_of["formula_decay"][6].split()[0]
     assert all(re.search(rf"{falls}\s+of\s+28", page) for page in pages)
     [drawn] = plot(results(ROOT / "benchmarking" / "results" / "evidence.json"), tmp_path / "evidence")
