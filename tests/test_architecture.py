@@ -70,9 +70,9 @@ CEILINGS = {
     ".": 2_280,
     "algorithms": 6_355,
     "checks": 775,
-    "cli": 4_750,
+    "cli": 4_770,
     "compat": 2_670,
-    "config": 2_355,
+    "config": 2_360,
     "data": 650,
     "distributed": 730,
     "envs": 7_800,
@@ -86,7 +86,7 @@ CEILINGS = {
     "runs": 2_130,
     "safety": 810,
     "text": 310,
-    "training": 4_575,
+    "training": 4_580,
     "utils": 40,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises
