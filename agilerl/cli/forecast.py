@@ -161,9 +161,9 @@ class Planned:
         common = sum(
             1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*(question.prompt_ids for question in places)))
         )
-        begins = f", of which all begin with {common:,}" * (common > 0)
-        source = "first of an episode" if exam.multi_turn else "the mean of the exam's"
-        return mean, common, f"prompts of {counted(round(mean), 'token')}{begins}: {source}"
+        shared = f", the first {common:,} shared by all prompts" * (common > 0)
+        source = "first of an episode" if exam.multi_turn else "mean of the exam"
+        return mean, common, f"{counted(round(mean), 'prompt token')} ({source}){shared}"
 
     def scale(self, rows: Lengths) -> Scale:
         """Return the size of an agent's iterations and exams."""
@@ -216,6 +216,7 @@ class Planned:
             row_multiple=row_multiple,
             max_tokens=t.max_tokens_in_flight or pass_tokens,
             max_rows=t.max_rows_in_flight,
+            most_islands=config.most_islands,
         )
 
 

@@ -3,7 +3,7 @@
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import ceil
 from typing import Annotated, Any
 
@@ -69,6 +69,10 @@ def run_plan(
     load = planned.workload(rows, usual, row_multiple=device.row_multiple)
     # The layout and its command
     capacity = proposed(shape, load, machine, device.costs, gpus, vllm=resolved.options.use_vllm)
+    try:
+        config.check_islands(islands := min(gpus, load.agents))
+    except ConfigError as error:
+        capacity = replace(capacity, refused=(f"{islands} islands: {error}", *capacity.refused))
     best, seconds = capacity.best, whole_run(planned, rows, capacity.best)
     settings = overrides(
         best,
@@ -199,5 +203,5 @@ def _print(document: dict[str, Any], capacity: Capacity) -> None:
     for other in capacity.others[:4]:
         tell_line(f"also fits: {named(other.split)}: {duration(other.generation)}, {gib(other.peak)}")
     for sentence in capacity.refused[:4]:
-        tell_line(f"does not fit: {sentence}")
+        tell_line(f"ruled out: {sentence}")
     tell_line("Not counted: grading, environments, loading the model. What is assumed: docs/plan.md")

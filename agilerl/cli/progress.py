@@ -73,7 +73,9 @@ def plan_document(
     config, population, runtime = session.config, session.population, session.population.runtime
     e = config.environment
     agents, base, store = population.agents, runtime.base, runtime.store
-    iterations = planned_iterations(session)
+    iterations, by_tokens = planned_iterations(session), session.scale.ends_by_tokens
+    if by_tokens:
+        iterations = min(iterations, math.ceil(session.scale.lone_agent()[0] / len(population.everyone)))
     groups = population.group_sizes
     completions = [population.prompts_per_step * group for group in groups]
     limit, lengths = population.context_length, [population.lengths("exam"), population.lengths("test")]
@@ -124,6 +126,7 @@ def plan_document(
         },
         "length": {
             "iterations": iterations,
+            "ends_by_tokens": by_tokens,
             "iterations_per_generation": session.evo_steps,
             "iterations_of_first_generation": session.generation_steps,
             "generations": -(-iterations // session.evo_steps),
@@ -132,7 +135,7 @@ def plan_document(
             "price_per_hour": config.training.price_per_hour,
             "exam_prompts": len(population.places("exam")),
             "test_prompts": len(session.population.places("test")),
-            "agents_leave": config.smallest_population < len(indices),
+            "smallest_population": min(config.smallest_population, len(indices)),
         },
         "expected_seconds": None
         if topology.world.size > 1 or not timed
@@ -150,6 +153,7 @@ def plan_document(
         if sampled is None
         else finite({key: getattr(sampled, key) for key in ("prompt", "answer", "score")}),
         "without_effect": session.without_effect,
+        "notes": session.notes,
         "results": str(out),
     }
 
@@ -215,7 +219,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     if session.saved is None and agents < session.config.training.pop_size:
         yield "", "no more, because an iteration of each would take over a tenth of the budget (training.pop_size)"
     for sentence in session.resolved.unusual_rates(usual) if usual else ():
-        yield "", sentence
+        yield "rate", sentence
     yield "genes", ", ".join(f"{k} in {v}" for k, v in plan["genes"].items()) or "none: nothing evolves"
     # Batches and length
     completions = f"{_span(batch['group_size'])} completions = {_span(batch['completions_per_agent'])} for each agent"
@@ -231,15 +235,14 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     limits = " or ".join(
         f"{length[key]:,.15g} {unit}" for key, unit in (("max_tokens", "tokens"), ("max_seconds", "s")) if length[key]
     )
-    every, first = length["iterations_per_generation"], length["iterations_of_first_generation"]
-    most = length["iterations"] * agents
+    left, by_tokens = length["smallest_population"], length["ends_by_tokens"]
+    most = length["iterations"] * (agents if left < agents else 1)
     yield (
         "length",
-        f"{counted(length['iterations'], 'iteration')}{' of all agents' * length['agents_leave']}"
-        f"{', ending after ' * bool(limits)}{limits}, selection every {every}"
-        f"{f' (the first after {first})' * (first != every)}; exam {length['exam_prompts']} prompts, test "
-        f"{length['test_prompts']}"
-        f"{f'; those that stay get the iterations of those that leave, up to {most} in all' * length['agents_leave']}",
+        f"{'about ' * by_tokens}{counted(length['iterations'], 'iteration')}{' of all agents' * (left < agents)}"
+        f"{' (more if answers are short)' * by_tokens}{', ending after ' * bool(limits)}{limits}, "
+        f"{_selections(length, most)}; exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
+        f"{f'; agents that stay inherit the iterations of those that leave (up to {most})' * (left < agents)}",
     )
     # What it tells apart and takes
     if plan["compares"]:
@@ -268,7 +271,21 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         yield "preflight", f"before the first update agents answer {QUESTIONS} to {MOST} training questions"
     for sentence in plan["without_effect"]:
         yield "no effect", sentence
+    for sentence in plan["notes"]:
+        yield "note", sentence
     yield "results", plan["results"]
+
+
+def _selections(length: Mapping[str, Any], most: int) -> str:
+    """Return a phrase about when agents are selected, of which one may have ``most`` iterations."""
+    every, first = length["iterations_per_generation"], length["iterations_of_first_generation"]
+    known = not length["ends_by_tokens"]
+    if known and first >= length["iterations"]:  # what a last selection decides would never train
+        return f"no selection, as the first would come after {first}"
+    if first == every:
+        return f"selection every {every}"
+    left = counted(length["smallest_population"], "agent")
+    return f"first selection after {first}" + f", then every {every} with {left} left" * (not known or every < most)
 
 
 def sample_lines(event: PreflightDone) -> list[str]:

@@ -154,6 +154,11 @@ class RunConfig(Section):
         section, size = self.selection_strategy, self.training.pop_size
         return min(section.least or 1, size) if section.strategy in SHRINKING else size
 
+    @property
+    def most_islands(self) -> int:
+        """Islands that have an agent each for the whole run; agents that share must be on one."""
+        return 1 if self.sharing.distillation or self.sharing.experience else self.smallest_population
+
     def check_islands(self, islands: int) -> None:
         """Raise ConfigError for settings that a run on this many islands cannot keep."""
         if islands > 1 and (self.sharing.distillation or self.sharing.experience):

@@ -92,7 +92,7 @@ def proposed(
     Among those within 3 %, the one with the fewest devices, then the smallest islands. Raises ConfigError if no layout
     fits, with suggestions of what would.
     """
-    splits = _splits(shape, load.agents, devices, vllm=vllm)
+    splits = _splits(shape, load, devices, vllm=vllm)
     sized = {named(split): _sized(shape, load, machine, costs, split) for split in splits}
     refused = tuple(f"{name}: {result}" for name, result in sized.items() if isinstance(result, str))
     fitting = sorted((f for f in sized.values() if isinstance(f, Forecast)), key=lambda f: f.generation)
@@ -117,7 +117,7 @@ def named(split: Split) -> str:
     return words + (f", vLLM over {split.tensor_parallel} devices" if split.tensor_parallel > 1 else "")
 
 
-def _splits(shape: ModelShape, agents: int, devices: int, *, vllm: bool) -> Iterator[Split]:
+def _splits(shape: ModelShape, load: Workload, devices: int, *, vllm: bool) -> Iterator[Split]:
     """Yield the layouts: a power of two processes per island (or all of them), and no island without agents.
 
     Each process starts its own vLLM with the whole base, so vLLM rules out a sharded base; it decodes over several
@@ -126,7 +126,7 @@ def _splits(shape: ModelShape, agents: int, devices: int, *, vllm: bool) -> Iter
     divisible = shape.linear_width >= shape.width and not vllm  # quantised layers cannot be divided
     sizes = sorted({p for p in (*(2**k for k in range(devices.bit_length())), devices) if p <= devices})
     for processes in sizes:
-        islands = min(devices // processes, agents)
+        islands = min(devices // processes, load.agents, load.most_islands or load.agents)
         for sharded in (False, True) if processes > 1 and divisible else (False,):
             yield Split(islands, processes, sharded, vllm=vllm)
     for parallel in sizes[1:] if vllm else ():
@@ -223,5 +223,5 @@ def _impossible(shape: ModelShape, load: Workload, machine: Machine, devices: in
 
 def _holds(shape: ModelShape, load: Workload, machine: Machine, devices: int, *, vllm: bool) -> bool:
     length, room = ceil(load.prompt + load.longest), SHARE * machine.memory
-    splits = _splits(shape, load.agents, devices, vllm=vllm)
+    splits = _splits(shape, load, devices, vllm=vllm)
     return any(peak(memory(shape, _with(load, split, length, 1), split)) <= room for split in splits)

@@ -151,6 +151,8 @@ class Workload:
     """``training.max_tokens_in_flight``."""
     max_rows: int = MAX_ROWS
     """``training.max_rows_in_flight``."""
+    most_islands: int | None = None
+    """Islands for which the selection leaves agents; None: as many as there are agents."""
 
     @property
     def rows(self) -> int:

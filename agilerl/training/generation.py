@@ -72,6 +72,11 @@ class Scale:
         examined = self.completion + self.kl * 2 * (self.prompt + self.completion)
         return iterations, self.questions * t.eval_samples * examined / (rows * row)
 
+    @property
+    def ends_by_tokens(self) -> bool:
+        """Whether, by that count, ``max_tokens`` ends the run before ``max_steps`` does."""
+        return self.lone_agent()[0] < self.training.max_steps / (self.prompts * self.group)
+
     def question_cost(self) -> float:
         """Return what a question of the exam costs, in iterations of one agent.
 

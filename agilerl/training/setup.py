@@ -120,23 +120,26 @@ class Session:
     @property
     def without_effect(self) -> list[str]:
         """Sentences about what was asked for and will not happen."""
-        sentences = self.resolved.without_effect
+        return self.resolved.without_effect
+
+    @property
+    def notes(self) -> list[str]:
+        """Sentences about what a search does by default, and the budget is too small for."""
         strategy, t = self.resolved.selection, self.config.training
         if t.max_seconds is not None or not isinstance(strategy, KnockoutSelection) or strategy.floor > 1:
-            return sentences  # how much a second does is not known before
+            return []  # how much a second does is not known before
         later = strategy.later
         if not isinstance(later, PulseSelection) or not later.factors or not later.until:
-            return sentences
+            return []
         first = self.pace.first_pulse(self.founders, strategy.period, later.every)
-        if first >= later.until:
-            due = f"the first is due after {first:.0%} of so small a budget" if first < 1 else "the budget is too small"
-            sentences.append(
-                f"selection_strategy.pulses: no copy with a higher rate will be tried: {due}, and none is tried after "
-                f"pulses.until={later.until:g} of it; raise the budget, or lower training.evo_steps"
-                + " or training.pop_size"
-                * (self.founders > 1)
-            )
-        return sentences
+        if first < later.until:
+            return []
+        due = f" (the first would start after {first:.0%} of it, and none starts after {later.until:.0%})" * (first < 1)
+        fewer = " or training.pop_size" * (self.founders > 1)
+        return [
+            f"the budget is too small to try copies of the best agent with a higher learning rate{due}; they need a "
+            f"larger budget, or a smaller training.evo_steps{fewer}"
+        ]
 
     @property
     def selection(self) -> SelectionStrategy:

@@ -55,9 +55,8 @@ def test_help_and_typing_errors_load_nothing(arguments: list[str], tmp_path: Pat
 
 
 def test_a_model_without_weights_is_planned_for(agilerl: Agilerl, seven: str) -> None:
-    found = planned(
-        agilerl, f"network.pretrained_model_name_or_path={seven}", "--gpus", "8", "--gpu", "h200", "--prompt-tokens=300"
-    )
+    model = (f"network.pretrained_model_name_or_path={seven}", "selection_strategy.name=tournament")
+    found = planned(agilerl, *model, "--gpus", "8", "--gpu", "h200", "--prompt-tokens=300")
     assert found["model"]["parameters"] == 7_615_616_512
     assert found["model"]["linear"] == 28 * (2 * 3584**2 + 2 * 3584 * 512 + 3 * 3584 * 18944)
     assert found["model"]["width"] == 2
@@ -74,8 +73,30 @@ def test_a_model_without_weights_is_planned_for(agilerl: Agilerl, seven: str) ->
     assert found["workload"]["prompt"] == 300
 
 
+@pytest.mark.parametrize(
+    ("overrides", "islands"),
+    [
+        ((), 1),
+        (("selection_strategy.floor=2",), 2),
+        (("selection_strategy.name=tournament",), 4),
+        (("selection_strategy.name=tournament", "sharing.distillation=0.5"), 1),
+    ],
+)
+def test_no_more_islands_are_proposed_than_the_selection_leaves_agents_for(
+    overrides: tuple[str, ...], islands: int, seven: str, agilerl: Agilerl
+) -> None:
+    arguments = (f"network.pretrained_model_name_or_path={seven}", *overrides)
+    found = planned(agilerl, *arguments, "--gpus", "4", "--gpu", "h200", "--prompt-tokens=300")
+    layouts = [found["proposal"], *found["others"]]
+    assert max(layout["islands"] for layout in layouts) == islands
+    config = load_manifest(None, [*arguments, *found["proposal"]["overrides"]])
+    for layout in layouts:
+        config.check_islands(layout["islands"])
+    assert any("4 islands: s" in sentence for sentence in found["refused"]) is (islands < 4)
+
+
 def test_the_proposed_settings_are_settings_of_a_manifest(agilerl: Agilerl) -> None:
-    overrides = planned(agilerl, "--gpu", "l4", "--gpus", "2")["proposal"]["overrides"]
+    overrides = planned(agilerl, "--gpu", "l4")["proposal"]["overrides"]
     assert any(o.startswith("training.max_tokens_in_flight=") for o in overrides)
     outcome = agilerl("train", "--dry-run", *overrides)
     assert (outcome.code, outcome.errors) == (0, "")
@@ -102,8 +123,9 @@ def test_prompts_of_a_known_task_are_measured(agilerl: Agilerl) -> None:
     found = planned(agilerl, "--gpu", "l4")
     assert 9 <= found["workload"]["prompt"] <= 10.5
     assert found["workload"]["completion"] == 10
-    assert "the mean of the exam's" in found["assumed"][0]
-    assert 1 <= found["workload"]["common"] < 9
+    common = found["workload"]["common"]
+    assert found["assumed"][0] == f"10 prompt tokens (mean of the exam), the first {common} shared by all prompts"
+    assert 1 <= common < 9
     assert found["proposal"]["devices"] == 1
     assert found["proposal"]["command"].startswith("agilerl train training.max_tokens_in_flight=")
 
@@ -124,8 +146,8 @@ def test_a_cpu_is_planned_for_in_bf16_as_it_computes(agilerl: Agilerl) -> None:
 
 
 def test_what_a_person_reads(agilerl: Agilerl, seven: str) -> None:
-    model = f"network.pretrained_model_name_or_path={seven}"
-    text = agilerl("plan", model, "--gpus", "2", "--gpu", "h100", "--price", "6.5").output
+    model = (f"network.pretrained_model_name_or_path={seven}", "selection_strategy.floor=2")
+    text = agilerl("plan", *model, "--gpus", "2", "--gpu", "h100", "--price", "6.5").output
     flat = " ".join(text.split())
     for words in (
         "7,615,616,512 parameters, 14.2 GiB",

@@ -38,6 +38,13 @@ def made(*overrides: str) -> Session:
     return build(load_manifest(None, [*FEW, *overrides]))
 
 
+def shown(session: Session) -> str:
+    """The plan of a session, with one space between two words of a line."""
+    console = Console(file=StringIO(), width=400)
+    print_plan(session, Path("run"), console)
+    return "\n".join(" ".join(line.split()) for line in console.file.getvalue().splitlines())  # type: ignore[attr-defined]
+
+
 @pytest.fixture(scope="module")
 def session() -> Session:
     return made("training.max_steps=2048")
@@ -99,8 +106,35 @@ def test_the_plan_says_what_the_search_does_not_do(overrides: tuple[str, ...], w
     ],
 )
 def test_the_plan_says_if_no_challenger_will_come(overrides: tuple[str, ...], *, silent: bool) -> None:
-    found = made(*overrides).without_effect
-    assert ["pulses.until=0.45" in sentence for sentence in found] == [True] * (not silent)
+    session = made(*overrides)
+    assert ["too small to try copies" in sentence for sentence in session.notes] == [True] * (not silent)
+    assert session.without_effect == []  # nobody asked for any
+    assert ("\nnote " in shown(session)) is not silent
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        # What is impossible is not said: a generation longer than the run, iterations that the tokens do not pay.
+        (
+            ("max_steps=256",),
+            "4 iterations of all agents, first selection after 1, then every 2 with 1 agent left; exam 8 prompts, "
+            "test 10; agents that stay inherit the iterations of those that leave (up to 16)",
+        ),
+        (
+            ("max_steps=256", "evo_steps=5"),
+            "4 iterations of all agents, no selection, as the first would",
+        ),
+        (("max_steps=1024",), "16 iterations of all agents, selection every 2;"),
+        (
+            ("max_steps=100000", "max_tokens=20000"),
+            "about 11 iterations of all agents (more if answers are short), ending after 20,000 tokens, selection",
+        ),
+        (("max_steps=512", "max_tokens=2000000"), "8 iterations of all agents, ending after 2,000,000 tokens, first"),
+    ],
+)
+def test_the_plan_says_how_long_a_run_can_be(overrides: tuple[str, ...], words: str) -> None:
+    assert f"\nlength {words}" in shown(made("training.pop_size=4", *(f"training.{o}" for o in overrides)))
 
 
 def test_many_founders_share_their_generations() -> None:
@@ -210,23 +244,17 @@ def test_where_the_configured_rate_is_far_from_the_usual_one_a_founder_has_that(
     assert (rates[1] == 1e-3) is usual
     if isinstance(session.selection, KnockoutSelection):
         assert session.selection.seeded == usual
-    console = Console(file=StringIO(), width=300)
-    print_plan(session, Path("run"), console)
-    rate = rates[0] / 1e-3
+    plan, rate = shown(session), rates[0] / 1e-3
     far = f"is {rate:.2g} times the usual rate" if rate > 3 else f"is 1/{1 / rate:.2g} of the usual rate"
-    assert (far in console.file.getvalue()) is (not 1 / 3 <= rate <= 3)  # type: ignore[attr-defined]
-    assert ("agent 1 starts with that" in console.file.getvalue()) is usual  # type: ignore[attr-defined]
-    assert ("unless you mean that, set algorithm.lr=0.001" in console.file.getvalue()) is (  # type: ignore[attr-defined]
-        not usual and not 1 / 3 <= rate <= 3
-    )
+    assert (f"\nrate algorithm.lr={rates[0]:.3g} {far}" in plan) is (not 1 / 3 <= rate <= 3)
+    assert ("agent 1 starts with that" in plan) is usual
+    assert ("unless you mean that, set algorithm.lr=0.001" in plan) is (not usual and not 1 / 3 <= rate <= 3)
 
 
 def test_a_small_budget_starts_with_fewer_agents_unless_their_number_is_given() -> None:
     def planned(*overrides: str) -> tuple[list[int], bool]:
         session = made(*overrides)
-        console = Console(file=StringIO(), width=300)
-        print_plan(session, Path("run"), console)
-        fewer = "no more, because" in console.file.getvalue()  # type: ignore[attr-defined]
+        fewer = "no more, because" in shown(session)
         return [agent.index for agent in session.population.agents], fewer
 
     assert planned("training.max_steps=480") == ([0, 1, 2], True)  # 30 iterations of 16 completions
