@@ -150,9 +150,9 @@ class Gene:
 class RLParameter:
     """Range of one hyperparameter that is multiplied by ``shrink_factor`` or ``grow_factor``, each half of the time.
 
-    ``dtype`` is ``float`` or ``int``, and always ``int`` for a hyperparameter that is one; an integer always moves by at
-    least one. ``monotone="up"`` (or ``"down"``) lets mutations move the value only that way. Raises ConfigError for an empty range, factors that do not shrink and grow,
-    or another dtype.
+    ``dtype`` is ``float`` or ``int``, and always ``int`` for a hyperparameter that is one; an integer always moves by
+    at least one. ``monotone="up"`` (or ``"down"``) lets mutations move the value only that way. Raises ConfigError for
+    an empty range, factors that do not shrink and grow, or another dtype.
     """
 
     min: float
@@ -262,7 +262,9 @@ def genes_in_force(model_class: Any, hp_config: Mapping[str, RLParameter] | None
     fields = _fields(model_class)
     return {
         # The field decides, since no fraction would fit it.
-        name: (replace(given, dtype=int) if _is_whole(_plain_types(fields[name.partition(".")[0]].annotation)) else given).gene(name)
+        name: (
+            replace(given, dtype=int) if _is_whole(_plain_types(fields[name.partition(".")[0]].annotation)) else given
+        ).gene(name)
         for name, given in hp_config.items()
     }
 
