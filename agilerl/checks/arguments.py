@@ -24,7 +24,7 @@ from agilerl.errors import AgileRLError, ConfigError
 P = ParamSpec("P")
 R = TypeVar("R")
 _LONGEST = 100
-_MOST_NAMES = 12
+_MOST_NAMES, _MOST_NEAR = 12, 2
 _LONGEST_REASON = 300
 
 
@@ -55,15 +55,19 @@ def reason(error: BaseException) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint for a misspelt name: the nearest known one, or some of them."""
+    """Return a hint for a misspelt name: the nearest known ones, or some of them."""
     names = list(known)
     by_lower = {known_name.lower(): known_name for known_name in names}
     wanted = name[:_LONGEST].lower()
     # A whole word of a name says more than similar letters: "sum" is meant for "chain_sum", not for "tsumego".
-    close = [known_name for known_name in by_lower if wanted in known_name.split("_")]
-    close = close or difflib.get_close_matches(wanted, by_lower, n=1, cutoff=0.6)
+    close = (
+        [known_name for known_name in by_lower if wanted in known_name.split("_")]
+        or difflib.get_close_matches(wanted, by_lower, n=1, cutoff=0.8)
+        or [n for n in by_lower if difflib.get_close_matches(wanted, n.split("_"), cutoff=0.8)]
+        or difflib.get_close_matches(wanted, by_lower, n=1, cutoff=0.6)
+    )
     if close:
-        return f"did you mean {by_lower[close[0]]!r}?"
+        return f"did you mean {' or '.join(repr(by_lower[known_name]) for known_name in close[:_MOST_NEAR])}?"
     if not names:
         return "there are none"
     return f"known: {', '.join(names[:_MOST_NAMES])}{', ...' if len(names) > _MOST_NAMES else ''}"

@@ -389,7 +389,7 @@ def log(
             case PreflightDone() if event.problem:
                 tell(json_line("advice", text=event.problem))
             case IterationDone():
-                observer.add(event.metrics)
+                observer.add(metric_lines(event))
         progress = {"progress": event.progress} if isinstance(event, IterationDone) else {}
         for values in metric_lines(event):
             tell(json_line(values.pop("kind"), **progress, **values))
@@ -510,7 +510,7 @@ class View:
                 self.phase = self.bars.add_task(event.name, total=total, whole="generation")
             case IterationDone():
                 self.iteration = event.iteration
-                self.observer.add(event.metrics)
+                self.observer.add(metric_lines(event))
                 self.bars.update(self.run, completed=event.progress)
                 self.bars.advance(self.phase)
                 for index, metrics in event.metrics.items():

@@ -150,9 +150,9 @@ class Gene:
 class RLParameter:
     """Range of one hyperparameter that is multiplied by ``shrink_factor`` or ``grow_factor``, each half of the time.
 
-    ``dtype`` is ``float`` or ``int``; an integer always moves by at least one. ``monotone="up"`` (or ``"down"``) lets
-    mutations move the value only that way. Raises ConfigError for an empty range, factors that do not shrink and grow,
-    or another dtype.
+    ``dtype`` is ``float`` or ``int``, and always ``int`` for a hyperparameter that is one; an integer always moves by
+    at least one. ``monotone="up"`` (or ``"down"``) lets mutations move the value only that way. Raises ConfigError for
+    an empty range, factors that do not shrink and grow, or another dtype.
     """
 
     min: float
@@ -259,7 +259,14 @@ def genes_in_force(model_class: Any, hp_config: Mapping[str, RLParameter] | None
         field_name, _, entry = name.partition(".")
         if (f"{field_name}.<name>" if entry else name) not in known:
             raise ConfigError(_unknown(getattr(model_class, "__name__", "model"), name, known))
-    return {name: hp_config[name].gene(name) for name in hp_config}
+    fields = _fields(model_class)
+    return {
+        # The field decides, since no fraction would fit it.
+        name: (
+            replace(given, dtype=int) if _is_whole(_plain_types(fields[name.partition(".")[0]].annotation)) else given
+        ).gene(name)
+        for name, given in hp_config.items()
+    }
 
 
 def values_of(model: Any, names: Iterable[str]) -> dict[str, Any]:
@@ -331,8 +338,11 @@ def _declared(name: str, annotation: Any, mark: Evolve) -> Gene:
         raise ConfigError(f"{name}: only numbers have a range, found a field {annotation}; use Evolve(choices=(...)).")
     # A bool is a choice, even if its declaration has a range.
     mark = replace(mark, min=None, max=None, scale="choice") if bool in kinds else mark
-    whole = int in kinds and float not in kinds
-    return mark.gene(name, "int" if whole else "float", mark.choices or _known_choices(kinds))
+    return mark.gene(name, "int" if _is_whole(kinds) else "float", mark.choices or _known_choices(kinds))
+
+
+def _is_whole(kinds: set[Any]) -> bool:
+    return int in kinds and float not in kinds
 
 
 def _plain_types(annotation: Any) -> set[Any]:

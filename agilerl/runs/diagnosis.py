@@ -105,7 +105,9 @@ def _failing_grader(window: _Window) -> str:
         if name.startswith("reward_errors/") and (mean := window.mean(name, least=1)) is not None
     }
     worst = max(counts, key=lambda name: counts[name], default="")
-    return f"{worst} gave no grade to {counts[worst]:.3g} completions an iteration" if counts else ""
+    error = next((f", for instance because {why}" for line in window.lines if (why := line.get("reward_error"))), "")
+    number = counted(round(counts.get(worst, 0)), "completion")
+    return f"{worst} gave no grade to about {number} an iteration{error}" if counts else ""
 
 
 def _fallen_reward(window: _Window) -> str:
@@ -244,10 +246,10 @@ class Observer:
         self.usual_rate = usual_rate
         self._lines: dict[int, list[Mapping[str, Any]]] = {}
 
-    def add(self, metrics: Mapping[int, Mapping[str, Any]]) -> None:
-        """Take the metrics of an iteration, by agent."""
-        for index, line in metrics.items():
-            self._lines[index] = _evidence([*self._lines.get(index, ()), line])
+    def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Take the train lines of an iteration."""
+        for line in lines:
+            self._lines[line["agent"]] = _evidence([*self._lines.get(line["agent"], ()), line])
 
     def symptoms(self, agents: Iterable[int]) -> dict[int, list[Symptom]]:
         """Return what is known of these agents."""

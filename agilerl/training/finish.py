@@ -1,13 +1,17 @@
 """The end of a run: which agent is the elite, its test, and the summary."""
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agilerl.algorithms import LLMAlgorithm
+from agilerl.algorithms.exams import Panels
 from agilerl.algorithms.state import AgentState, soup
+from agilerl.checks.arguments import counted
 from agilerl.hpo.fitness import Fitness, pareto_front, probability_better, ranking
 from agilerl.hpo.guard import quarantined
+from agilerl.population import Population
 from agilerl.runs.checkpoints import agent_folder
 from agilerl.training.evaluation import before_and_after, constant_answer
 from agilerl.training.progress import Kept, Progress
@@ -128,6 +132,17 @@ def _front(session: Session, progress: Progress) -> list[dict[str, Any]]:
         }
         for index in pareto_front(quarantined(fitness, sick))
     ]
+
+
+def left_out(population: Population, results: Mapping[Panels, Sequence[Fitness]]) -> list[str]:
+    """Return a sentence for each panel of which questions are left out of results, since they got no grade."""
+    sentences = []
+    for split, each in results.items():
+        counts, size = {fitness.n for fitness in each}, len(population.places(split))
+        if size > min(counts, default=size):
+            some = f"{'up to ' * (len(counts) > 1)}{size - min(counts)} of {counted(size, f'{split} question')}"
+            sentences.append(f"{some} got no grade and are left out of the results of the {split}")
+    return sentences
 
 
 def summary_of(session: Session, progress: Progress) -> dict[str, Any]:

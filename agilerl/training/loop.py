@@ -35,7 +35,7 @@ from agilerl.training.events import (
     RunFinished,
     RunStarted,
 )
-from agilerl.training.finish import summary_of, tested_elite
+from agilerl.training.finish import left_out, summary_of, tested_elite
 from agilerl.training.preflight import preflight, preflight_event
 from agilerl.training.progress import Kept, Progress
 from agilerl.training.records import Checkpoints, RunWriter, completion_rows
@@ -284,7 +284,9 @@ def _run(
         elite, fitness, answers = tested
         yield HeldOutTest("elite", elite["index"], fitness)
         summary["test"]["elite"] = fitness.to_dict()
-        summary |= {"elite": elite, "answers": answers, "advice": early_elite(elite, progress.iteration)}
+        exams = [progress.fitness[agent.index] for agent in population.everyone if agent.index in progress.fitness]
+        lost = left_out(population, {"test": [progress.base, fitness], "exam": exams})
+        summary |= {"elite": elite, "answers": answers, "advice": [*early_elite(elite, progress.iteration), *lost]}
     summary["seconds"] = progress.seconds
 
     def finish() -> dict[str, Any]:

@@ -19,7 +19,7 @@ from agilerl.cli.output import genes_text, told_apart
 from agilerl.cli.progress import _print_answers, log, sparkline, watch
 from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness
-from agilerl.runs.completions import read_completions
+from agilerl.runs.completions import CompletionRecord, read_completions
 from agilerl.runs.stopping import StopRequest
 from agilerl.runs.strict_json import read_json
 from agilerl.training.events import (
@@ -217,11 +217,17 @@ def test_what_may_keep_agents_from_learning_is_said_once_and_at_an_end_without_g
     events = list(story(session, result=result))
     ok, cut = {"reward": 0.5, "completions/clipped_ratio": 0.1}, {"completions/clipped_ratio": 0.9}
     metrics = {0: ok, 1: ok | cut | {"completions/max_length": 16.0}, 2: {**ok, "learning_rate": 1e-5}}
-    iterations = [IterationDone(0, number, number / 4, metrics) for number in (1, 2, 3)]
+    metrics[1]["reward_errors/mine"] = 39.7
+    failed = CompletionRecord(0, 1, 1, 0, 0, "q", "a", "", None, 1, "stop", "it raised KeyError: 1")
+    outcomes = dict.fromkeys(metrics, "ok")
+    iterations = [IterationDone(0, number, number / 4, metrics, outcomes, [failed]) for number in (1, 2, 3)]
     exam = next(event for event in events if isinstance(event, ExamDone))
     watch(iter([*events[:3], *iterations, exam, exam, *events[-1:]]), session, screen)
     progress, _, end = written(screen).partition("What may keep agents from learning")
-    for sentence in ("agent 1: 90% of the completions were cut", "agent 2: the learning rate is 1e-05"):
+    failing = (
+        "agent 1: mine gave no grade to about 40 completions an iteration, for instance because it raised KeyError: "
+    )
+    for sentence in (failing, "agent 1: 90% of the completions were cut", "agent 2: the learning rate is 1e-05"):
         assert terminal or progress.count(sentence) == 1
         assert end.count(sentence) == (result < 0.5)
     assert ("The elite is better than the base: +0.500\n" in written(screen)) == (result > 0.5)

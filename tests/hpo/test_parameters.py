@@ -45,8 +45,8 @@ def test_genes_are_read_off_the_fields_in_order():
 
 
 def test_hp_config_replaces_the_declared_genes():
-    config = HyperparameterConfig(group_size=RLParameter(4, 12, dtype=int))
-    genes = genes_in_force(Config, config)
+    # The field is an integer, whatever dtype says.
+    genes = genes_in_force(Config, HyperparameterConfig(group_size=RLParameter(4, 12)))
     assert genes == {"group_size": Gene("group_size", "int", min=4, max=12, factors=(0.8, 1.2))}
     assert genes_in_force(Config, None) == genes_from(Config)
     assert genes_in_force(Config, HyperparameterConfig()) == {}

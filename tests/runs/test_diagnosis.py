@@ -21,7 +21,7 @@ HEALTHY: dict[str, Any] = {
 }
 
 CASES = [
-    ("failing grader", {"reward_errors/exact": 12.0}, "12"),
+    ("failing grader", {"reward_errors/exact": 39.7, "reward_error": "it raised KeyError"}, "to about 40 completions"),
     ("constant reward", {"reward_std": 0.0, "reward": 0.0, "frac_reward_zero_std": 1.0, "grad_norm": 0.0}, "earned 0"),
     ("equal groups", {"frac_reward_zero_std": 0.95}, "95%"),
     ("cut answers", {"completions/clipped_ratio": 0.75}, "limit of 12"),
@@ -111,7 +111,8 @@ def test_rewards_whose_squares_are_no_floats_are_compared(most: float) -> None:
 def test_an_observer_sees_the_first_and_the_last_iterations() -> None:
     observer = Observer(1e-3)
     for step in range(50):
-        observer.add({0: HEALTHY | {"learning_rate": 5e-5, "reward": 0.3 + 0.01 * step}, 3: HEALTHY | {"entropy": 0.0}})
+        rising = HEALTHY | {"agent": 0, "learning_rate": 5e-5, "reward": 0.3 + 0.01 * step}
+        observer.add([rising, HEALTHY | {"agent": 3, "entropy": 0.0}])
     found = observer.symptoms([0, 3, 7])
     assert {index: [s.name for s in each] for index, each in found.items()} == {0: [], 3: ["no exploration"], 7: []}
     (sentence,) = told({3: found[3], 5: found[3]})
@@ -134,7 +135,7 @@ def test_an_observer_says_what_the_lines_of_the_whole_run_say(between: dict[str,
     lines = [low] * (2 * WINDOW) + [low | between] + [low] * 3 + [low | between] + [low] * since
     observer = Observer(1e-3)
     for line in lines:
-        observer.add({0: line})
+        observer.add([line | {"agent": 0}])
     assert observer.symptoms([0]) == {0: symptoms(lines, usual_rate=1e-3)}
 
 
@@ -146,6 +147,8 @@ def test_failed_grades_of_a_run_are_counted_and_the_first_error_is_named() -> No
     assert list(advice({"failed_grades": sentence, "advice": ["early"]})) == [sentence, "early"]
     assert failed_grades(lines[2:]) == "mine gave no grade to 1 completion of the run"
     assert failed_grades(lines[:1]) == ""
+    (failing,) = symptoms([line | {"reward_errors/mine": 2.0} for line in lines])
+    assert "to about 2 completions an iteration, for instance because it raised KeyError: 1 (gr" in failing.found
 
 
 @pytest.mark.parametrize(("step", "panel", "said"), [(5, "exam", "in its exam it had 0.610"), (9, "second", "panel")])

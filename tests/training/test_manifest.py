@@ -340,6 +340,10 @@ def test_more_than_the_memory(overrides: list[str], part: str) -> None:
 
 def test_hints_name_the_nearest_or_a_few() -> None:
     assert nearest("Lr", ["lr", "beta"]) == "did you mean 'lr'?"
+    assert (
+        nearest("promts", ["test_prompts", "lr", "prompts_per_step"])
+        == "did you mean 'test_prompts' or 'prompts_per_step'?"
+    )
     assert nearest("zzz", ["lr", "beta"]) == "known: lr, beta"
     assert nearest("zzz", map(str, range(100))).endswith("11, ...")
 

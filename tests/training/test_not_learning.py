@@ -45,6 +45,10 @@ def failing(completion):
     return float(len(completion) % 2)
 
 
+def harder(completion, question):
+    return 1 / (crc32(question.encode()) % 4)
+
+
 def first(completion):
     return float(completion[:1] in "1234")
 
@@ -79,10 +83,12 @@ TINY = (
 )
 MANY_GROUPS = ("environment.data_batch_size_per_gpu=32", "algorithm.group_size=2", "training.max_steps=256")
 MANY_STEPS = ("algorithm.lr=1e-2", "algorithm.clip_coef=0.001", "algorithm.batch_size=4", "algorithm.update_epochs=4")
+PANELS = ("environment.eval_prompts=12", "environment.test_prompts=12")
 CASES = [
     ("constant", (), "earned 0.25"),
     ("rarely", MANY_GROUPS, "of the groups all completions earned the same"),
     ("failing", (), "failing gave no grade to "),
+    ("harder", PANELS, "of 12 test questions got no grade ... of 12 exam questions got no grade and are left out"),
     ("first", ("algorithm.max_output_tokens=1",), "100% of the completions were cut at the limit of 1 "),
     ("first", ("algorithm.max_output_tokens=1", "algorithm.mask_truncated=true"), "the gradient is 0"),
     ("noise", MANY_STEPS, "of the tokens were clipped"),
@@ -98,7 +104,8 @@ def test_the_report_names_the_cause(grader: str, settings: tuple[str, ...], foun
     session = build(load_manifest(None, [*TINY, reward, *settings]), allow_code=True)
     for _ in train(session, tmp_path / "run", command=["test"]):
         pass
-    assert found in "\n".join(load_run(tmp_path / "run").symptoms)
+    said = "\n".join(load_run(tmp_path / "run").symptoms)
+    assert all(part in said for part in found.split(" ... "))
 
 
 SUMS = (
