@@ -69,7 +69,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 CEILINGS = {
     ".": 2_280,
     "algorithms": 6_355,
-    "checks": 775,
+    "checks": 776,
     "cli": 4_785,
     "compat": 2_670,
     "config": 2_360,
@@ -83,10 +83,10 @@ CEILINGS = {
     "report": 2_610,
     "rewards": 2_950,
     "rollouts": 4_155,
-    "runs": 2_130,
+    "runs": 2_132,
     "safety": 810,
     "text": 310,
-    "training": 4_590,
+    "training": 4_630,
     "utils": 40,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises

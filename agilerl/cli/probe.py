@@ -37,6 +37,7 @@ class _Row:
     arguments: tuple[str, ...]
     probe: "Probe | None" = None
     advice: str = ""
+    hints: Sequence[str] = ()
     error: AgileRLError | None = None
 
     @property
@@ -121,8 +122,9 @@ def run_probe(
 
         for line in sample_lines(event_of(rows[0].probe, rows[0].advice)):
             tell_line(line)
-        if rows[0].advice:
-            tell_line(f"\nA run would stop here: {rows[0].advice}")
+        sentences = [f"A run would stop here: {rows[0].advice}"] if rows[0].advice else rows[0].hints
+        for line in sentences:
+            tell_line(f"\n{line}")
 
 
 def _rows(arguments: Sequence[str], tasks: Sequence[str], tries: Sequence[str], *, every: bool) -> list[_Row]:
@@ -158,13 +160,14 @@ def _checked(row: _Row, *, allow_code: bool) -> RunConfig:
 
 
 def _measure(row: _Row, bases: "Bases", questions: int, samples: int | None, *, allow_code: bool) -> None:
-    from agilerl.training.preflight import population_of_one, problem
+    from agilerl.training.preflight import hints, population_of_one, problem
     from agilerl.training.probe import probe
 
     config = _checked(row, allow_code=allow_code)
     population = population_of_one(config, bases, allow_code=allow_code)
     try:
         row.probe = probe(population, questions, samples)
+        row.hints = hints(population, row.probe)
         if not row.probe.has_signal:
             row.advice = problem(config.environment, config.algorithm["name"], population, row.probe)
     finally:

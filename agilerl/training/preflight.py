@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import asdict, replace
+from statistics import fmean
 from typing import Any
 
 from agilerl.checks.arguments import counted
@@ -23,6 +24,8 @@ QUESTIONS, MOST = 16, 64
 20 differed, 64 would all be alike once in 27 times."""
 SHARE = 20
 """A run has a preflight if it asks at least this many times ``QUESTIONS``: a short trial is its own preflight."""
+NEARLY_ALL = 0.95
+"""Share of answers without any reward from which a plan warns."""
 CHEAP = 1e12
 """Operations that a plan spends on answers at most: tens of seconds of one core, which a GPU does at once."""
 
@@ -103,10 +106,29 @@ def tried(session: Session) -> PreflightDone | None:
         probed = probe(population, questions, samples)
     count = questions * samples
     sentence = f"mean reward {probed.reward:.3f} of {counted(count, 'answer')}, {probed.cut:.0%} cut at the limit"
-    # Fewer answers than the run would see prove nothing.
-    warning = "" if (questions, samples) != (QUESTIONS, group) or probed.has_signal else _problem(session, probed)
-    warning += f"; the run asks up to {MOST} questions before it gives up" * (bool(warning) and is_due(session))
-    return replace(event_of(probed, "; ".join(filter(None, [probed.fault, warning]))), shown=sentence)
+    # Fewer answers than the run would see prove nothing, but tell what to expect.
+    complete = (questions, samples) == (QUESTIONS, group)
+    if complete and not probed.has_signal:
+        warnings = [
+            _problem(session, probed) + f"; the run asks up to {MOST} questions before it gives up" * is_due(session)
+        ]
+    else:
+        warnings = hints(population, probed) if count >= QUESTIONS else []
+    return replace(event_of(probed, "; ".join(filter(None, [probed.fault, *warnings]))), shown=sentence)
+
+
+def hints(population: Population, probed: Probe) -> list[str]:
+    """Return what is likely to keep a run from learning, though the answers do not prove it."""
+    sentences, zeros = [], fmean(answer.score == 0 for answer in probed.answers)
+    if zeros >= NEARLY_ALL and probed.start != "at once":
+        sentences = [
+            f"{zeros:.0%} of the answers earn 0, so there is little or nothing to learn from yet (agilerl probe)"
+        ]
+    if probed.cut >= 0.5:
+        limit = getattr(population.agents[0].config, "max_output_tokens", None)
+        remedy = f"raise algorithm.max_output_tokens, now {limit}" if limit else "raise max_model_len"
+        sentences.append(f"{probed.cut:.0%} of the answers are cut at the limit: {remedy}")
+    return sentences
 
 
 def problem(e: EnvironmentConfig, algorithm: str, population: Population, probed: Probe) -> str:

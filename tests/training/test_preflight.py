@@ -132,11 +132,26 @@ def test_a_plan_asks_what_is_cheap_and_a_judge_once() -> None:
     shown = tried(planned)
     assert shown is not None
     assert f"of {8 * QUESTIONS} answers" in shown.shown
+    assert shown.problem == ""
     environment = planned.config.environment.model_copy(update={"graders": [GraderConfig(name="judge")]})
     planned.resolved = replace(planned.resolved, config=planned.config.replaced(environment=environment))
     shown = tried(planned)
     assert shown is not None
     assert "of 1 answer" in shown.shown
+
+
+def test_a_plan_warns_of_answers_that_earn_nothing_or_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = session(*SILENT, "algorithm.max_output_tokens=1")
+    monkeypatch.setattr("agilerl.training.preflight.is_due", lambda session: False)  # it does not depend on that
+    longest = planned.population.lengths("exam").row(1, planned.population.context_length)
+    operations = 2 * planned.population.runtime.base.parameters * longest
+    monkeypatch.setattr("agilerl.training.preflight.CHEAP", 32.5 * operations)  # two answers to each question
+    shown = tried(planned)
+    assert shown is not None
+    assert "of 32 answers" in shown.shown
+    first, second = shown.problem.split("; ")
+    assert first == "100% of the answers earn 0, so there is little or nothing to learn from yet (agilerl probe)"
+    assert second == "100% of the answers are cut at the limit: raise algorithm.max_output_tokens, now 1"
 
 
 def test_islands_ask_every_question_of_a_preflight(monkeypatch: pytest.MonkeyPatch) -> None:
