@@ -195,7 +195,9 @@ class RunConfig(Section):
     def restarts(self) -> bool:
         """Whether agents that have collapsed before the first exam that counts begin again."""
         strategy = self.selection_strategy
-        return strategy.collapse_guard and strategy.strategy in ANNEALED and self.kept_exams > 0
+        # Exams by another grader cannot be compared with the rewards before training.
+        alike = self.environment.fitness_grader is None
+        return strategy.collapse_guard and strategy.strategy in ANNEALED and self.kept_exams > 0 and alike
 
     @property
     def second_panel(self) -> int:

@@ -494,6 +494,14 @@ def test_a_run_that_collapses_before_its_first_exam_begins_again_at_a_lower_rate
     assert (elite["index"], elite["hyperparameters"]["lr"]) == (1, pytest.approx(2e-3))
 
 
+def test_runs_keep_the_untrained_agent_where_exams_are_graded_as_training_is() -> None:
+    graders = "environment.graders=[{name: accuracy}, {name: exact_match}]"
+    assert load_manifest(None, [graders]).restarts
+    assert not load_manifest(None, [graders, "environment.fitness_grader=accuracy"]).restarts
+    assert not load_manifest(None, ["selection_strategy={name: knockout, collapse_guard: false}"]).restarts
+    assert not load_manifest(None, ["selection_strategy={name: none, candidates: 3}"]).restarts
+
+
 def test_a_small_budget_that_is_resumed_from_its_beginning_has_the_same_founders(tmp_path: Path) -> None:
     small = ("training.max_steps=96", "algorithm.lr=9e-3")
     for name in ("run", "whole"):
