@@ -150,7 +150,7 @@ def test_a_plan_warns_of_answers_that_earn_nothing_or_are_cut(monkeypatch: pytes
     assert shown is not None
     assert "of 32 answers" in shown.shown
     first, second = shown.problem.split("; ")
-    assert first == "100% of the answers earn 0, so there is hardly anything to learn from yet (agilerl probe)"
+    assert first == "100% of the answers earn 0, so there is little or nothing to learn from yet (agilerl probe)"
     assert second == "100% of the answers are cut at the limit: raise algorithm.max_output_tokens, now 1"
 
 
