@@ -82,6 +82,18 @@ def test_changing_the_test_panel_leaves_exam_and_training_alone():
     assert questions(small, "train", 50) == questions(large, "train", 50)
 
 
+def test_panels_are_drawn_once_for_tasks_that_are_alike(monkeypatch):
+    drawn = ReasoningGymTask("gcd", exam_prompts=20, test_prompts=5, seed=77)
+    first = questions(drawn, "exam", 20)
+    assert questions(ReasoningGymTask("gcd", exam_prompts=20, test_prompts=5, seed=78), "exam", 20) != first
+    again = ReasoningGymTask("gcd", exam_prompts=20, test_prompts=5, seed=77)
+    monkeypatch.setattr(again, "_draw", lambda *args: pytest.fail("drawn again"))
+    assert questions(again, "exam", 20) == first
+    again.row("exam", 0)["question"] = "changed"
+    again._panel[first[0]]["question"] = "changed"
+    assert questions(ReasoningGymTask("gcd", exam_prompts=20, test_prompts=5, seed=77), "exam", 20) == first
+
+
 def test_training_visits_all_lengths_and_most_questions_are_new():
     task = ReasoningGymTask("spell_backward", SPELL)
     rows = [task.row("train", i) for i in range(2000)]

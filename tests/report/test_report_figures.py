@@ -24,7 +24,7 @@ from agilerl.report.figures import (
     time_figure,
     tree_figure,
 )
-from agilerl.report.life import short_value
+from agilerl.report.life import lives, short_value
 from agilerl.report.load import Score, cost_names, differences, front_exams, load_run, trace_family
 from agilerl.report.page import (
     comparison,
@@ -324,6 +324,15 @@ def test_bars_begin_at_zero_on_either_side(load, base, elite, zero, places):
     found = verdict(run, trace_family(run))
     assert found["zero"] == zero
     assert [(bar["left"], bar["width"]) for bar in found["bars"]] == places
+
+
+def test_an_agents_life_names_who_was_better_and_who_was_as_good(load):
+    lineage = [birth(index, None, 0) for index in range(3)]
+    lineage += [fitness(index, 0, mean) for index, mean in enumerate((0.5, 0.5, 0.25))]
+    run = load(lineage=lineage)
+    [alike, worse] = [[event["sentence"] for event in lives(run)[index]["events"]] for index in (1, 2)]
+    assert "exam 0.500 ± 0.100, place 1 of 3, as agent 0" in alike
+    assert "exam 0.250 ± 0.100, place 3 of 3; the best, agent 0, had 0.500 ± 0.100" in worse
 
 
 def test_tables_name_what_is_known(load):

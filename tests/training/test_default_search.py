@@ -492,6 +492,9 @@ def test_a_run_that_collapses_before_its_first_exam_begins_again_at_a_lower_rate
     assert trace_family(load_run(tmp_path / "run")).line == [1]
     elite = json.loads((tmp_path / "run" / "summary.json").read_text())["elite"]
     assert (elite["index"], elite["hyperparameters"]["lr"]) == (1, pytest.approx(2e-3))
+    # At the end of so short a run, the untrained agent is no candidate, and the only exam counts.
+    *_, end = train(made(*hot, "training.max_steps=256"), tmp_path / "short")
+    assert end.summary["elite"]["decided_by"]["panel"] == "exam"
 
 
 def test_runs_keep_the_untrained_agent_where_exams_are_graded_as_training_is() -> None:
