@@ -360,9 +360,7 @@ class Population(Exams):
                 f"Population.evolve(fitness=...): expected the fitness of each agent of this population, {known}, "
                 f"found that of {sorted(fitness)}; pass the result of population.evaluate()"
             )
-        sick = self.sick(
-            fitness, collapse_guard=collapse_guard, untrained=standing.untrained if collapse_guard else None
-        )
+        sick = self.sick(fitness, collapse_guard=collapse_guard, untrained=standing.untrained)
         sound = quarantined(fitness, sick)
         standing = replace(standing, stuck=self.stuck() if collapse_guard else frozenset())
         plan = selection.plan(sound, generation, seed, self.next_index, standing)
