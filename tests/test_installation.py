@@ -56,7 +56,7 @@ def test_nothing_is_installed_by_the_name_of_another_project():
 
 def test_pages_that_name_the_distribution_say_what_to_do_until_it_is_on_pypi():
     pages = [p for p in READ if p.parent.name == "docs" and p.name != "install.md"]
-    # A message of a run in a table of results instructs nobody.
+    # An error in a table of results is no instruction.
     naming = [
         p for p in pages if any(f"{DISTRIBUTION}[" in line.partition("is not installed:")[0] for line in lines(p))
     ]

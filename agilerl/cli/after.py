@@ -495,7 +495,7 @@ def run_compare(
         gap, error = elites[1].mean - elites[0].mean, math.hypot(elites[0].stderr, elites[1].stderr)
         verdict = "which is more than chance" if abs(gap) > 2 * error else "so the test does not tell them apart"
         if math.isfinite(error):
-            tell_line(f"Second elite less the first: {gap:+.3f} ± {error:.3f} (one standard error), {verdict}.")
+            tell_line(f"Elites, second minus first: {gap:+.3f} ± {error:.3f} (one standard error), {verdict}.")
     run_report(runs, out)
 
 

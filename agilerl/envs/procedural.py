@@ -313,7 +313,7 @@ class ReasoningGymTask(Task):
         self.exam_prompts, self.test_prompts = sizes
         self._panel = {question: dict(row) for question, row in islice(rows.items(), sum(sizes))}
 
-    def _drawn(self) -> "_Drawn":
+    def _drawn(self) -> _Drawn:
         """Return what has been drawn for the panels of such a task in this process, to which more may be added."""
         key = repr((self.name, self.levels[self._last], self.seed, self.holdout))
         while key not in _PANELS and len(_PANELS) >= KEPT_DATASETS:

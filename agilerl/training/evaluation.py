@@ -188,7 +188,7 @@ def constant_answer(population: Population, base: float) -> str:
     texts = [" ".join(task.graded_text(t.text, t.row).split()) for t in population.answered]
     ((answer, count),) = Counter(texts).most_common(1)
     scores = [t.episode_return for t, one in zip(population.answered, texts) if one == answer]
-    wrong = count - sum(score >= 1 or score > base for score in scores)
+    wrong = sum(score < 1 and score <= base for score in scores)  # not those without a grade
     if wrong < FEWEST or 2 * wrong < len(texts) - count + wrong:
         return ""
     return (

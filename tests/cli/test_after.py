@@ -693,7 +693,7 @@ def test_compare_shows_what_differs(run: Path, changed: Any, agilerl: Agilerl) -
     assert [line.split() for line in lines if line.startswith("algorithm.lr")] == [["algorithm.lr", "0.001", "0.5"]]
     assert not any(line.startswith(("algorithm.beta", "algorithm.seed")) for line in lines)
     assert [line.split()[0] for line in lines if "seed" in line] == ["training.seed"]
-    assert "Second elite less the first: +0.000 ± 0." in done.output
+    assert "Elites, second minus first: +0.000 ± 0." in done.output
     assert "so the test does not tell them apart." in done.output
     found = json.loads(agilerl("compare", str(run), str(other), "--json").output)
     assert found["settings"]["algorithm.lr"] == [0.001, 0.5]
