@@ -4,6 +4,7 @@ So is what a bad grader pays for, once the policy has found it.
 """
 
 import io
+import math
 import json
 from pathlib import Path
 
@@ -199,6 +200,9 @@ def test_a_constant_answer_is_said_only_where_it_is_wrong(case: str, base: float
     ]
     sentence = constant_answer(population, base)
     assert (said in sentence) if said else sentence == ""
+    # What got no grade is not wrong.
+    population.answered = [Trajectory([1], [2], [True], None, [math.nan], text="1")] * 100
+    assert constant_answer(population, base) == ""
 
 
 @pytest.mark.model
