@@ -4,8 +4,8 @@ So is what a bad grader pays for, once the policy has found it.
 """
 
 import io
-import math
 import json
+import math
 from pathlib import Path
 
 import pytest
