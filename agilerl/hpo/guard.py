@@ -76,16 +76,17 @@ def collapsed(vitals: Mapping[int, Vitals], elite: int) -> dict[int, str]:
     return verdicts
 
 
-def stuck(vitals: Vitals, groups: int) -> bool:
+def stuck(vitals: Vitals, groups: int, share: float = 0.5) -> bool:
     """Return whether an agent can hardly learn any more, ``groups`` being those of an iteration.
 
-    It is stuck if in the later half of this generation at most a quarter as many groups differed in what their
+    It is stuck if in the last ``share`` of this generation at most a quarter as many groups differed in what their
     completions earned as before any training, and chance explains so few with a probability below one percent. An agent
     that answers everything right is stuck, too; only its exams tell.
     """
     from scipy.special import bdtr  # as slow to import as elsewhere
 
-    late, first = 1 - _finite(vitals.equal[len(vitals.equal) // 2 :]), 1 - _finite(vitals.equal_first)
+    start = len(vitals.equal) - math.ceil(share * len(vitals.equal))
+    late, first = 1 - _finite(vitals.equal[start:]), 1 - _finite(vitals.equal_first)
     if not (late.size and first.size and _FEWER * late.mean() <= first[0]):
         return False
     # One more group of each kind, as few groups that differ do not prove that all do (Laplace's rule).
@@ -95,7 +96,10 @@ def stuck(vitals: Vitals, groups: int) -> bool:
 
 def lost(vitals: Vitals, groups: int, reward: float) -> bool:
     """Return whether an agent is stuck, and earns no more in training than ``reward``, the mean before any."""
-    return _mean(vitals.reward[len(vitals.reward) // 2 :]) <= reward and stuck(vitals, groups)
+    # Where few groups differed before training, half a generation can prove nothing.
+    return _mean(vitals.reward[len(vitals.reward) // 2 :]) <= reward and any(
+        stuck(vitals, groups, share) for share in (0.5, 1)
+    )
 
 
 def quarantined(fitness: Mapping[int, Fitness], sick: Collection[int]) -> dict[int, Fitness]:
