@@ -152,6 +152,23 @@ def paired_difference(a: Fitness, b: Fitness) -> Fitness:
     return Fitness.from_scores(known.tolist()) if known.size else Fitness(math.nan, n=0)
 
 
+def difference_interval(difference: Fitness) -> tuple[float, float]:
+    """Return the 95 % interval of a paired difference, NaN when unknown.
+
+    As in :func:`probability_better` two imaginary prompts are added, one won and one lost by the largest difference (by
+    1 if all are ties), so that few prompts that agree do not look certain: mean' +- t_{n + 1} s / sqrt(n + 2). Of
+    answers that are right or wrong it is about the interval of Bonett & Price (2012).
+    """
+    from scipy.special import stdtrit
+
+    if not difference.scores:
+        return math.nan, math.nan
+    largest = float(np.abs(difference.scores).max()) or 1.0
+    values = np.array([*difference.scores, largest, -largest])
+    half = float(stdtrit(values.size - 1, 0.975)) * float(values.std(ddof=1)) / math.sqrt(values.size)
+    return float(values.mean()) - half, float(values.mean()) + half
+
+
 @checked
 def ranking(fitness: Mapping[int, Fitness]) -> list[int]:
     """Return the agent indices from best to worst; ties are broken by ``training``, then by age (lower index first).

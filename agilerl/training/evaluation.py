@@ -13,7 +13,7 @@ from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.checks.arguments import NotNegative, Whole, checked
 from agilerl.envs.core import Task
 from agilerl.errors import ConfigError
-from agilerl.hpo.fitness import Fitness, paired_difference, probability_better
+from agilerl.hpo.fitness import Fitness, difference_interval, paired_difference, probability_better
 from agilerl.population import Population
 from agilerl.rollouts.engine import check_error_rate
 from agilerl.runs.diagnosis import Symptom
@@ -137,7 +137,8 @@ class Evaluation:
     def document(self) -> dict[str, Any]:
         """Return all of it as plain data for JSON; numbers that are not finite become None."""
         both = {"adapter": self.adapter, "base": self.base}
-        difference = None if self.difference is None else _shown(self.difference)
+        gain = self.difference
+        difference = None if gain is None else {**gain.to_dict(), "ci95": list(difference_interval(gain))}
         if difference is not None:
             difference["probability_better"] = self.probability_better
         document: dict[str, Any] = {

@@ -9,6 +9,7 @@ from scipy.special import stdtrit
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import (
     Fitness,
+    difference_interval,
     non_dominated_fronts,
     paired_difference,
     probability_better,
@@ -154,3 +155,21 @@ def test_an_interval_of_shares_stays_between_0_and_1(scores, low, high):
     assert fitness.interval == pytest.approx(expected)
     assert low is None or fitness.mean - half < 0
     assert high is None or fitness.mean + half > 1
+
+
+@pytest.mark.parametrize(
+    ("scores", "low", "high"),
+    [
+        ([1.0] * 3 + [0.0] * 12, -0.0953, 0.4482),  # three wins of fifteen do not prove a gain
+        ([0.0] * 15, -0.1818, 0.1818),  # nor do ties prove that there is none
+        ([1.0] * 40 + [-1.0] * 10 + [0.0] * 50, 0.1657, 0.4225),
+    ],
+)
+def test_the_interval_of_a_paired_difference(scores: list[float], low: float, high: float) -> None:
+    assert difference_interval(Fitness.from_scores(scores)) == pytest.approx((low, high), abs=1e-3)
+    flipped = difference_interval(Fitness.from_scores([-score for score in scores]))
+    assert flipped == pytest.approx((-high, -low), abs=1e-3)
+
+
+def test_the_interval_of_no_difference_is_unknown() -> None:
+    assert np.isnan(difference_interval(Fitness(float("nan"), n=0))).all()

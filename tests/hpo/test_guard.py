@@ -167,7 +167,8 @@ def test_an_agent_is_lost_if_it_is_stuck_and_earns_no_more_than_before_training(
     assert not lost(replace(dull, reward=()), 16, 0.1)
     # Where 3 of 16 groups differed, 16 equal ones prove nothing, and a generation of 32 does.
     rare = Vitals(reward=(0.1, 0.1), equal=(1.0, 1.0), equal_first=(0.8125,))
-    assert lost(rare, 16, 0.1) and not stuck(rare, 16)
+    assert lost(rare, 16, 0.1)
+    assert not stuck(rare, 16)
     assert not lost(replace(rare, equal=(0.8125, 1.0)), 16, 0.1)
 
 
