@@ -423,7 +423,8 @@ def _exam(session: Session, progress: Progress) -> ExamDone:
     untrained = progress.untrained if _spent(session, progress) < 1 else None
     sound = quarantined(fitness, population.sick(fitness, collapse_guard=False, untrained=untrained))
     best = ranking(sound)[0]
-    if untrained is not None and sound[best].mean <= untrained.training:
+    # By more than its standard error: one right answer of 32 is no sign of life.
+    if untrained is not None and sound[best].mean - sound[best].stderr <= untrained.training:
         sound = quarantined(sound, sound)
     # At equal fitness the later agent wins, because it has been trained for longer.
     if sound[best].is_finite and sound[best].mean >= progress.best:
