@@ -102,6 +102,12 @@ def lost(vitals: Vitals, groups: int, reward: float) -> bool:
     )
 
 
+def no_better(exam: Fitness, reward: float) -> bool:
+    """Return whether an exam is at most a standard error above ``reward``, the mean before any training."""
+    # Of a weak base one right answer of 32 is above the mean, and no sign of life.
+    return exam.mean - exam.stderr <= reward
+
+
 def quarantined(fitness: Mapping[int, Fitness], sick: Collection[int]) -> dict[int, Fitness]:
     """Return fitness as selection sees it: a sick agent's is not finite, so it becomes neither elite nor parent."""
     return {index: Fitness(math.nan, n=one.n) if index in sick else one for index, one in fitness.items()}

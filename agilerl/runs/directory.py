@@ -13,7 +13,7 @@ import sys
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Self
@@ -24,8 +24,8 @@ from agilerl.checks.arguments import Location, Seed, checked, shown
 from agilerl.checks.redaction import redacted
 from agilerl.errors import AgileRLError, CheckpointError, WriteError
 from agilerl.runs import strict_json
-from agilerl.runs.atomic import PLAIN_FILE, is_leftover, listed, remove_leftovers, write_json, writing
-from agilerl.runs.journal import read_lines
+from agilerl.runs.atomic import PLAIN_FILE, is_leftover, listed, remove_leftovers, write_json
+from agilerl.runs.journal import Closing, read_lines
 from agilerl.safety.bounds import check_links, memory_bytes
 
 SCHEMA_VERSION = 1
@@ -118,7 +118,7 @@ class RunLayout:
         return ""
 
 
-class RunDirectory(RunLayout, AbstractContextManager):
+class RunDirectory(RunLayout, Closing):
     """A run directory that this process has locked, until ``close`` or the end of a ``with`` block."""
 
     def __init__(self, root: Path, lock: "DirectoryLock", info: dict[str, Any]) -> None:
@@ -185,8 +185,10 @@ class RunDirectory(RunLayout, AbstractContextManager):
                 info |= {"given": given, "given_sha256": _sha256(given)}
             run = cls(root, lock, info)
             for folder in (run.completions, run.checkpoints):
-                with writing(folder, "No run was started"):
+                try:
                     folder.mkdir(exist_ok=True)
+                except OSError as error:
+                    raise WriteError(f"{folder} could not be created: {error.strerror or error}.") from error
             # Written last: this file makes the directory a run.
             write_json(run.run_json, info)
         except BaseException:
@@ -235,9 +237,6 @@ class RunDirectory(RunLayout, AbstractContextManager):
         """Raise CheckpointError if the directory has been closed."""
         if not self._lock.held:
             raise CheckpointError(f"{self.root} has been closed; open it again to write to it.")
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Release the lock on the directory; closing twice is allowed."""

@@ -5,10 +5,10 @@ import os
 import stat
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from agilerl.checks.arguments import Location, checked
 from agilerl.errors import CheckpointError
@@ -22,13 +22,26 @@ _JOURNAL_BYTES, _LINE_BYTES = 2**30, 2**26
 """The most bytes of a journal, and of a line: a thousand agents with a hundred genes need fewer."""
 
 
+class Closing:
+    """A context manager that is closed at the end of the ``with`` block."""
+
+    def close(self) -> None:
+        """Release what it holds; closing twice is allowed."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
 # Appending: after a cut, the next line goes to the new end without a seek. Not blocking: opening a pipe must not wait
 # for its other end, since what is no plain file is refused once it is open.
 _APPENDING = os.O_RDWR | os.O_CREAT | os.O_APPEND | PLAIN_FILE | getattr(os, "O_NONBLOCK", 0)
 _INTACT = "The earlier lines are intact"
 
 
-class _AppendFile(AbstractContextManager):
+class _AppendFile(Closing):
     """A file that grows by whole lines: a line that could not be written in full is removed again."""
 
     @checked
@@ -86,9 +99,6 @@ class _AppendFile(AbstractContextManager):
         """Return when everything written is on the disk, safe even from a power failure."""
         with writing(self.path, _INTACT):
             os.fsync(self._open())
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file; closing twice is allowed."""
@@ -190,13 +200,14 @@ def damaged_lines(path: Path, keep: int, sha256: str | None) -> str:
         if keep == 0 or (sha256 is not None and _digest(path, keep).hexdigest() == sha256):
             return ""
         with open(path, "rb") as file:
-            # They end with a newline, after which there is nothing to parse.
-            lines = file.read(keep).split(b"\n")[:-1]
-    try:
-        for number, line in enumerate(lines, start=1):
-            _parse_line(path, number, line)
-    except CheckpointError as error:
-        return str(error).rstrip(".")
+            number = 0
+            while (position := file.tell()) < keep:
+                number += 1
+                line = file.readline(min(_LINE_BYTES, keep - position))
+                try:
+                    _parse_line(path, number, line)
+                except CheckpointError as error:
+                    return str(error).rstrip(".")
     if sha256 is None:
         return ""
     return f"the lines of {path} are not what was written: something in its first {keep:,} bytes was changed"

@@ -14,7 +14,7 @@ import numpy as np
 from agilerl.checks.arguments import Location, checked
 from agilerl.errors import ConfigError, RewardError
 from agilerl.hpo.fitness import Fitness, ranking
-from agilerl.hpo.guard import quarantined
+from agilerl.hpo.guard import no_better, quarantined
 from agilerl.hpo.mutation import Change, Mutation, Mutations
 from agilerl.hpo.parameters import values_of
 from agilerl.hpo.selection import Best, SelectionStrategy, Standing
@@ -423,8 +423,7 @@ def _exam(session: Session, progress: Progress) -> ExamDone:
     untrained = progress.untrained if _spent(session, progress) < 1 else None
     sound = quarantined(fitness, population.sick(fitness, collapse_guard=False, untrained=untrained))
     best = ranking(sound)[0]
-    # By more than its standard error: one right answer of 32 is no sign of life.
-    if untrained is not None and sound[best].mean - sound[best].stderr <= untrained.training:
+    if untrained is not None and no_better(sound[best], untrained.training):
         sound = quarantined(sound, sound)
     # At equal fitness the later agent wins, because it has been trained for longer.
     if sound[best].is_finite and sound[best].mean >= progress.best:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from agilerl.hpo.fitness import Fitness
-from agilerl.hpo.guard import Vitals, collapsed, lost, quarantined, replaced_by_elite, stuck
+from agilerl.hpo.guard import Vitals, collapsed, lost, no_better, quarantined, replaced_by_elite, stuck
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.selection import Birth, NoSelection, Plan, TruncationSelection
 from agilerl.hpo.tournament import TournamentSelection
@@ -170,6 +170,13 @@ def test_an_agent_is_lost_if_it_is_stuck_and_earns_no_more_than_before_training(
     assert lost(rare, 16, 0.1)
     assert not stuck(rare, 16)
     assert not lost(replace(rare, equal=(0.8125, 1.0)), 16, 0.1)
+
+
+@pytest.mark.parametrize(("right", "expected"), [(0, True), (1, True), (2, True), (4, False), (32, False)])
+def test_one_right_answer_is_no_better_than_before_training(right: int, expected: bool) -> None:
+    exam = Fitness.from_scores([1.0] * right + [0.0] * (32 - right))
+    assert no_better(exam, 0.023) is expected
+    assert not no_better(exam, NAN)  # rewards before training are unknown
 
 
 def test_few_groups_do_not_prove_that_all_differ() -> None:
