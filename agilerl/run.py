@@ -290,7 +290,8 @@ class Run:
         from agilerl.training.start import reopen
 
         if reward is not None:
-            give(_code_in(self.config), listed(reward))
+            graders = self.config.get("environment", {}).get("graders") or []
+            give([grader["name"] for grader in graders], listed(reward))
         with reopen(self.path, report=print if display else lambda _: None, allow_code=allow_code) as run:
             _follow(run, display)
         return self
@@ -308,14 +309,6 @@ class Run:
     def _known(self) -> "dict[str, Score]":
         test = self.test
         return {who: test[who] for who in ("base", "median_first_generation", "elite") if who in test}
-
-
-def _code_in(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of code among the graders of a run."""
-    from agilerl.safety.custom_code import names_code
-
-    graders = config.get("environment", {}).get("graders") or []
-    return [one["name"] for one in graders if names_code(one["name"])]
 
 
 # -- following a run ----------------------------------------------------------------------------------------------

@@ -143,7 +143,11 @@ class GRPO(PolicyLearner, LLMAlgorithm):
         old, reported, ref, kl = sampled_logprobs(self, batch)
         advantages = self.credit(batch, kl)
         # After the credit: a row that is left out still counts in the baseline of its group.
-        kept = self._kept_rows(batch, advantages)
+        kept = torch.ones(len(batch), dtype=torch.bool)
+        if c.filter_zero_adv:
+            kept &= nonzero_advantage_rows(advantages, batch.action_mask, c.adv_filter_eps)
+        if c.mask_truncated and batch.truncated is not None:
+            kept &= ~batch.truncated
         if not kept.all():
             batch = batch.select(kept)  # which may cut the padding
             width = batch.action_mask.shape[1]
@@ -170,15 +174,6 @@ class GRPO(PolicyLearner, LLMAlgorithm):
     def window_denominator(self, mask: Tensor) -> float:
         """Return what ``loss_norm`` divides by."""
         return float(normaliser(mask, self.config.loss_norm, max_length=self.config.max_output_tokens))
-
-    def _kept_rows(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
-        c = self.config
-        kept = torch.ones(len(batch), dtype=torch.bool)
-        if c.filter_zero_adv:
-            kept &= nonzero_advantage_rows(advantages, batch.action_mask, c.adv_filter_eps)
-        if c.mask_truncated and batch.truncated is not None:
-            kept &= ~batch.truncated
-        return kept
 
     def _on_top_entropy(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
         """Keep advantages on the tokens of highest entropy only; elsewhere the policy term and its gradient vanish."""

@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -315,10 +315,9 @@ class Learner:
             "equal_first": self.vitals["equal_first"],
         }
 
-    def present_vitals(self, *, with_rewards: bool = True) -> Vitals:
-        """Return the numbers of this generation; rewards are left out if other agents' are not comparable with them."""
-        vitals = self.vitals if with_rewards else {**self.vitals, "reward": [], "reward_before": []}
-        return Vitals(**{name: tuple(values) for name, values in vitals.items()})
+    def present_vitals(self) -> Vitals:
+        """Return the numbers of this generation."""
+        return Vitals(**{name: tuple(values) for name, values in self.vitals.items()})
 
 
 class PolicyLearner(Learner):
@@ -375,21 +374,14 @@ def reference_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
     return known.logprobs(batch, agent.reference_slot, agent.reference_key, agent.micro_batch, temperature_of(agent))
 
 
-class Sampled(NamedTuple):
-    """The log-probs of a batch, each ``[B, L]``, that advantages and objective compare with the policy's."""
+def sampled_logprobs(
+    agent: PolicyLearner, batch: RolloutBatch
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Adapt the weight of the KL to a batch, and return what it is compared with, each ``[B, L]`` or None if unused.
 
-    old: Tensor | None
-    """Of the policy at rollout; None if nothing needs them."""
-    reported: Tensor | None
-    """As another engine reported them; None for our own engine."""
-    ref: Tensor | None
-    """Of the reference; None without a KL."""
-    kl: Tensor | None
-    """Detached KL of each token, if it is needed before the update."""
-
-
-def sampled_logprobs(agent: PolicyLearner, batch: RolloutBatch) -> Sampled:
-    """Adapt the weight of the KL to a batch, and compute the log-probs that the batch is compared with."""
+    These are the log-probs of the policy at rollout, those that another engine reported, those of the reference, and
+    the detached KL of each token.
+    """
     c = agent.config
     # For a ratio that can differ from 1, or for a KL that is needed before the update.
     old = behaviour_logprobs(agent, batch) if is_off_policy(agent, batch) or c.kl_when_sampled else None
@@ -399,7 +391,7 @@ def sampled_logprobs(agent: PolicyLearner, batch: RolloutBatch) -> Sampled:
     kl = None
     if c.kl_when_sampled and old is not None and ref is not None:
         kl = _sampled_kl(agent, old, ref, batch.action_mask)
-    return Sampled(old, reported, ref, kl)
+    return old, reported, ref, kl
 
 
 def behaviour_entropy(agent: Learner, batch: RolloutBatch) -> Tensor:

@@ -24,7 +24,18 @@ class Teaching:
         self, agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask, tokenizer: Any, sharing: SharingConfig
     ) -> None:
         """Raise ConfigError unless these agents can learn from each other on this task, and from the teacher."""
-        _check_sharing(agents, task, sharing)
+        if agents[0].env_type != "reasoning":
+            raise ConfigError(
+                f"sharing is for agents that sample their own completions, found {agents[0].algorithm.name}, which "
+                "learns from data; leave it out"
+            )
+        if sharing.experience and task.multi_turn:
+            raise ConfigError(
+                f"sharing.experience lends completions of one turn, found {task.name}, which plays episodes; set it to "
+                "0"
+            )
+        for agent in agents if sharing.experience else ():
+            check_borrows(agent.algorithm.name, agent.config)
         self._sharing, store = sharing, agents[0].runtime.store
         self.teacher: int | TeacherEndpoint | None = None
         """Slot of the adapter that teaches, or an endpoint; None: an agent teaches."""
@@ -58,18 +69,3 @@ class Teaching:
             taught = teacher if teacher != agent.slot else None  # the elite does not learn from itself
             lessons.append(Lesson(borrowed, sharing.experience_cap, taught, sharing.distillation))
         return lessons
-
-
-def _check_sharing(agents: Sequence[LLMAlgorithm], task: Task | EpisodeTask, sharing: SharingConfig) -> None:
-    """Raise ConfigError unless these agents can learn from each other on this task."""
-    if agents[0].env_type != "reasoning":
-        raise ConfigError(
-            f"sharing is for agents that sample their own completions, found {agents[0].algorithm.name}, which learns "
-            "from data; leave it out"
-        )
-    if sharing.experience and task.multi_turn:
-        raise ConfigError(
-            f"sharing.experience lends completions of one turn, found {task.name}, which plays episodes; set it to 0"
-        )
-    for agent in agents if sharing.experience else ():
-        check_borrows(agent.algorithm.name, agent.config)
