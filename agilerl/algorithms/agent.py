@@ -627,7 +627,7 @@ class LLMAlgorithm(Learner):
         check_restored(state.own_loss, loss)
         with runtime.store.undrawn():  # the weights of the state take the place of the first ones
             agent = cls(runtime=runtime, loss=loss, **constructor_arguments(state, runtime))
-        restore(agent, state, with_optimizer=True)
+        restore(agent, state)
         return agent
 
     @checked
