@@ -15,18 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 from agilerl import hooks
-from agilerl.checks.arguments import (
-    Count,
-    Location,
-    Name,
-    Seed,
-    Whole,
-    Within,
-    checked,
-    described,
-    nearest,
-    shown,
-)
+from agilerl.checks.arguments import Count, Location, Name, Seed, Whole, Within, checked, described, nearest, shown
 from agilerl.errors import CheckpointError, ConfigError, plain_warnings
 
 if TYPE_CHECKING:

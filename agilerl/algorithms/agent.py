@@ -149,16 +149,10 @@ class LLMAlgorithm(Learner):
         self.hp_config = hp_config
         # Where it comes from, and how it has done so far.
         self.index = index
-        self.parent: int | None = None
-        """Index of the agent that this one was cloned from; None for a founder."""
-        self.mut: str = "None"
-        """What the last mutation did, in a few words."""
         self.fitness: list[float] = []
         """Mean exam score of each evaluation."""
         self.scores: list[float] = []
         """Mean training reward of each learning step."""
-        self.steps: int = 0
-        """Trajectories trained on so far."""
         self._mutation_hooks: list[Callable[[], None]] = []
         if hp_config is not None:
             if moved := moved_into_range(self.genes, self.hyperparameters):
@@ -183,19 +177,9 @@ class LLMAlgorithm(Learner):
         self.runtime.base.check_routers(self.config.router_aux_loss_coef)
         self.pad_token_id, self.pad_token = self._padding(pad_token_id, pad_token), pad_token
         self.cosine_lr_schedule_config = cosine_lr_schedule_config
-        # Counters, most of which are part of its state.
-        self.position = 0
-        """Prompts of the training stream that this agent has consumed."""
-        self.updates = 0
-        """Calls of ``learn`` so far: the position of the learning-rate schedule and of the mini-batch shuffles."""
-        self.schedule_factor = 1.0
-        """Factor on the learning rates that the run's schedule sets before each iteration; not part of the state."""
-        self.rollouts = 0
-        """Batches of prompts sampled so far; part of the key of every sampled token."""
+        # Counters; those that are plain numbers begin in the class.
         self.tokens = {"generated": 0, "trained": 0, "evaluated": 0}
         """Tokens spent by this agent and its ancestors."""
-        self.skipped_steps = 0
-        """Optimizer steps skipped because the loss or the gradient was not finite."""
         self.metrics: dict[str, float] = {}
         """Metrics of the last update."""
         self.outcomes: dict[str, int] = dict.fromkeys(get_args(Outcome), 0)

@@ -14,7 +14,7 @@ from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfi
 from agilerl.algorithms.credit import group_credit, shaped_advantages, shaped_rewards
 from agilerl.algorithms.custom_loss import LossFunction, check_loss
 from agilerl.algorithms.keywords import GRPOKeywords
-from agilerl.algorithms.learner import Experience, PolicyLearner, behaviour_entropy, is_off_policy, sampled_logprobs
+from agilerl.algorithms.learner import Experience, PolicyLearner, is_off_policy, sampled_logprobs, temperature_of
 from agilerl.algorithms.objective import PolicyParts, Surrogate, policy_objective
 from agilerl.algorithms.state import AgentState
 from agilerl.checks.arguments import checked, nearest
@@ -177,7 +177,7 @@ class GRPO(PolicyLearner, LLMAlgorithm):
 
     def _on_top_entropy(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
         """Keep advantages on the tokens of highest entropy only; elsewhere the policy term and its gradient vanish."""
-        entropy = behaviour_entropy(self, batch)
+        entropy = self.runtime.fixed_entropy(self.slot, batch, temperature_of(self), self.micro_batch).cpu()
         valid = entropy[batch.action_mask].double()
         if not len(valid):
             return advantages

@@ -95,10 +95,22 @@ class Learner:
     pad_token: str | None
     pad_token_id: int
     index: int
-    steps: int
-    updates: int
-    skipped_steps: int
-    schedule_factor: float
+    parent: int | None = None
+    """Index of the agent that this one was cloned from; None for a founder."""
+    mut: str = "None"
+    """What the last mutation did, in a few words."""
+    steps: int = 0
+    """Trajectories trained on so far."""
+    position: int = 0
+    """Prompts of the training stream that this agent has consumed."""
+    updates: int = 0
+    """Calls of ``learn`` so far: the position of the learning-rate schedule and of the mini-batch shuffles."""
+    rollouts: int = 0
+    """Batches of prompts sampled so far; part of the key of every sampled token."""
+    skipped_steps: int = 0
+    """Optimizer steps skipped because the loss or the gradient was not finite."""
+    schedule_factor: float = 1.0
+    """Factor on the learning rates that the run's schedule sets before each iteration; not part of the state."""
     tokens: dict[str, int]
     metrics: dict[str, float]
     outcomes: dict[str, int]
@@ -392,11 +404,6 @@ def sampled_logprobs(
     if c.kl_when_sampled and old is not None and ref is not None:
         kl = _sampled_kl(agent, old, ref, batch.action_mask)
     return old, reported, ref, kl
-
-
-def behaviour_entropy(agent: Learner, batch: RolloutBatch) -> Tensor:
-    """Return the entropy ``[B, L]`` in nats of the distributions that the policy draws from, 0 off the action mask."""
-    return agent.runtime.fixed_entropy(agent.slot, batch, temperature_of(agent), agent.micro_batch).cpu()
 
 
 def temperature_of(agent: Learner) -> float:
