@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.agent import LLMAlgorithm
-from agilerl.algorithms.exams import AnyTask, Exams, own_weights
+from agilerl.algorithms.exams import AnyTask, Exams
+from agilerl.algorithms.learner import own_weights
 from agilerl.algorithms.objective import record_batch
+from agilerl.algorithms.sharing import Teaching
 from agilerl.algorithms.state import AgentState
-from agilerl.algorithms.teaching import Teaching
 from agilerl.algorithms.update import learn_together
 from agilerl.checks.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, Within, checked
 from agilerl.config.search import SharingConfig

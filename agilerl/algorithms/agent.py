@@ -94,8 +94,6 @@ class LLMAlgorithm(Learner):
     Options: ClassVar[type[BaseModel]] = SharedOptions
     """Keywords besides the hyperparameters: settings that agents share."""
     config: LLMConfig
-    env_type: ClassVar[str] = "reasoning"
-    """What it learns from: rewards of its own completions, or a task's demonstrations or pairs."""
     _learned: "weakref.ref[Tensor] | None" = None
     """Token ids of the last batch that ``learn`` trained on."""
     _selected: str = "actor"

@@ -84,6 +84,8 @@ class Learner:
 
     config: LLMConfig
     algorithm: Algorithm
+    env_type: ClassVar[str] = "reasoning"
+    """What it learns from: rewards of its own completions, or a task's demonstrations or pairs."""
     hp_config: HyperparameterConfig | Mapping[str, Gene] | None
     is_open: bool = True
     """False after ``clean_up``, which gives the agent's slots to other agents."""
@@ -409,6 +411,12 @@ def sampled_logprobs(
 def temperature_of(agent: Learner) -> float:
     """Return the temperature that an agent's log-probs are of."""
     return float(getattr(agent.config, "temperature", 1.0))
+
+
+def own_weights(agent: Learner) -> Mapping[str, float]:
+    """Return an agent's weights for parts of the reward; empty if it learns from data."""
+    weights: Mapping[str, float] = getattr(agent.config, "reward_weights", {})
+    return weights
 
 
 def _sampled_kl(agent: PolicyLearner, old: Tensor, ref: Tensor, mask: Tensor) -> Tensor:

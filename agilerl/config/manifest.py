@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
@@ -168,7 +167,8 @@ def _refuse_meaningless(config: RunConfig) -> None:
 
 def _read(path: Path | None) -> dict[str, Any]:
     if path is None:
-        return copy.deepcopy(_embedded())
+        text = (resources.files("agilerl.config") / "default.yaml").read_text(encoding="utf-8")
+        return cast("dict[str, Any]", parse_yaml(text, "the embedded default"))
     name = f"the manifest {shown(str(path))}"
     values = parse_yaml(_text(path, name), name)
     if values is None:
@@ -179,12 +179,6 @@ def _read(path: Path | None) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{name} must be a mapping of sections, found {shown(values)}")
     return values
-
-
-@cache
-def _embedded() -> dict[str, Any]:
-    text = (resources.files("agilerl.config") / "default.yaml").read_text(encoding="utf-8")
-    return cast("dict[str, Any]", parse_yaml(text, "the embedded default"))
 
 
 def _put_replay(values: dict[str, Any], path: Path) -> None:
