@@ -327,12 +327,9 @@ def _follow(run: "Started", display: bool) -> None:
 
 def _in_notebook() -> bool:
     """Say whether cells show HTML: a terminal of IPython does not."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return False
-    shell: Any = get_ipython()
-    return shell is not None and hasattr(shell, "kernel")
+    from rich.console import Console
+
+    return Console().is_jupyter
 
 
 def _show_in_notebook(events: "Iterator[Event]", session: "Session") -> None:
