@@ -69,16 +69,11 @@ def render() -> str:
     for config, fields in shared.items():
         parents = [_name(base) for base in config.__bases__ if base in shared] or ["AgentKeywords"]
         parts += _keywords(_name(config), parents, fields)
-    written: dict[str, tuple[list[str], dict[str, str]]] = {}
-    for name, algorithm in sorted(ALGORITHMS.items(), key=lambda pair: len(_types(pair[1].Config))):
-        bases = [_name(base) for base in algorithm.Config.__bases__ if base in shared]
+    for name, algorithm in ALGORITHMS.items():
+        bases = [base for base in algorithm.Config.__bases__ if base in shared]
         inherited = {key: kind for base in algorithm.Config.__mro__ for key, kind in shared.get(base, {}).items()}
         own = {key: kind for key, kind in _types(algorithm.Config).items() if key not in inherited}
-        # The last one is the largest whose keywords this one has, too.
-        alike = [one for one, (of, fields) in written.items() if of == bases and fields.items() <= own.items()]
-        rest = {key: kind for key, kind in own.items() if not alike or key not in written[alike[-1]][1]}
-        parts += _keywords(f"{name}Keywords", [f"{one}Keywords" for one in alike[-1:]] or bases, rest)
-        written[name] = bases, own
+        parts += _keywords(f"{name}Keywords", [_name(base) for base in bases], own)
     return "\n".join(parts) + "\n"
 
 

@@ -125,32 +125,62 @@ class DataKeywords(LLMKeywords, total=False):
     max_output_tokens: int | None
 
 
-class SFTKeywords(DataKeywords, total=False):
+class GRPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
     lr: float
-    loss_type: Literal["nll", "dft"]
-    packing: bool
+    clip_coef: float | tuple[float, float]
+    dual_clip: float | None
+    delta: float | None
+    loss_type: Literal["grpo", "gspo", "cispo"]
+    importance_sampling_level: Literal["token", "turn", "trajectory"] | None
+    adv_norm: Literal["mean_std", "mean_only", "batch_std", "rloo", "mean"]
+    adv_eps: float
+    clip_max: float
+    clip_min: float | None
 
 
-class KTOKeywords(ReferenceKeywords, DataKeywords, total=False):
+class GSPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
     lr: float
-    beta: float
-    loss_type: Literal["kto", "apo_zero_unpaired"]
-    desirable_weight: float
-    undesirable_weight: float
+    clip_coef: float | tuple[float, float]
+    dual_clip: float | None
+    delta: float | None
+    importance_sampling_level: Literal["token", "turn", "trajectory"] | None
+    adv_norm: Literal["mean_std", "mean_only", "batch_std", "rloo", "mean"]
+    adv_eps: float
 
 
-class DPOKeywords(ReferenceKeywords, DataKeywords, total=False):
+class CISPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
     lr: float
-    beta: float
-    loss_type: str | tuple[str, ...]
-    loss_weights: tuple[float, ...] | None
-    nll_alpha: float
-    label_smoothing: float
-    discopop_tau: float
-    simpo_gamma: float
-    reference_free: bool
-    ld_alpha: float | None
-    use_weighting: bool
+    clip_coef: float | tuple[float, float] | None
+    importance_sampling_level: Literal["token", "turn", "trajectory"] | None
+    adv_norm: Literal["mean_std", "mean_only", "batch_std", "rloo", "mean"]
+    adv_eps: float
+    clip_max: float
+    clip_min: float | None
+
+
+class RLOOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
+    lr: float
+    clip_coef: float | tuple[float, float]
+    dual_clip: float | None
+    delta: float | None
+    importance_sampling_level: Literal["token", "turn", "trajectory"] | None
+
+
+class MaxRLKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
+    lr: float
+    clip_coef: float | tuple[float, float]
+    dual_clip: float | None
+    delta: float | None
+    importance_sampling_level: Literal["token", "turn", "trajectory"] | None
+
+
+class DPPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
+    lr: float
+    adv_norm: Literal["mean_std", "mean_only", "batch_std", "rloo", "mean"]
+    adv_eps: float
+    divergence: Literal["tv", "kl"]
+    divergence_limit: float
+    weight_max: float
 
 
 class REINFORCEKeywords(PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
@@ -183,43 +213,29 @@ class PPOKeywords(SurrogateKeywords, RolloutLLMKeywords, total=False):
     whiten_advantages: bool
 
 
-class RLOOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
+class DPOKeywords(ReferenceKeywords, DataKeywords, total=False):
     lr: float
-    clip_coef: float | tuple[float, float]
-    dual_clip: float | None
-    delta: float | None
-    importance_sampling_level: Literal["token", "turn", "trajectory"] | None
+    beta: float
+    loss_type: str | tuple[str, ...]
+    loss_weights: tuple[float, ...] | None
+    nll_alpha: float
+    label_smoothing: float
+    discopop_tau: float
+    simpo_gamma: float
+    reference_free: bool
+    ld_alpha: float | None
+    use_weighting: bool
 
 
-class MaxRLKeywords(RLOOKeywords, total=False):
-    pass
-
-
-class DPPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
+class KTOKeywords(ReferenceKeywords, DataKeywords, total=False):
     lr: float
-    adv_norm: Literal["mean_std", "mean_only", "batch_std", "rloo", "mean"]
-    adv_eps: float
-    divergence: Literal["tv", "kl"]
-    divergence_limit: float
-    weight_max: float
+    beta: float
+    loss_type: Literal["kto", "apo_zero_unpaired"]
+    desirable_weight: float
+    undesirable_weight: float
 
 
-class GSPOKeywords(MaxRLKeywords, total=False):
-    adv_norm: Literal["mean_std", "mean_only", "batch_std", "rloo", "mean"]
-    adv_eps: float
-
-
-class CISPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
+class SFTKeywords(DataKeywords, total=False):
     lr: float
-    clip_coef: float | tuple[float, float] | None
-    importance_sampling_level: Literal["token", "turn", "trajectory"] | None
-    adv_norm: Literal["mean_std", "mean_only", "batch_std", "rloo", "mean"]
-    adv_eps: float
-    clip_max: float
-    clip_min: float | None
-
-
-class GRPOKeywords(GSPOKeywords, total=False):
-    loss_type: Literal["grpo", "gspo", "cispo"]
-    clip_max: float
-    clip_min: float | None
+    loss_type: Literal["nll", "dft"]
+    packing: bool
