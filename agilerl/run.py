@@ -15,18 +15,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
 from agilerl import hooks
-from agilerl.checks.arguments import (
-    Count,
-    Location,
-    Name,
-    Seed,
-    Whole,
-    Within,
-    checked,
-    described,
-    nearest,
-    shown,
-)
+from agilerl.checks.arguments import Count, Location, Name, Seed, Whole, Within, checked, described, nearest, shown
 from agilerl.errors import CheckpointError, ConfigError, plain_warnings
 
 if TYPE_CHECKING:
@@ -290,7 +279,8 @@ class Run:
         from agilerl.training.start import reopen
 
         if reward is not None:
-            give(_code_in(self.config), listed(reward))
+            graders = self.config.get("environment", {}).get("graders") or []
+            give([grader["name"] for grader in graders], listed(reward))
         with reopen(self.path, report=print if display else lambda _: None, allow_code=allow_code) as run:
             _follow(run, display)
         return self
@@ -308,14 +298,6 @@ class Run:
     def _known(self) -> "dict[str, Score]":
         test = self.test
         return {who: test[who] for who in ("base", "median_first_generation", "elite") if who in test}
-
-
-def _code_in(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of code among the graders of a run."""
-    from agilerl.safety.custom_code import names_code
-
-    graders = config.get("environment", {}).get("graders") or []
-    return [one["name"] for one in graders if names_code(one["name"])]
 
 
 # -- following a run ----------------------------------------------------------------------------------------------
@@ -345,12 +327,9 @@ def _follow(run: "Started", display: bool) -> None:
 
 def _in_notebook() -> bool:
     """Say whether cells show HTML: a terminal of IPython does not."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return False
-    shell: Any = get_ipython()
-    return shell is not None and hasattr(shell, "kernel")
+    from rich.console import Console
+
+    return Console().is_jupyter
 
 
 def _show_in_notebook(events: "Iterator[Event]", session: "Session") -> None:
