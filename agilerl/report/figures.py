@@ -2,9 +2,9 @@
 
 import html
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from agilerl.checks.arguments import counted
 from agilerl.hpo.strategies import UNITS
 from agilerl.report import life
 from agilerl.report.life import short_value
-from agilerl.report.load import AgentRecord, Family, RunRecord, Score, front_exams, hyperparameter_at, number, number_or
+from agilerl.report.load import AgentRecord, Exam, Family, RunRecord, Score, front_exams, number, number_or
 
 T = TypeVar("T")
 Figure = dict[str, Any]
@@ -119,7 +119,7 @@ def _of_agent(
         "line": {"color": agent_colour(agent.index), "width": 2},
         "marker": {"color": agent_colour(agent.index), "size": 7},
         "meta": {"agent": agent.index, "winning": agent.index in family.line},
-        **({"hovertemplate": f"agent {agent.index}{hover}<extra></extra>"} if hover else {}),
+        "hovertemplate": f"agent {agent.index}{hover}<extra></extra>",
     }
     return _scatter(mode, points, **{**values, **more})
 
@@ -150,12 +150,12 @@ def _last_before(run: RunRecord, agent: AgentRecord, points: Points, x: float) -
     return None
 
 
-def _exam_points(agent: AgentRecord) -> list[Point]:
-    """Return (step, mean, generation, standard error, n) of an agent's finite exams."""
+def _exam_points(agent: AgentRecord, x: Callable[[Exam], float] = lambda exam: exam.step) -> list[Point]:
+    """Return (x, mean, generation, standard error, n) of an agent's exams, where the first two are finite."""
     return [
-        (e.step, e.score.mean, e.generation, number_or(e.score.stderr, 0.0), e.score.n)
+        (x(e), e.score.mean, e.generation, number_or(e.score.stderr, 0.0), e.score.n)
         for e in agent.exams
-        if e.score.is_finite
+        if e.score.is_finite and math.isfinite(x(e))
     ]
 
 
@@ -243,8 +243,8 @@ def fitness_figure(run: RunRecord, family: Family) -> Figure | None:
     for agent in run.agents.values():
         if points := _exam_points(agent):
             before = _last_before(run, agent, _exam_points, points[0][0])
-            bands.append(_band(points if before is None else [before, *points], agent_colour(agent.index, 0.16)))
-            bands[-1]["meta"] = {"agent": agent.index, "winning": agent.index in family.line}
+            points = points if before is None else [before, *points]
+            bands.append(_band(points, agent.index, agent=agent.index, winning=agent.index in family.line))
     if bands and "base" in run.tests and (score := run.tests["base"][1]).is_finite:
         steps = [step for line in figure["data"] for step in line["x"] if step is not None]
         hover = f"the base on the test: {life.plus(score, '.4f', '.4f')}<extra></extra>"
@@ -256,13 +256,14 @@ def fitness_figure(run: RunRecord, family: Family) -> Figure | None:
     return figure if bands else None
 
 
-def _band(points: Sequence[Point], colour: str) -> Trace:
-    """Return an area of one standard error on either side of exams."""
+def _band(points: Sequence[Point], index: int, **meta: Any) -> Trace:
+    """Return an area of one standard error on either side of exams, in the colour of an agent."""
+    colour = agent_colour(index, 0.16)
     ends = [(x, *Score(y, error, n).band) for x, y, _, error, n in points]
     outline = [(x, high) for x, _, high in ends] + [(x, low) for x, low, _ in reversed(ends)]
     # Of a single exam the band is a vertical line, which must be as broad as the mark to be seen.
     line = {"color": colour, "width": 1 if len(points) > 1 else 7}
-    return _scatter("lines", outline, fill="toself", fillcolor=colour, line=line)
+    return _scatter("lines", outline, fill="toself", fillcolor=colour, line=line, meta=meta, showlegend=False)
 
 
 def overlay_figure(runs: Mapping[str, tuple[RunRecord, Family]]) -> Figure | None:
@@ -272,31 +273,25 @@ def overlay_figure(runs: Mapping[str, tuple[RunRecord, Family]]) -> Figure | Non
         winning = set(family.line_nodes())
         points = [p for index in family.line for p in _exam_points(run.agents[index]) if (index, p[2]) in winning]
         if points:
-            meta = {"meta": {"run": position}}
             hover = f"{plain(name)}<br>%{{x}}<br>%{{y:.4f}} ± %{{customdata[1]:.4f}}<extra></extra>"
             line = {"color": agent_colour(position), "width": 3}
             more = {"name": plain(name), "customdata": [p[2:] for p in points], "hovertemplate": hover, "line": line}
-            data += [
-                _band(points, agent_colour(position, 0.16)) | {"showlegend": False} | meta,
-                _scatter("lines+markers", points, **more) | meta,
-            ]
+            data.append(_band(points, position, run=position))
+            data.append(_scatter("lines+markers", points, meta={"run": position}, **more))
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
     return _figure(data, "iteration", "fitness", height=380, showlegend=True, legend=legend) if data else None
 
 
-def scatter_figure(
-    run: RunRecord, family: Family, points: Points, name: str, *, unit: str = "", rings: Sequence[Point] = ()
+def _scatter_figure(
+    run: RunRecord, family: Family, name: str, x: Callable[[AgentRecord, Exam], float], unit: str = ""
 ) -> Figure | None:
-    """Draw each agent's fitness against another number, its last exam full and the earlier ones pale.
-
-    ``rings`` are the points of agents to be marked, each with the agent. None if no agent has a point.
-    """
+    """Draw each agent's fitness against another number, its last exam full and the earlier ones pale; None if empty."""
     data = []
     hover = (
         f", generation %{{customdata[0]}}<br>fitness %{{y:.4f}} ± %{{customdata[1]:.4f}}<br>{plain(name)} %{{x:.4g}}"
     )
     for agent in run.agents.values():
-        if exams := _without_gaps(points(agent)):
+        if exams := _exam_points(agent, partial(x, agent)):
             earlier, pale = len(exams) - 1, agent_colour(agent.index, 0.45)
             marker = {"size": [6] * earlier + [10], "color": [pale] * earlier + [agent_colour(agent.index)]}
             line = {"color": agent_colour(agent.index, 0.25), "width": 1}
@@ -304,35 +299,28 @@ def scatter_figure(
             data.append(_of_agent(agent, family, exams, hover, mode="lines+markers", **marks))
     if not data:
         return None
-    xaxis = _value_axis([x for trace in data for x in trace["x"]])
-    marker = {"symbol": "circle-open", "size": 18, "color": "#e8a91c", "line": {"width": 3}}
-    names = {"name": "front", "text": [str(ring[2]) for ring in rings], "textposition": "top center"}
-    ring = [_scatter("markers+text", rings, marker=marker, **names)] if rings else []
-    return _figure([*data, *ring], f"{plain(name)}{unit}", "fitness", height=300, xaxis=xaxis)
+    xaxis = _value_axis([value for trace in data for value in trace["x"]])
+    return _figure(data, f"{plain(name)}{unit}", "fitness", height=300, xaxis=xaxis)
 
 
 def objective_figure(run: RunRecord, family: Family, cost: str) -> Figure | None:
     """Draw each agent's exams, fitness against a cost, and mark the front; None if no exam has both."""
 
-    def points(agent: AgentRecord) -> list[Point]:
-        exams = [exam for exam in agent.exams if cost in exam.costs and exam.costs[cost].is_finite]
-        return [(e.costs[cost].mean, e.score.mean, e.generation, number_or(e.score.stderr, 0.0)) for e in exams]
+    def value(_: AgentRecord, exam: Exam) -> float:
+        return exam.costs[cost].mean if cost in exam.costs else math.nan
 
-    front = [(e.costs[cost].mean, e.score.mean, i) for i, e in front_exams(run).items() if cost in e.costs]
-    return scatter_figure(run, family, points, cost, unit=f" ({UNITS.get(cost, '')})", rings=front)
+    figure = _scatter_figure(run, family, cost, value, f" ({UNITS.get(cost, '')})")
+    rings = [(e.costs[cost].mean, e.score.mean, i) for i, e in front_exams(run).items() if cost in e.costs]
+    if figure is not None and rings:
+        marker = {"symbol": "circle-open", "size": 18, "color": "#e8a91c", "line": {"width": 3}}
+        names = {"name": "front", "text": [str(ring[2]) for ring in rings], "textposition": "top center"}
+        figure["data"].append(_scatter("markers+text", rings, marker=marker, **names))
+    return figure
 
 
 def gene_figure(run: RunRecord, family: Family, name: str) -> Figure | None:
     """Draw each exam against the value of a hyperparameter that the agent was trained with; None if it has none."""
-
-    def points(agent: AgentRecord) -> list[Point]:
-        values = [number(hyperparameter_at(agent, name, exam.generation - 1, run)) for exam in agent.exams]
-        exams = [
-            (value, e.score.mean, e.generation, number_or(e.score.stderr, 0.0)) for value, e in zip(values, agent.exams)
-        ]
-        return [point for point in exams if math.isfinite(point[0])]
-
-    return scatter_figure(run, family, points, name)
+    return _scatter_figure(run, family, name, lambda agent, e: number(agent.values(e.generation - 1).get(name)))
 
 
 def hyperparameter_names(run: RunRecord) -> tuple[list[str], dict[str, Any]]:
@@ -341,9 +329,9 @@ def hyperparameter_names(run: RunRecord) -> tuple[list[str], dict[str, Any]]:
     moving, constant = [], {}
     for name in names:
         values = {
-            repr(hyperparameter_at(agent, name, generation, run))
+            repr(agent.values(generation).get(name))
             for agent in run.agents.values()
-            for generation in [*agent.generations, sys.maxsize]
+            for generation in [*agent.generations, math.inf]
         }
         if len(values) > 1:
             moving.append(name)
@@ -357,7 +345,7 @@ def hyperparameter_figure(run: RunRecord, family: Family, name: str) -> Figure:
 
     def points(agent: AgentRecord) -> list[Point]:
         # A selection changes values after its generation was trained.
-        return [(g, _drawable(hyperparameter_at(agent, name, g - 1, run)), g) for g in family.spans[agent.index]]
+        return [(g, _drawable(agent.values(g - 1).get(name)), g) for g in family.spans[agent.index]]
 
     last = max((generation for span in family.spans.values() for generation in span), default=1)
     values = [value for agent in run.agents.values() for _, value, _ in points(agent) if value is not None]
@@ -405,7 +393,7 @@ def importance(run: RunRecord, names: Sequence[str]) -> dict[str, tuple[float, i
     for name in names:
         ranked, freedom = [], 0
         for generation, gains in exam_gains(run).items():
-            pairs = [(number(hyperparameter_at(agent, name, generation - 1, run)), gain) for agent, gain in gains]
+            pairs = [(number(agent.values(generation - 1).get(name)), gain) for agent, gain in gains]
             pairs = [pair for pair in pairs if math.isfinite(pair[0])]
             if len({value for value, _ in pairs}) > 1 and len({gain for _, gain in pairs}) > 1:
                 # Centred, and scaled by their number, so that generations of different sizes count alike.
@@ -443,7 +431,7 @@ def parallel_figure(run: RunRecord, family: Family, names: Sequence[str]) -> Fig
         if exams:
             columns["fitness"][index] = exams[-1].score.mean
             for name in names:
-                value = number(hyperparameter_at(agent, name, exams[-1].generation - 1, run))
+                value = number(agent.values(exams[-1].generation - 1).get(name))
                 if math.isfinite(value):
                     columns[name][index] = value
     columns = {name: values for name, values in columns.items() if values}
@@ -567,7 +555,7 @@ def _by_step(run: RunRecord, key: str) -> dict[tuple[int, int], float]:
     """
     values: dict[tuple[int, int], list[float]] = defaultdict(list)
     lines = [line for agent in run.agents.values() for line in agent.train]
-    for line in [*lines, *run.exam_lines, *run.evolutions]:
+    for line in [*lines, *run.timed]:
         value = number(line.get(key))
         if math.isfinite(value) and "step" in line:
             values[int(number_or(line.get("generation"), 0)), line["step"]].append(value)

@@ -5,8 +5,6 @@ import gzip
 import hashlib
 import math
 import os
-import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -32,9 +30,7 @@ from agilerl.report.load import (
     check_different,
     cost_names,
     differences,
-    first_value,
     front_exams,
-    hyperparameter_at,
     load_run,
     number,
     number_or,
@@ -81,7 +77,7 @@ def render(runs: Sequence[RunRecord], reload: int | None = None) -> str:
         with as_written(run.path):
             views.append({"name": name, **_view(position, run)})
     overlay = figures.overlay_figure({name: (view["record"], view["family"]) for name, view in zip(names, views)})
-    library, script = resource("plotly/plotly-basic.min.js"), inline_script(resource("script.js.jinja"))
+    library, script = resource("plotly/plotly-basic.min.js"), resource("script.js.jinja")
     return compiled("page.html.jinja").render(
         title="agilerl: " + ", ".join(names),
         runs=views,
@@ -91,7 +87,7 @@ def render(runs: Sequence[RunRecord], reload: int | None = None) -> str:
         overlay={"overlay": overlay} if overlay and len(runs) > 1 else {},
         style=resource("style.css.jinja"),
         library=packed(library),
-        script=Markup(script),
+        script=script,
         policy=_content_policy(library, script),
     )
 
@@ -138,11 +134,6 @@ def packed(text: str) -> str:
     """Return a text as gzip in base64: the library of the charts takes 0.5 MB instead of 1.2."""
     # Without a time of its own, so that equal runs give equal pages.
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
-
-
-def inline_script(code: str) -> str:
-    """Return JavaScript that a script element can hold: a closing tag inside a string would end it early."""
-    return re.sub(r"</(script)", r"<\\/\1", code, flags=re.IGNORECASE)
 
 
 def _view(position: int, run: RunRecord) -> dict[str, Any]:
@@ -432,14 +423,14 @@ def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
             "fitness": life.plus(agent.best.score) if agent.best else "none" if not agent.exams else "not finite",
             "steps": ", ".join([str(len(agent.train)), *(f"{len(at)} {what}" for what, at in agent.trouble.items())]),
             "trained": f"{int(tokens):,}" if math.isfinite(tokens := agent.tokens.get("trained", math.nan)) else "",
-            "hyperparameters": _genes({name: first_value(agent, name, run) for name in agent.hyperparameters}),
+            "hyperparameters": _genes(agent.first_values()),
         }
         for index, agent in run.agents.items()
     ]
 
 
 def _genes(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {short_value(value)}" for name, value in sorted(values.items()))
+    return ", ".join(f"{name} {short_value(value)}" for name, value in values.items())
 
 
 def agent_pages(run: RunRecord, family: Family, lineage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -455,13 +446,8 @@ def agent_pages(run: RunRecord, family: Family, lineage: Sequence[Mapping[str, A
             "parents": [parent for parent in (agent.parent, agent.mate) if parent in run.agents],
             "children": [i for i, other in run.agents.items() if index in (other.parent, other.mate)],
             "genes": [
-                [
-                    name,
-                    *map(
-                        short_value, (first_value(agent, name, run), hyperparameter_at(agent, name, sys.maxsize, run))
-                    ),
-                ]
-                for name in sorted(agent.hyperparameters)
+                [name, short_value(agent.first_values()[name]), short_value(last)]
+                for name, last in agent.values().items()
             ],
             "events": [list(event) for event in life.events(agent)],
             "exams": [
@@ -490,12 +476,7 @@ def front_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
             "winning": index == family.winner,
             "reward": life.plus(exam.score),
             "costs": [life.plus(exam.costs[name], ".4g", ".2g") for name in cost_names(run)],
-            "hyperparameters": _genes(
-                {
-                    name: hyperparameter_at(run.agents[index], name, exam.generation - 1, run)
-                    for name in run.agents[index].hyperparameters
-                }
-            ),
+            "hyperparameters": _genes(run.agents[index].values(exam.generation - 1)),
             "adapter": str(listed.get(index, {}).get("adapter", "")),
         }
         for index, exam in front_exams(run).items()

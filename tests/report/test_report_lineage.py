@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 from small_run import birth, fitness, train, write_run
 
-from agilerl.report.load import Score, hyperparameter_at, load_run, trace_family
+from agilerl.report.load import Score, load_run, trace_family
 
 
 @pytest.fixture
@@ -61,13 +61,10 @@ def test_rows_never_collide_and_none_is_wasted(runs, name):
         assert run.agents[child].parent == parent
 
 
-def test_a_value_is_followed_through_birth_mutation_and_evolution(family_of_four):
+def test_a_value_is_followed_through_birth_and_mutation(family_of_four):
     agent = family_of_four.agents[3]
-    assert hyperparameter_at(agent, "lr", 1, family_of_four) == 1e-3
-    assert hyperparameter_at(agent, "lr", 2, family_of_four) == 5e-3
-    family_of_four.evolutions.append({"generation": 3, "evo/hp/lr/3": 7e-3, "evo/hp/lr/33": 1.0})
-    assert hyperparameter_at(agent, "lr", 2, family_of_four) == 5e-3
-    assert hyperparameter_at(agent, "lr", 3, family_of_four) == 7e-3
+    assert [agent.values(generation)["lr"] for generation in (1, 2)] == [1e-3, 5e-3]
+    assert agent.values() == agent.first_values() == {"lr": 5e-3}
 
 
 def test_an_agent_born_and_never_examined_comes_after_its_parent(tmp_path):
