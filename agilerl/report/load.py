@@ -153,11 +153,6 @@ class RunRecord:
     """What may keep the agents of the last generation from learning, by a sentence that names these."""
 
     @property
-    def name(self) -> str:
-        """The directory's name."""
-        return self.path.resolve().name or str(self.path)
-
-    @property
     def is_finished(self) -> bool:
         """True if its results are there."""
         return self.status == "finished"

@@ -1,7 +1,7 @@
 """Sampled completions of a run: one Parquet file per step, never overwritten."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,8 @@ class CompletionRecord:
 
 
 _TEXTS = ("prompt", "completion", "answer")
-_SCHEMA = pa.schema(
-    [(name, pa.int64()) for name in ("generation", "step", "agent", "group", "sample")]
-    + [(name, pa.string()) for name in _TEXTS]
-    + [("reward", pa.float64()), ("length", pa.int64()), ("finish_reason", pa.string())]
-)
+_TYPES = {int: pa.int64(), str: pa.string(), float | None: pa.float64()}
+_SCHEMA = pa.schema([(f.name, _TYPES[f.type]) for f in fields(CompletionRecord) if f.name != "failure"])
 
 
 def write_completions(folder: Path, step: int, records: Sequence[CompletionRecord]) -> Path:

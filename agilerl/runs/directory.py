@@ -24,7 +24,7 @@ from agilerl.checks.arguments import Location, Seed, checked, shown
 from agilerl.checks.redaction import redacted
 from agilerl.errors import AgileRLError, CheckpointError, WriteError
 from agilerl.runs import strict_json
-from agilerl.runs.atomic import PLAIN_FILE, is_leftover, listed, remove_leftovers, write_json
+from agilerl.runs.atomic import PLAIN_FILE, is_leftover, listed, remove_leftovers, write_json, writing
 from agilerl.runs.journal import Closing, read_lines
 from agilerl.safety.bounds import check_links, memory_bytes
 
@@ -185,10 +185,8 @@ class RunDirectory(RunLayout, Closing):
                 info |= {"given": given, "given_sha256": _sha256(given)}
             run = cls(root, lock, info)
             for folder in (run.completions, run.checkpoints):
-                try:
+                with writing(folder, "No run was started"):
                     folder.mkdir(exist_ok=True)
-                except OSError as error:
-                    raise WriteError(f"{folder} could not be created: {error.strerror or error}.") from error
             # Written last: this file makes the directory a run.
             write_json(run.run_json, info)
         except BaseException:
