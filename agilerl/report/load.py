@@ -7,6 +7,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,18 @@ class RunRecord:
     """Sentences about what is missing or wrong."""
     symptoms: dict[str, Symptom] = field(default_factory=dict)
     """What may keep the agents of the last generation from learning, by a sentence that names these."""
+
+    @cached_property
+    def family(self) -> "Family":
+        """Who descends from whom, laid out in rows; the run need not be finished, nor its events complete."""
+        spans, winner = _spans(self.agents), _winner(self)
+        line: list[int] = []
+        agent = winner
+        # A damaged lineage may run in a circle.
+        while agent is not None and agent not in line:
+            line.insert(0, agent)
+            agent = None if self.agents[agent].untrained else self.agents[agent].parent
+        return Family(winner, line, spans, _rows(self.agents, spans, line))
 
     @property
     def is_finished(self) -> bool:
@@ -447,19 +460,6 @@ class Family:
             for generation in self.spans[agent]
             if generation < end
         ]
-
-
-def trace_family(run: RunRecord) -> Family:
-    """Lay out the agents of a run; the run need not be finished, nor its events complete."""
-    spans = _spans(run.agents)
-    winner = _winner(run)
-    line: list[int] = []
-    agent = winner
-    # A damaged lineage may run in a circle.
-    while agent is not None and agent not in line:
-        line.insert(0, agent)
-        agent = None if run.agents[agent].untrained else run.agents[agent].parent
-    return Family(winner, line, spans, _rows(run.agents, spans, line))
 
 
 def cost_names(run: RunRecord) -> list[str]:
