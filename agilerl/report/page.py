@@ -140,19 +140,17 @@ def _view(position: int, run: RunRecord) -> dict[str, Any]:
     charts: dict[str, figures.Figure] = {}
     labels: dict[str, str] = {}
 
-    def draw(key: str, title: str, figure: figures.Figure | None) -> None:
-        if figure is not None:
-            charts[f"{key}-{position}"] = figure
-            labels[f"{key}-{position}"] = figures.described(title, figure)
+    def draw(key: str, title: str, figure: figures.Figure | None) -> str:
+        """Return where a chart is in the page; "" if there is none."""
+        if figure is None:
+            return ""
+        place = f"{key}-{position}"
+        charts[place], labels[place] = figure, figures.described(title, figure)
+        return place
 
     def draw_all(key: str, drawn: Iterable[tuple[str, figures.Figure | None]]) -> dict[str, str]:
-        """Return where charts are in the page, by their titles."""
-        ids = {}
-        for count, (title, figure) in enumerate(drawn):
-            draw(f"{key}{count}", title, figure)
-            if figure is not None:
-                ids[title] = f"{key}{count}-{position}"
-        return ids
+        places = {title: draw(f"{key}{count}", title, figure) for count, (title, figure) in enumerate(drawn)}
+        return {title: place for title, place in places.items() if place}
 
     draw("fitness", "Fitness by iteration", figures.fitness_figure(run))
     draw("tree", "Family tree; the table Lineage says the same", figures.tree_figure(run))

@@ -394,17 +394,13 @@ def _check_deletable(root: Path, *, locked: bool) -> None:
         raise CheckpointError(f"{root} is a link; to overwrite the run that it leads to, give that directory.")
     read_run(root)
     _check_plain(root)
-    if foreign := [path.name for path in listed(root) if not _is_part(path)]:
+    if foreign := [path.name for path in listed(root) if path.name not in _PARTS and not is_leftover(path)]:
         raise CheckpointError(
             f"{root} holds {shown(foreign[0])}, which is not part of a run, so the run is not overwritten; move that "
             "elsewhere, or choose another directory."
         )
     if not locked:
         check_not_in_use(root)
-
-
-def _is_part(path: Path) -> bool:
-    return path.name in _PARTS or is_leftover(path)
 
 
 def delete_run(root: Path) -> None:
@@ -556,12 +552,18 @@ def collect_versions() -> dict[str, str | None]:
 
 def collect_hardware() -> dict[str, Any]:
     """Return the machine: ``cores`` are those of this process, ``cuda`` {name, memory_bytes, capability} each."""
+    import torch  # slow to import, and only needed here
+
+    indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    devices = [torch.cuda.get_device_properties(index) for index in indices]
     return {
         "platform": platform.platform(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": memory_bytes(),
-        "cuda": _cuda_devices(),
+        "cuda": [
+            {"name": d.name, "memory_bytes": d.total_memory, "capability": f"{d.major}.{d.minor}"} for d in devices
+        ],
     }
 
 
@@ -572,14 +574,3 @@ def _cpu_model() -> str:
             if key.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
-
-
-def _cuda_devices() -> list[dict[str, Any]]:
-    try:
-        import torch  # Slow to import, and only needed here.
-    except ImportError:
-        return []
-    if not torch.cuda.is_available():
-        return []
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [{"name": d.name, "memory_bytes": d.total_memory, "capability": f"{d.major}.{d.minor}"} for d in devices]
