@@ -103,11 +103,15 @@ def _figure(
     return {"data": data, "layout": layout}
 
 
-def _scatter(mode: str, points: Sequence[Sequence[Any]], **more: Any) -> Trace:
-    """Return a trace through points, of which only the first two numbers count."""
-    x, y = [_rounded(point[0]) for point in points], [_rounded(point[1]) for point in points]
+def _trace(kind: str, points: Iterable[Sequence[Any]], **more: Any) -> Trace:
+    """Return a trace of points, of which only the first two values count."""
+    pairs = [(_rounded(point[0]), _rounded(point[1])) for point in points]
     silent = {} if "hovertemplate" in more else {"hoverinfo": "skip"}
-    return {"type": "scatter", "mode": mode, "x": x, "y": y, **more} | silent
+    return {"type": kind, "x": [x for x, _ in pairs], "y": [y for _, y in pairs], **more} | silent
+
+
+def _scatter(mode: str, points: Iterable[Sequence[Any]], **more: Any) -> Trace:
+    return _trace("scatter", points, mode=mode, **more)
 
 
 def _of_agent(
@@ -122,19 +126,6 @@ def _of_agent(
         "hovertemplate": f"agent {agent.index}{hover}<extra></extra>",
     }
     return _scatter(mode, points, **{**values, **more})
-
-
-def _bars(heights: Mapping[Any, float], colour: Any, hover: str, **more: Any) -> Trace:
-    """Return a bar for each name or number; ``colour`` is one of all, or a list."""
-    y, marker = [_rounded(height) for height in heights.values()], {"color": colour}
-    return {
-        "type": "bar",
-        "x": list(heights),
-        "y": y,
-        "marker": marker,
-        "hovertemplate": f"{hover}<extra></extra>",
-        **more,
-    }
 
 
 def _last_before(run: RunRecord, agent: AgentRecord, points: Points, x: float) -> Point | None:
@@ -417,8 +408,9 @@ def importance_figure(run: RunRecord, names: Sequence[str]) -> Figure | None:
     clear = [abs(rho) > 2 / math.sqrt(freedom) for rho, freedom in correlations.values()]
     colours = [agent_colour(0, 1.0 if is_clear else 0.3) for is_clear in clear]
     heights = {plain(name): rho for name, (rho, _) in correlations.items()}
-    hover = "%{x}<br>rank correlation %{y:.2f}<br>%{customdata[0]} degrees of freedom"
-    bar = _bars(heights, colours, hover, customdata=[[freedom] for _, freedom in correlations.values()])
+    hover = "%{x}<br>rank correlation %{y:.2f}<br>%{customdata[0]} degrees of freedom<extra></extra>"
+    freedoms = [[freedom] for _, freedom in correlations.values()]
+    bar = _trace("bar", heights.items(), marker={"color": colours}, hovertemplate=hover, customdata=freedoms)
     yaxis = {"range": [-1.05, 1.05], "zeroline": True}
     return _figure([bar], "", "rank correlation", height=300, xaxis={"type": "category"}, yaxis=yaxis)
 
@@ -534,11 +526,11 @@ def phase_seconds(run: RunRecord) -> dict[str, dict[int, float]]:
 def time_figure(run: RunRecord) -> Figure | None:
     """Draw the seconds of each phase, summed over a generation, as stacked bars; None if nothing was timed."""
     phases = phase_seconds(run)
-    hover = "<br>generation %{x}<br>%{y:.2f} s"
-    data = [
-        _bars(seconds, agent_colour(_PHASES.index(phase)), f"{phase}{hover}", name=phase)
-        for phase, seconds in phases.items()
-    ]
+    data = []
+    for phase, seconds in phases.items():
+        hover = f"{phase}<br>generation %{{x}}<br>%{{y:.2f}} s<extra></extra>"
+        marker = {"color": agent_colour(_PHASES.index(phase))}
+        data.append(_trace("bar", seconds.items(), marker=marker, hovertemplate=hover, name=phase))
     if not data:
         return None
     xaxis = {"dtick": _tick(max(generation for seconds in phases.values() for generation in seconds))}
@@ -679,12 +671,8 @@ def _fitting(text: str, most: int) -> str:
 
 def _departures(run: RunRecord) -> Trace:
     marks = [
-        (
-            run.family.spans[index][-1] + 0.2,
-            run.family.rows[index] - 0.25,
-            f"agent {index} {plain(life.departure(agent.reason))}",
-        )
-        for index, agent in run.agents.items()
+        (run.family.spans[i][-1] + 0.2, run.family.rows[i] - 0.25, f"agent {i} {plain(life.departure(agent.reason))}")
+        for i, agent in run.agents.items()
         if agent.died is not None
     ]
     return _marks(marks, symbol="x-thin", size=8, line={"width": 2, "color": "rgba(205,75,75,0.95)"})
