@@ -381,7 +381,6 @@ def _tests(lines: Iterable[Line], summary: Line) -> dict[str, tuple[int | None, 
     tests = {
         who: (_whole(entry.get("agent", elite if who == "elite" else None)), score_of(entry))
         for who, entry in (summary.get("test") or {}).items()
-        if isinstance(entry, dict)
     }
     for line in lines:
         tests[str(line.get("who"))] = _whole(line.get("agent")), score_of(line, "eval/", "reward_mean")

@@ -337,11 +337,9 @@ def _sentence(run: RunRecord, accuracy: bool) -> str:
 
 def _answers(run: RunRecord) -> list[list[str]]:
     """Return cells for the first test questions: question, right answer, the base's answer, the elite's."""
-    answers = run.summary.get("answers")
-    entries = [entry for entry in answers if isinstance(entry, dict)] if isinstance(answers, list) else []
 
-    def scored(answer: Any) -> str:
-        if not isinstance(answer, dict):
+    def scored(answer: Mapping[str, Any] | None) -> str:
+        if answer is None:
             return "–"
         score = number(answer.get("score"))
         return f"{answer.get('text', '')}{f' ({score:.3g})' if math.isfinite(score) else ''}"
@@ -351,7 +349,7 @@ def _answers(run: RunRecord) -> list[list[str]]:
             *(_cut(str(entry.get(key) or "–")) for key in ("question", "answer")),
             *(_cut(scored(entry.get(who))) for who in ("base", "elite")),
         ]
-        for entry in entries[:10]
+        for entry in run.summary.get("answers", [])[:10]
     ]
 
 
