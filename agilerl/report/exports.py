@@ -190,7 +190,9 @@ def _inspect(name: str, evaluation: Mapping[str, Any], moment: str) -> dict[str,
     }
 
 
-def _inspect_sample(number: int, epoch: int, one: Mapping[str, Any], answer: Mapping[str, Any], model: str) -> Any:
+def _inspect_sample(
+    number: int, epoch: int, one: Mapping[str, Any], answer: Mapping[str, Any], model: str
+) -> dict[str, Any]:
     message = {"role": "assistant", "content": answer["text"], "source": "generate"}
     stop = _STOPS.get(answer["finish_reason"], _UNKNOWN)
     scored = {} if answer["score"] is None else {"reward": {"value": answer["score"], "answer": answer["text"]}}
