@@ -42,7 +42,7 @@ class CompletionRecord:
 
 
 _TEXTS = ("prompt", "completion", "answer")
-_TYPES = {int: pa.int64(), str: pa.string(), float | None: pa.float64()}
+_TYPES: dict[Any, Any] = {int: pa.int64(), str: pa.string(), float | None: pa.float64()}
 _SCHEMA = pa.schema([(f.name, _TYPES[f.type]) for f in fields(CompletionRecord) if f.name != "failure"])
 
 
