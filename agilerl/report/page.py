@@ -141,16 +141,16 @@ def _view(position: int, run: RunRecord) -> dict[str, Any]:
     labels: dict[str, str] = {}
 
     def draw(key: str, title: str, figure: figures.Figure | None) -> str:
-        """Return where a chart is in the page; "" if there is none."""
+        """Return the id of a chart in the page; "" if there is none."""
         if figure is None:
             return ""
-        place = f"{key}-{position}"
-        charts[place], labels[place] = figure, figures.described(title, figure)
-        return place
+        identity = f"{key}-{position}"
+        charts[identity], labels[identity] = figure, figures.described(title, figure)
+        return identity
 
     def draw_all(key: str, drawn: Iterable[tuple[str, figures.Figure | None]]) -> dict[str, str]:
-        places = {title: draw(f"{key}{count}", title, figure) for count, (title, figure) in enumerate(drawn)}
-        return {title: place for title, place in places.items() if place}
+        ids = {title: draw(f"{key}{count}", title, figure) for count, (title, figure) in enumerate(drawn)}
+        return {title: identity for title, identity in ids.items() if identity}
 
     draw("fitness", "Fitness by iteration", figures.fitness_figure(run))
     draw("tree", "Family tree; the table Lineage says the same", figures.tree_figure(run))
