@@ -234,7 +234,7 @@ def run_lineage(
     agilerl lineage runs/mine --agent 3
     """
     from agilerl.report.life import lives
-    from agilerl.report.load import load_run, trace_family
+    from agilerl.report.load import load_run
     from agilerl.runs.strict_json import dumps
 
     record = load_run(run)
@@ -245,7 +245,7 @@ def run_lineage(
     if as_json:
         print(dumps(histories if agent is None else histories[0]))
     elif agent is None:
-        _show_lives(histories, trace_family(record).line)
+        _show_lives(histories, record.family.line)
     else:
         _show_life(histories[0])
 

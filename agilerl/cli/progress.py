@@ -2,7 +2,6 @@
 
 import math
 import shlex
-import sys
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from agilerl.hpo.mutation import LEARNING_RATES
 from agilerl.hpo.strategies import UNITS
 from agilerl.planning.footprint import money, peak
 from agilerl.population import Population
-from agilerl.report.load import hyperparameter_at, load_run, number
+from agilerl.report.load import load_run, number
 from agilerl.runs import RunLayout
 from agilerl.runs.diagnosis import Observer, Symptom, advice, told
 from agilerl.runs.hacks import hacks_of_run
@@ -555,7 +554,7 @@ class View:
         for index, agent in run.agents.items():
             row = self.rows[index]
             row.parent = agent.parent
-            row.genes = {name: hyperparameter_at(agent, name, sys.maxsize, run) for name in agent.hyperparameters}
+            row.genes = agent.values()
             # NaN does not equal itself, and is left out.
             row.rewards = [value for line in agent.train if (value := number(line.get(self.what))) == value]
             if agent.exams:

@@ -1,14 +1,13 @@
 """What happened to an agent, and why: its birth, what changed, how its exams went, what made it leave."""
 
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from agilerl.checks.arguments import counted
-from agilerl.report.load import AgentRecord, RunRecord, Score, hyperparameter_at
+from agilerl.report.load import AgentRecord, RunRecord, Score
 
 
 def lives(run: RunRecord) -> list[dict[str, Any]]:
@@ -23,9 +22,7 @@ def lives(run: RunRecord) -> list[dict[str, Any]]:
             "left": agent.died,
             "reason": agent.reason,
             "iterations": len(agent.train),
-            "hyperparameters": {
-                name: hyperparameter_at(agent, name, sys.maxsize, run) for name in sorted(agent.hyperparameters)
-            },
+            "hyperparameters": agent.values(),
             "exams": [
                 {"generation": exam.generation, "step": exam.step, **asdict(exam.score)}
                 | {"place": ranks[exam.generation, index]}

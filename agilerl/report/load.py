@@ -7,6 +7,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,20 @@ class AgentRecord:
         trained = {int(line["generation"]) for line in self.train if "generation" in line}
         return sorted(trained | {exam.generation for exam in self.exams})
 
+    def values(self, generation: float = math.inf) -> dict[str, Any]:
+        """Return the hyperparameters after the selection of a generation, by name; by default the last ones."""
+        values = dict(sorted(self.hyperparameters.items()))
+        for mutation in self.mutations:
+            if mutation["generation"] <= generation:
+                changes = mutation.get("changes") or []
+                values |= {change["gene"]: change.get("new") for change in changes if change.get("gene") in values}
+        return values
+
+    def first_values(self) -> dict[str, Any]:
+        """Return the hyperparameters that it was first trained with: a child's after the mutation at its birth."""
+        # A founder trains with its first values before any selection, which -1 stands for.
+        return self.values(-1 if self.parent is None or self.born is None else self.born)
+
     @property
     def trouble(self) -> dict[str, list[int]]:
         """Steps at which the outcome was not ``ok``, by outcome."""
@@ -123,9 +138,8 @@ class RunRecord:
     summary: dict[str, Any]
     """summary.json; empty while the run is running."""
     agents: dict[int, AgentRecord]
-    evolutions: list[dict[str, Any]]
-    exam_lines: list[dict[str, Any]]
-    """Eval lines, for their timing; the scores are in ``agents``."""
+    timed: list[Line]
+    """Lines of exams and selections, for their times; the scores are in ``agents``."""
     tests: dict[str, tuple[int | None, Score]]
     """Agent and score of "base", "elite" and "median_first_generation", as far as they are known."""
     elites: dict[int, int]
@@ -139,10 +153,17 @@ class RunRecord:
     symptoms: dict[str, Symptom] = field(default_factory=dict)
     """What may keep the agents of the last generation from learning, by a sentence that names these."""
 
-    @property
-    def name(self) -> str:
-        """The directory's name."""
-        return self.path.resolve().name or str(self.path)
+    @cached_property
+    def family(self) -> "Family":
+        """Who descends from whom, laid out in rows; the run need not be finished, nor its events complete."""
+        spans, winner = _spans(self.agents), _winner(self)
+        line: list[int] = []
+        agent = winner
+        # A damaged lineage may run in a circle.
+        while agent is not None and agent not in line:
+            line.insert(0, agent)
+            agent = None if self.agents[agent].untrained else self.agents[agent].parent
+        return Family(winner, line, spans, _rows(self.agents, spans, line))
 
     @property
     def is_finished(self) -> bool:
@@ -224,8 +245,7 @@ def load_run(path: Path, price: float | None = None) -> RunRecord:
             status=layout.status,
             summary=summary,
             agents=dict(sorted(agents.items())),
-            evolutions=[line for line in kinds["evolution"] if _whole(line.get("generation")) is not None],
-            exam_lines=kinds["eval"],
+            timed=[*kinds["eval"], *kinds["evolution"]],
             tests=_tests(kinds["test"], summary),
             elites=elites,
             seconds=number_or(summary.get("seconds"), max(elapsed, default=math.nan)),
@@ -361,7 +381,6 @@ def _tests(lines: Iterable[Line], summary: Line) -> dict[str, tuple[int | None, 
     tests = {
         who: (_whole(entry.get("agent", elite if who == "elite" else None)), score_of(entry))
         for who, entry in (summary.get("test") or {}).items()
-        if isinstance(entry, dict)
     }
     for line in lines:
         tests[str(line.get("who"))] = _whole(line.get("agent")), score_of(line, "eval/", "reward_mean")
@@ -442,19 +461,6 @@ class Family:
         ]
 
 
-def trace_family(run: RunRecord) -> Family:
-    """Lay out the agents of a run; the run need not be finished, nor its events complete."""
-    spans = _spans(run.agents)
-    winner = _winner(run)
-    line: list[int] = []
-    agent = winner
-    # A damaged lineage may run in a circle.
-    while agent is not None and agent not in line:
-        line.insert(0, agent)
-        agent = None if run.agents[agent].untrained else run.agents[agent].parent
-    return Family(winner, line, spans, _rows(run.agents, spans, line))
-
-
 def cost_names(run: RunRecord) -> list[str]:
     """Return the objectives of the exams besides the reward."""
     return list(dict.fromkeys(name for agent in run.agents.values() for exam in agent.exams for name in exam.costs))
@@ -482,27 +488,6 @@ def summary_front(run: RunRecord) -> dict[int, dict[str, Any]]:
     front = run.summary.get("front")
     members = [member for member in front if isinstance(member, dict)] if isinstance(front, list) else []
     return {index: member for member in members if (index := _whole(member.get("agent"))) is not None}
-
-
-def hyperparameter_at(agent: AgentRecord, name: str, generation: int, run: RunRecord) -> Any:
-    """Return the value an agent had in a generation, from its birth, its mutations and the evolution lines."""
-    value = agent.hyperparameters.get(name)
-    for mutation in agent.mutations:
-        if mutation["generation"] <= generation:
-            for change in mutation.get("changes") or []:
-                if change.get("gene") == name:
-                    value = change.get("new")
-    # What an evolution line gives as in force counts more than what mutations lead to.
-    for evolution in run.evolutions:
-        if evolution["generation"] <= generation:
-            value = evolution.get(f"evo/hp/{name}/{agent.index}", value)
-    return value
-
-
-def first_value(agent: AgentRecord, name: str, run: RunRecord) -> Any:
-    """Return the value that an agent was first trained with: a child's after the mutation at its birth."""
-    # A founder trains with its first values before any selection, which -1 stands for.
-    return hyperparameter_at(agent, name, -1 if agent.parent is None or agent.born is None else agent.born, run)
 
 
 def _spans(agents: dict[int, AgentRecord]) -> dict[int, list[int]]:

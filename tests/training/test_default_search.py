@@ -18,7 +18,7 @@ from agilerl.hpo.lineage import family_tree
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.selection import Best, Standing
 from agilerl.hpo.spread import lora_rate
-from agilerl.report.load import load_run, trace_family
+from agilerl.report.load import load_run
 from agilerl.training.events import Evolved
 from agilerl.training.loop import resume, train
 from agilerl.training.resolved import resolve, usual_rate
@@ -489,7 +489,7 @@ def test_a_run_that_collapses_before_its_first_exam_begins_again_at_a_lower_rate
     left = family_tree(lines(tmp_path / "run" / "lineage.jsonl"))[0].reason
     assert left.startswith("collapsed: ")
     assert left.endswith("begins again, as before training, at 0.2 times the rate")
-    assert trace_family(load_run(tmp_path / "run")).line == [1]
+    assert load_run(tmp_path / "run").family.line == [1]
     elite = json.loads((tmp_path / "run" / "summary.json").read_text())["elite"]
     assert (elite["index"], elite["hyperparameters"]["lr"]) == (1, pytest.approx(2e-3))
     # At the end of so short a run, the untrained agent is no candidate, and the only exam counts.
