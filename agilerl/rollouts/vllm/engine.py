@@ -24,7 +24,6 @@ from agilerl.models.slots import AdapterStore, Route
 from agilerl.rollouts.engine import GenerationRequest, OnCompletion, RolloutEngine, SamplingSettings, of_part
 from agilerl.rollouts.vllm.backend import (
     Answer,
-    Backend,
     OnAnswer,
     Row,
     StagedAdapter,
@@ -241,7 +240,7 @@ class VLLMEngine:
         tokenizer: Any = None,
         own: RolloutEngine,
         offload: bool = True,
-        backend: Backend | None = None,
+        backend: ColocatedVLLM | VLLMServer | None = None,
     ) -> None:
         """Check what can be checked without starting anything.
 
@@ -264,7 +263,7 @@ class VLLMEngine:
         if backend is None and config.base_url is None:
             check_installed(config, base.device.type)
         kind = ColocatedVLLM if config.base_url is None else VLLMServer
-        self.backend: Backend = backend or kind(base, config, tokenizer)
+        self.backend = backend or kind(base, config, tokenizer)
         shares_a_gpu = base.device.type == "cuda" and isinstance(self.backend, ColocatedVLLM)
         self._offloaded = OffloadedBase(base.model) if offload and shares_a_gpu else None
         self.versions = AdapterVersions(store, lora_config, base.source, config.lora_staging_dir)
