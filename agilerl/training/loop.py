@@ -36,7 +36,7 @@ from agilerl.training.events import (
     RunStarted,
 )
 from agilerl.training.finish import left_out, summary_of, tested_elite
-from agilerl.training.preflight import preflight, preflight_event
+from agilerl.training.preflight import event_of, preflight, problem
 from agilerl.training.progress import Kept, Progress
 from agilerl.training.records import Checkpoints, RunWriter, completion_rows
 from agilerl.training.setup import Session
@@ -257,8 +257,8 @@ def _run(
     founders = {} if progress.base is not None else {a.index: dict(a.hyperparameters) for a in population.everyone}
     yield RunStarted(root, total, -(-total // session.evo_steps), founders)
     if progress.base is None:
-        if session.preflight is not None:
-            yield preflight_event(session, session.preflight)
+        if (probed := session.preflight) is not None:
+            yield event_of(probed, "" if probed.has_signal else problem(session, probed))
         yield PhaseStarted("base test")
         progress.base = population.evaluate_base("test")
         yield HeldOutTest("base", None, progress.base)
