@@ -121,7 +121,7 @@ def hints(population: Population, probed: Probe) -> list[str]:
 
 def problem(session: Session, probed: Probe) -> str:
     """Return why no answers differ in reward, and what to change: the first cause that explains all of them."""
-    e = session.config.environment
+    e, algorithm = session.config.environment, session.config.algorithm["name"]
     groups = f"all {len(probed.answers)} answers to {len(probed.groups)} training questions"
     limit = getattr(session.population.agents[0].config, "max_output_tokens", None)
     scored = e.task is not None and e.env_type == "reasoning" and e.graders is None and e.reward == "exact"
@@ -143,8 +143,8 @@ def problem(session: Session, probed: Probe) -> str:
     formats = e.answer_format == "whole" and e.env_type == "reasoning" and e.graders is None
     asked = "let the prompt ask for a format (environment.answer_format=after), " if formats else ""
     return (
-        f"{groups} earn {probed.reward:g}, so {session.config.algorithm['name']} has nothing to compare; {asked}take easier "
-        f"questions{where}, a stronger base{easier}, or more answers to each (algorithm.group_size)"
+        f"{groups} earn {probed.reward:g}, so {algorithm} has nothing to compare; {asked}take easier questions{where}, "
+        f"a stronger base{easier}, or more answers to each (algorithm.group_size)"
     )
 
 
