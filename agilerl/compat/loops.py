@@ -32,7 +32,6 @@ from agilerl.checks.arguments import (
     checked,
     described,
     nearest,
-    reason,
     taken,
 )
 from agilerl.compat.gyms import DataGym, Gym, PreferenceGym, ReasoningGym, SFTGym
@@ -40,12 +39,13 @@ from agilerl.compat.tokenized import TokenObservationWrapper
 from agilerl.data import Trajectory
 from agilerl.envs.datasets import CuratedTask, DatasetTask
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.errors import AgileRLError, ConfigError, EnvError
+from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import quarantined
 from agilerl.hpo.mutation import Mutations
 from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
+from agilerl.training.custom_selection import reported
 from agilerl.training.events import Event, Evolved, ExamDone, IterationDone
 from agilerl.training.loop import Loop, evolve
 from agilerl.training.progress import Progress
@@ -305,12 +305,8 @@ def _gym(kind: Any, env: Any, env_fn: Any) -> Any:
     """Return the environment that is given, or made; raises ConfigError unless it is of this kind."""
     if (env is None) == (env_fn is None):
         raise ConfigError(f"expected exactly one of env and env_fn, found {'neither' if env is None else 'both'}")
-    try:
+    with reported("env_fn could not make an environment"):
         gym = env if env is not None else env_fn()
-    except AgileRLError:
-        raise
-    except Exception as error:  # a factory may raise anything; report its reason
-        raise EnvError(f"env_fn could not make an environment: {reason(error)}") from error
     if not isinstance(gym, kind):
         raise ConfigError(f"expected a {kind.__name__} as the environment, found {described(gym)}")
     return gym

@@ -37,7 +37,7 @@ from agilerl.training.events import (
 )
 from agilerl.training.finish import left_out, summary_of, tested_elite
 from agilerl.training.preflight import event_of, preflight, problem
-from agilerl.training.progress import Kept, Progress
+from agilerl.training.progress import Kept, Median, Progress
 from agilerl.training.records import Checkpoints, RunWriter, completion_rows
 from agilerl.training.setup import Session
 from agilerl.training.trackers import Trackers, Wanted, check_trackers
@@ -243,8 +243,8 @@ def _run(
         if progress.median is None:
             ranked = ranking(progress.exam)
             middle = ranked[(len(ranked) - 1) // 2]  # the better of the two in the middle
-            progress.median = (middle, population.evaluate_agent(middle, "test"))
-            yield HeldOutTest("median_first_generation", *progress.median)
+            progress.median = Median(index=middle, fitness=population.evaluate_agent(middle, "test"))
+            yield HeldOutTest("median_first_generation", middle, progress.median.fitness)
 
     def after_generation() -> None:
         progress.exam = None

@@ -35,7 +35,8 @@ from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rewards.library import LIBRARY, library_grader
 from agilerl.rewards.waiting import ThreadedGrader
 from agilerl.safety.addresses import OPENAI, check_key
-from agilerl.safety.custom_code import code_name, contained, load_code, names_code, not_allowed
+from agilerl.safety.custom_code import code_name, load_code, names_code, not_allowed
+from agilerl.training.custom_selection import reported
 
 
 class _TemplateTask(ReasoningGymTask):
@@ -305,11 +306,8 @@ def _configured(where: str, entry: GraderConfig, code: Any) -> Grader:
     """Return a custom grader: an instance of a class, or a function with its parameters filled in."""
     if not isinstance(code, type):
         return partial(code, **entry.params) if entry.params else code
-    try:
-        with contained():
-            return code(**entry.params)  # type: ignore[no-any-return]
-    except Exception as error:  # custom code may raise anything; report its reason
-        raise ConfigError(f"{where}: {entry.called} cannot be made: {type(error).__name__}: {error}") from error
+    with reported(f"{where}: {entry.called} cannot be made"):
+        return code(**entry.params)  # type: ignore[no-any-return]
 
 
 def _check_judge(where: str, entry: GraderConfig, typed: Iterable[str]) -> None:
