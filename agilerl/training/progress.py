@@ -129,11 +129,8 @@ class Progress(SavedValues):
         """Return everything but weights and the clock as plain data; what is unset and newer than the first files is
         left out.
         """
-        return {
-            name: value
-            for name, value in self.model_dump().items()
-            if name not in _NEWER or value not in ([], {}, None)
-        }
+        values = self.model_dump()
+        return {name: value for name, value in values.items() if name not in _NEWER or value not in ([], {}, None)}
 
     @classmethod
     def from_dict(

@@ -132,12 +132,7 @@ def _answer(engine: RolloutEngine, endpoint: Endpoint, pending: list[Pending]) -
             pending[number].answer.set_result(completion)
 
     def arrivals() -> list[Any]:
-        further: list[Pending] = []
-        while True:
-            try:
-                further.append(endpoint.inbox.get_nowait())
-            except Empty:
-                break
+        further = list(endpoint.waiting())
         pending.extend(further)
         return [p.request for p in further]
 

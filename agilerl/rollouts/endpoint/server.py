@@ -6,8 +6,9 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import count
@@ -145,13 +146,16 @@ class Endpoint:
             session.over = True
         # Without force_exit uvicorn waits for clients that keep their connection open.
         self._server.should_exit = self._server.force_exit = True
-        while True:  # what waits for the engine is refused
-            try:
-                self.inbox.get_nowait().answer.cancel()
-            except Empty:
-                break
+        for pending in self.waiting():  # for the engine: they are refused
+            pending.answer.cancel()
         assert self._thread is not None
         self._thread.join(_STARTED)
+
+    def waiting(self) -> Iterator[Pending]:
+        """Take the requests that have arrived."""
+        with suppress(Empty):
+            while True:
+                yield self.inbox.get_nowait()
 
     def url(self, number: int) -> str:
         """Return the base URL of an episode."""

@@ -244,16 +244,8 @@ class VLLMEngine:
     ) -> None:
         """Check what can be checked without starting anything.
 
-        Args:
-            base: the trainer's base model.
-            store: the bank of adapters.
-            config: settings of vLLM.
-            seed: seed of all samples.
-            lora_config: what adapters have in common, their target modules above all.
-            tokenizer: the trainer's, to compare vLLM's with.
-            own: the torch engine, for exams if the settings ask for it.
-            offload: move the trainer's base to the host while vLLM samples on the same GPU.
-            backend: replaces the vLLM that the settings describe.
+        Exams are ``own``'s, of the torch engine, if the settings ask for it. With ``offload`` the trainer's base moves
+        to the host while vLLM samples on the same GPU. ``backend`` replaces the vLLM that the settings describe.
 
         Raises ConfigError for a missing extra, an unsupported version, and settings that this machine does not support.
         """
@@ -320,14 +312,11 @@ class VLLMEngine:
         self, requests: Sequence[GenerationRequest], on_completion: OnCompletion | None
     ) -> list[list[Completion]]:
         """Give exams to the torch engine and rollouts to vLLM."""
-        training = [k for k, r in enumerate(requests) if r.purpose in _TRAINING]
-        others = [k for k, r in enumerate(requests) if r.purpose not in _TRAINING]
         results: dict[int, list[Completion]] = {}
-        if training:
-            handed = of_part(on_completion, training)
-            results |= zip(training, self._sampled([requests[k] for k in training], handed))
-        if others:
-            results |= zip(others, self.own.generate([requests[k] for k in others], of_part(on_completion, others)))
+        for of_training, sample in ((True, self._sampled), (False, self.own.generate)):
+            part = [k for k, r in enumerate(requests) if (r.purpose in _TRAINING) is of_training]
+            if part:
+                results |= zip(part, sample([requests[k] for k in part], of_part(on_completion, part)))
         return [results[k] for k in range(len(requests))]
 
     def _sampled(
