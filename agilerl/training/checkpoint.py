@@ -129,7 +129,8 @@ def write_checkpoint(folder: Path, population: Population, progress: Progress, p
         index = state.counters["index"]
         _write_state(state, agent_folder(folder, index), runtime)
         # In the files of all other agents the reader takes numbers that are not finite for damage.
-        broken += [] if _is_finite(state) else [index]
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors(state).values()):
+            broken.append(index)  # a sick agent, which keeps its own until it is replaced
     values = {
         "progress": progress.to_dict(),
         "next_index": population.next_index,
@@ -231,11 +232,6 @@ def received(topology: Topology, checkpoint: Path | None, runtime: Runtime) -> S
         if position in positions or (position >= count and topology.peers.rank == 0):
             arrived.append(unpacked(data))
     return _checkpoint(Path(path), state, clock, arrived[: len(positions)], arrived[len(positions) :])
-
-
-def _is_finite(state: AgentState) -> bool:
-    """Return whether an agent's weights and moments are finite; a sick agent keeps its own until it is replaced."""
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors(state).values())
 
 
 def _agent(folder: Path, layers: tuple[LinearShape, ...], index: int, *, finite: bool) -> AgentState:

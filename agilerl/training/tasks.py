@@ -136,7 +136,8 @@ def _from_data(
 ) -> DatasetTask:
     """Return a task of rows; without ``test_prompts``, every row is in the test."""
     # Rows need an answer only if it is compared.
-    grader = exact_match if uses_own_reward(config.graders, config.fitness_grader) else _ungraded
+    compares = config.graders is None or OWN in (config.fitness_grader, *(entry.name for entry in config.graders))
+    grader = exact_match if compares else _ungraded
     if test_prompts is None:
         sides, template = [_rows(config, dataset)] * 3, config.conversation_template
         return DatasetTask(*sides, reward_fn=grader, conversation_template=template, purpose=purpose, seed=seed)
@@ -253,11 +254,6 @@ def graded(
     task = GradedTask(task, CombinedGrader(named), fitness.get(config.fitness_grader or ""))
     task.prepare()
     return task
-
-
-def uses_own_reward(graders: Sequence[GraderConfig] | None, fitness: str | None) -> bool:
-    """Return whether the task's built-in reward is used."""
-    return graders is None or fitness == OWN or any(entry.name == OWN for entry in graders)
 
 
 def own_weights(config: EnvironmentConfig, given: Mapping[str, Any], genes: Iterable[str]) -> dict[str, Any]:

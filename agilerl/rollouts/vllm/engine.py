@@ -147,15 +147,6 @@ _TEMPERATURE = 0.8
 """Not 1, so that a vLLM that reports log-probs from before the temperature is noticed too."""
 
 
-def probe_request(request: GenerationRequest, tokens: int) -> GenerationRequest:
-    """Return a request for ``tokens`` sampled after the beginning of a request's own prompt.
-
-    Sampled, not greedy: a mix of likely and unlikely tokens tests more than the most likely ones.
-    """
-    sampling = SamplingSettings(max_new_tokens=tokens, temperature=_TEMPERATURE)
-    return GenerationRequest(request.slot, request.prompt_ids[:_PROMPT], 1, sampling, "probe", request.key)
-
-
 @torch.no_grad()
 def trainer_logprobs(
     base: BaseModel,
@@ -383,11 +374,14 @@ class VLLMEngine:
         if not self.config.probe_tokens or not requests:
             return []
         asked, numbers = [], set(self._trusted)
+        # Not greedy: a mix of likely and unlikely tokens tests more than the most likely ones.
+        sampling = SamplingSettings(max_new_tokens=self.config.probe_tokens, temperature=_TEMPERATURE)
         for request in [*requests, GenerationRequest(None, requests[0].prompt_ids, 1, requests[0].sampling)]:
             number = None if request.slot is None else versions[request.slot].number
             if number not in numbers:  # equal adapters are one version
                 numbers.add(number)
-                asked.append(probe_request(request, self.config.probe_tokens))
+                prompt = request.prompt_ids[:_PROMPT]
+                asked.append(GenerationRequest(request.slot, prompt, 1, sampling, "probe", request.key))
         return asked
 
     def _row(self, request: GenerationRequest, versions: Mapping[int, StagedAdapter], sample: int) -> Row:
