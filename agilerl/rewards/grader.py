@@ -94,8 +94,6 @@ def attempt_grader(
     Raises RewardError if the error does not belong to single completions: the grader asks for something the rows do not
     have, or did not return a list of the right length.
     """
-    if not callable(grader):
-        raise RewardError(f"expected a function or another grader, found {described(grader)}")
     if len(rows) != len(completions):
         raise RewardError(f"expected one row per completion, found {len(rows)} rows for {len(completions)} completions")
     if not completions:
