@@ -153,17 +153,7 @@ class TokenObservationWrapper:
 
     def examine(self, agent: Any, episodes: int) -> np.ndarray:
         """Return the returns of that many greedy episodes, from seeds that training never reaches."""
-        returns: list[float] = []
-        for number in range(episodes):
-            prompt, _ = self.reset(_EXAM_SEED + number)
-            total, done = 0.0, False
-            while not done:
-                action = agent.get_action([prompt], training=False)
-                agent.tokens["evaluated"] += int(action.action_masks[0].sum())
-                prompt, reward, terminated, truncated, _ = self.step(action.completion_ids[0])
-                total, done = total + reward, terminated or truncated
-            returns.append(total)
-        return np.array(returns)
+        return SyncMultiTurnVecEnv(lambda: self, 1, 1).examine(agent, episodes)
 
     def close(self) -> None:
         """Close the environment; ``reset`` and ``step`` raise EnvError afterwards. A second call does nothing."""

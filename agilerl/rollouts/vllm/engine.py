@@ -295,23 +295,16 @@ class VLLMEngine:
         computes is not what the trainer computes.
         """
         self._check_open()
-        if self.config.exams == "torch":
-            return self._divided(requests, on_completion)
-        return self._sampled(requests, on_completion) if requests else []
-
-    def _divided(
-        self, requests: Sequence[GenerationRequest], on_completion: OnCompletion | None
-    ) -> list[list[Completion]]:
-        """Give exams to the torch engine and rollouts to vLLM."""
+        ours = [k for k, r in enumerate(requests) if r.purpose in _TRAINING or self.config.exams == "vllm"]
+        others = sorted(set(range(len(requests))) - set(ours))
         results: dict[int, list[Completion]] = {}
-        for of_training, sample in ((True, self._sampled), (False, self.own.generate)):
-            part = [k for k, r in enumerate(requests) if (r.purpose in _TRAINING) is of_training]
+        for part, sample in ((ours, self._sampled), (others, self.own.generate)):
             if part:
                 results |= zip(part, sample([requests[k] for k in part], of_part(on_completion, part)))
         return [results[k] for k in range(len(requests))]
 
     def _sampled(
-        self, requests: Sequence[GenerationRequest], on_completion: OnCompletion | None
+        self, requests: Sequence[GenerationRequest], on_completion: OnCompletion | None = None
     ) -> list[list[Completion]]:
         slots = sorted({r.slot for r in requests if r.slot is not None})
         ranks = [self.store.ranks[slot] for slot in slots]
