@@ -56,42 +56,32 @@ def task(config: RunConfig, *, allow_code: bool = False, all_rows: bool = False)
     ``environment.dataset`` is in the test, in order: for an evaluation, which trains on none.
     """
     e, seed = config.environment, config.training.seed
-    options: Any = {"seed": seed, "typed_addresses": config.typed_addresses, "allow_code": allow_code}
+    mistake: Mistake | None = None
+    made: Task
     if e.env_type == "multiturn":
         build_task = _episodes if e.taskset is None else _of_verifiers
         return build_task(e, seed, allow_code, e.test_prompts + config.second_panel)
     if e.dataset is not None:
-        test_prompts = None if all_rows else e.test_prompts + config.second_panel
-        return _wrapped(_from_data(e, e.dataset, e.env_type, seed, test_prompts), e, None, **options)
-    family, _, name = (e.task or "").partition(":")
-    if family != "reasoning_gym" or not name:
-        hint = f"; did you mean reasoning_gym:{e.task}?" if e.task in known_tasks() else ""
-        raise ConfigError(f"environment.task={shown(e.task)} is unknown; expected reasoning_gym:<dataset>{hint}")
-    return _wrapped(_procedural(e, seed, name, config.second_panel), e, _careless, **options)
-
-
-def _wrapped(
-    task: Task,
-    e: EnvironmentConfig,
-    mistake: Mistake | None,
-    *,
-    seed: int,
-    typed_addresses: Iterable[str],
-    allow_code: bool,
-) -> Task:
-    """Return a task as what the algorithm learns from."""
+        made = _from_data(e, e.dataset, e.env_type, seed, None if all_rows else e.test_prompts + config.second_panel)
+    else:
+        family, _, name = (e.task or "").partition(":")
+        if family != "reasoning_gym" or not name:
+            hint = f"; did you mean reasoning_gym:{e.task}?" if e.task in known_tasks() else ""
+            raise ConfigError(f"environment.task={shown(e.task)} is unknown; expected reasoning_gym:<dataset>{hint}")
+        made, mistake = _procedural(e, seed, name, config.second_panel), _careless
+    # What the algorithm learns from
     if e.env_type == "sft":
-        return SFTTask(task, loss_on=e.loss_on)
+        return SFTTask(made, loss_on=e.loss_on)
     if e.env_type in ("preference", "unpaired"):
-        return (PreferenceTask if e.env_type == "preference" else UnpairedTask)(task, mistake=mistake, seed=seed)
-    task = graded(e, task, allow_code=allow_code, typed_addresses=typed_addresses)
-    task = task if e.answer_format == "whole" else AnswerFormatTask(task, e.answer_format, e.answer_phrase)
+        return (PreferenceTask if e.env_type == "preference" else UnpairedTask)(made, mistake=mistake, seed=seed)
+    made = graded(e, made, allow_code=allow_code, typed_addresses=config.typed_addresses)
+    made = made if e.answer_format == "whole" else AnswerFormatTask(made, e.answer_format, e.answer_phrase)
     if e.agent is None:
-        return task
+        return made
     if not allow_code:
         raise not_allowed("environment.agent", str(e.agent))
     program = load_code("environment.agent", e.agent, allowed=True) if isinstance(e.agent, str) else e.agent
-    return AgentTask(task, program, ProgramLimits(**e.agent_limits.model_dump()))
+    return AgentTask(made, program, ProgramLimits(**e.agent_limits.model_dump()))
 
 
 def _procedural(e: EnvironmentConfig, seed: int, name: str, second: int) -> _TemplateTask:
