@@ -155,8 +155,8 @@ def _work(
         # Not earlier: after a tracker that does not start, another run can begin with the session.
         session.begun = True
         # Only the writer's column sends agents to it; the other processes of an island hold the same ones.
-        sends, t = session.topology.island.rank == 0, session.config.training
-        checkpoints = Checkpoints(t, session.population, writer, saved, sends=sends)
+        sends, newest = session.topology.island.rank == 0, None if saved is None else saved.progress.iteration
+        checkpoints = Checkpoints(session.config.training, session.population, writer, sends, newest)
         for event in _run(session, root, writer, checkpoints, progress, stop or StopRequest()):
             if writer is not None:
                 writer.write(event)  # before any consumer sees it, so that a failing consumer cannot lose it
