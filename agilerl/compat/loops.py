@@ -39,7 +39,7 @@ from agilerl.compat.tokenized import TokenObservationWrapper
 from agilerl.data import Trajectory
 from agilerl.envs.datasets import CuratedTask, DatasetTask
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, EnvError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import quarantined
 from agilerl.hpo.mutation import Mutations
@@ -337,7 +337,7 @@ def _gym(kind: Any, env: Any, env_fn: Any) -> Any:
     """Return the environment that is given, or made; raises ConfigError unless it is of this kind."""
     if (env is None) == (env_fn is None):
         raise ConfigError(f"expected exactly one of env and env_fn, found {'neither' if env is None else 'both'}")
-    with reported("env_fn could not make an environment"):
+    with reported("env_fn could not make an environment", EnvError):
         gym = env if env is not None else env_fn()
     if not isinstance(gym, kind):
         raise ConfigError(f"expected a {kind.__name__} as the environment, found {described(gym)}")

@@ -15,14 +15,14 @@ _WHERE = "selection_strategy.name"
 
 
 @contextmanager
-def reported(what: str) -> Iterator[None]:
-    """Run a user's code; whatever it raises becomes a ConfigError that begins with ``what``."""
+def reported(what: str, kind: type[AgileRLError] = ConfigError) -> Iterator[None]:
+    """Run a user's code; whatever it raises becomes an error of this kind that begins with ``what``."""
     try:
         with contained():
             yield
     except Exception as error:
-        kind = "" if isinstance(error, AgileRLError) else f"{type(error).__name__}: "
-        raise ConfigError(f"{what}: {kind}{error}") from error
+        name = "" if isinstance(error, AgileRLError) else f"{type(error).__name__}: "
+        raise kind(f"{what}: {name}{error}") from error
 
 
 class CustomSelection:
