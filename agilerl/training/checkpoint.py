@@ -131,13 +131,13 @@ def write_checkpoint(folder: Path, population: Population, progress: Progress, p
         # In the files of all other agents the reader takes numbers that are not finite for damage.
         if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors(state).values()):
             broken.append(index)  # a sick agent, which keeps its own until it is replaced
+    clock = {"seconds": progress.seconds, **asdict(positions)}
     values = {
         "progress": progress.to_dict(),
         "next_index": population.next_index,
         "agents": [agent.index for agent in population.everyone],
         "not_finite": broken,
-        "lineage_bytes": positions.lineage_bytes,
-        "lineage_sha256": positions.lineage_sha256,
+        **{name: clock.pop(name) for name in ("lineage_bytes", "lineage_sha256")},
         "memory": asdict(runtime.limits),
         "bank_rank": runtime.store.max_rank,
     }
@@ -147,12 +147,6 @@ def write_checkpoint(folder: Path, population: Population, progress: Progress, p
     for rank, kept in enumerate(progress.kept[1:], start=2):
         if kept.state is not None:
             _write_state(kept.state, folder / f"{_ELITE}_{rank}", runtime)
-    clock = {
-        "seconds": progress.seconds,
-        "metrics_bytes": positions.metrics_bytes,
-        "metrics_sha256": positions.metrics_sha256,
-        "journal_records": positions.journal_records,
-    }
     for name, content in ((STATE, values), (CLOCK, clock)):
         (folder / name).write_text(strict_json.dumps(content, indent=1) + "\n")
 

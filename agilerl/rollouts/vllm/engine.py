@@ -250,7 +250,6 @@ class VLLMEngine:
         shares_a_gpu = base.device.type == "cuda" and isinstance(self.backend, ColocatedVLLM)
         self._offloaded = OffloadedBase(base.model) if offload and shares_a_gpu else None
         self.versions = AdapterVersions(store, lora_config, base.source, config.lora_staging_dir)
-        self._closed = False
         self._loaded: set[int] = set()
         self._trusted: set[int | None] = set()
         """Versions, and None for the base, whose probe has been compared."""
@@ -276,14 +275,12 @@ class VLLMEngine:
 
     def close(self) -> None:
         """Stop vLLM, or remove our adapters from the server; any later call but ``close`` raises EngineError."""
-        if self._closed:
-            return
-        self._closed = True
-        self.backend.close()
-        self.versions.close()
+        if self.versions.close.alive:
+            self.versions.close()
+            self.backend.close()
 
     def _check_open(self) -> None:
-        if self._closed:
+        if not self.versions.close.alive:
             raise EngineError("this vLLM engine was closed; make another one (a new Runtime with use_vllm=True)")
 
     def generate(
