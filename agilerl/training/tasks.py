@@ -57,31 +57,31 @@ def task(config: RunConfig, *, allow_code: bool = False, all_rows: bool = False)
     """
     e, seed = config.environment, config.training.seed
     mistake: Mistake | None = None
-    made: Task
+    built: Task
     if e.env_type == "multiturn":
         build_task = _episodes if e.taskset is None else _of_verifiers
         return build_task(e, seed, allow_code, e.test_prompts + config.second_panel)
     if e.dataset is not None:
-        made = _from_data(e, e.dataset, e.env_type, seed, None if all_rows else e.test_prompts + config.second_panel)
+        built = _from_data(e, e.dataset, e.env_type, seed, None if all_rows else e.test_prompts + config.second_panel)
     else:
         family, _, name = (e.task or "").partition(":")
         if family != "reasoning_gym" or not name:
             hint = f"; did you mean reasoning_gym:{e.task}?" if e.task in known_tasks() else ""
             raise ConfigError(f"environment.task={shown(e.task)} is unknown; expected reasoning_gym:<dataset>{hint}")
-        made, mistake = _procedural(e, seed, name, config.second_panel), _careless
+        built, mistake = _procedural(e, seed, name, config.second_panel), _careless
     # What the algorithm learns from
     if e.env_type == "sft":
-        return SFTTask(made, loss_on=e.loss_on)
+        return SFTTask(built, loss_on=e.loss_on)
     if e.env_type in ("preference", "unpaired"):
-        return (PreferenceTask if e.env_type == "preference" else UnpairedTask)(made, mistake=mistake, seed=seed)
-    made = graded(e, made, allow_code=allow_code, typed_addresses=config.typed_addresses)
-    made = made if e.answer_format == "whole" else AnswerFormatTask(made, e.answer_format, e.answer_phrase)
+        return (PreferenceTask if e.env_type == "preference" else UnpairedTask)(built, mistake=mistake, seed=seed)
+    built = graded(e, built, allow_code=allow_code, typed_addresses=config.typed_addresses)
+    built = built if e.answer_format == "whole" else AnswerFormatTask(built, e.answer_format, e.answer_phrase)
     if e.agent is None:
-        return made
+        return built
     if not allow_code:
         raise not_allowed("environment.agent", str(e.agent))
     program = load_code("environment.agent", e.agent, allowed=True) if isinstance(e.agent, str) else e.agent
-    return AgentTask(made, program, ProgramLimits(**e.agent_limits.model_dump()))
+    return AgentTask(built, program, ProgramLimits(**e.agent_limits.model_dump()))
 
 
 def _procedural(e: EnvironmentConfig, seed: int, name: str, second: int) -> _TemplateTask:
