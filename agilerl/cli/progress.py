@@ -151,7 +151,7 @@ def plan_document(
         "sample": None
         if sampled is None
         else finite({key: getattr(sampled, key) for key in ("prompt", "answer", "score")}),
-        "without_effect": session.without_effect,
+        "without_effect": session.resolved.without_effect,
         "notes": session.notes,
         "results": str(out),
     }

@@ -6,7 +6,6 @@ from statistics import fmean
 from typing import Any
 
 from agilerl.checks.arguments import counted
-from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.run import RunConfig
 from agilerl.config.search import SelectionConfig, SharingConfig
 from agilerl.errors import ConfigError
@@ -59,7 +58,7 @@ def preflight(session: Session) -> Probe | None:
         session.preflight = result
     if result is not None and not result.has_signal and session.config.training.preflight == "stop":
         raise ConfigError(
-            f"nothing could be learned: {_problem(session, result)}; or start anyway, with "
+            f"nothing could be learned: {problem(session, result)}; or start anyway, with "
             "--force (training.preflight=warn)"
         )
     return result
@@ -70,16 +69,6 @@ def event_of(probed: Probe, advice: str = "") -> PreflightDone:
     first = probed.groups[0]
     answer = next(iter(first.answers), Answer("", math.nan, 0, "error"))
     return PreflightDone(probed.metrics, str(probed), advice, first.prompt, answer.text, answer.score)
-
-
-def preflight_event(session: Session, probed: Probe) -> PreflightDone:
-    """Return the event of a run's preflight."""
-    return event_of(probed, "" if probed.has_signal else _problem(session, probed))
-
-
-def _problem(session: Session, probed: Probe) -> str:
-    config = session.config
-    return problem(config.environment, config.algorithm["name"], session.population, probed)
 
 
 def tried(session: Session) -> PreflightDone | None:
@@ -109,9 +98,8 @@ def tried(session: Session) -> PreflightDone | None:
     # Fewer answers than the run would see prove nothing, but tell what to expect.
     complete = (questions, samples) == (QUESTIONS, group)
     if complete and not probed.has_signal:
-        warnings = [
-            _problem(session, probed) + f"; the run asks up to {MOST} questions before it gives up" * is_due(session)
-        ]
+        further = f"; the run asks up to {MOST} questions before it gives up" * is_due(session)
+        warnings = [problem(session, probed) + further]
     else:
         warnings = hints(population, probed) if count >= QUESTIONS else []
     return replace(event_of(probed, "; ".join(filter(None, [probed.fault, *warnings]))), shown=sentence)
@@ -131,10 +119,11 @@ def hints(population: Population, probed: Probe) -> list[str]:
     return sentences
 
 
-def problem(e: EnvironmentConfig, algorithm: str, population: Population, probed: Probe) -> str:
+def problem(session: Session, probed: Probe) -> str:
     """Return why no answers differ in reward, and what to change: the first cause that explains all of them."""
+    e, algorithm = session.config.environment, session.config.algorithm["name"]
     groups = f"all {len(probed.answers)} answers to {len(probed.groups)} training questions"
-    limit = getattr(population.agents[0].config, "max_output_tokens", None)
+    limit = getattr(session.population.agents[0].config, "max_output_tokens", None)
     scored = e.task is not None and e.env_type == "reasoning" and e.graders is None and e.reward == "exact"
     where = " (environment.params)" * (e.task is not None)
     easier = ", a reward that also pays partly right answers (environment.reward=score)" if scored else ""
@@ -179,7 +168,7 @@ class Bases:
         return self.runtime
 
 
-def population_of_one(config: RunConfig, bases: Bases, *, allow_code: bool = False) -> Population:
+def session_of_one(config: RunConfig, bases: Bases, *, allow_code: bool = False) -> Session:
     """Return one agent on the task of a configuration; ``close`` its task and ``clean_up`` the agent afterwards.
 
     It only answers training questions: the panels are the smallest, and nothing is selected. Raises ConfigError or
@@ -194,4 +183,4 @@ def population_of_one(config: RunConfig, bases: Bases, *, allow_code: bool = Fal
     resolved = check(config)
     if resolved.algorithm.env_type != "reasoning":
         raise ConfigError(f"{resolved.algorithm.__name__} learns from data: there are no answers to sample; name GRPO")
-    return build(resolved, allow_code=allow_code, runtime=bases.of(resolved)).population
+    return build(resolved, allow_code=allow_code, runtime=bases.of(resolved))

@@ -12,7 +12,7 @@ from agilerl.checks.arguments import Count, Whole, checked, counted
 from agilerl.data import Trajectory
 from agilerl.envs.core import Task
 from agilerl.population import Population
-from agilerl.rollouts.engine import Ask, check_error_rate
+from agilerl.rollouts.engine import check_error_rate
 
 OFTEN = 0.1
 """Share of groups with a signal from which on a run learns at once: of 32 prompts three teach something."""
@@ -146,11 +146,7 @@ def probe(population: Population, questions: Count = 16, samples: Count | None =
     drawn from random streams that nothing else uses. Raises RewardError, or EnvError for episodes, if more answers than
     the population allows could not be graded.
     """
-    return answered(population, population.trial(first, questions, samples))
-
-
-def answered(population: Population, asks: Sequence[Ask]) -> Probe:
-    """Return the answers to what :meth:`Population.trial` asks."""
+    asks = population.trial(first, questions, samples)
     task, tokenizer = population.task, population.tokenizer
     groups, report = population.runtime.collect(task, tokenizer, asks)
     check_error_rate(

@@ -66,11 +66,6 @@ class Resolved:
     """None for custom code until it is loaded (``agilerl.training.setup``)."""
 
     @property
-    def own_options(self) -> SharedOptions:
-        """The options of the base under ``algorithm`` only, as in run.json."""
-        return _own_options(self.config.algorithm)
-
-    @property
     def algorithm(self) -> type[LLMAlgorithm]:
         """The algorithm that every agent starts with, or the first of several."""
         return self.algorithms[0]
@@ -100,7 +95,7 @@ class Resolved:
         reasons = dict[str, str]()
         if "algorithm" not in self.genes:  # agents of other algorithms may use what the first one does not
             reasons = idle(self.hyperparameters, "algorithm", self.config, self.options, self.genes)
-            reasons |= idle(self.own_options, "algorithm", self.config, evolving=self.genes)
+            reasons |= idle(_own_options(self.config.algorithm), "algorithm", self.config, evolving=self.genes)
         return [*self.config.without_effect, *grouped(reasons)]
 
     def founder_genes(self) -> dict[str, Gene]:
@@ -205,7 +200,7 @@ class Resolved:
     def given(self) -> dict[str, Any]:
         """Return what was set, as plain data, without defaults: an explicit default can mean something else."""
         values = self.hyperparameters.model_dump(mode="json", include=set(split_options(self.config.algorithm)[0]))
-        shared = self.own_options.model_dump(mode="json", exclude_unset=True)
+        shared = _own_options(self.config.algorithm).model_dump(mode="json", exclude_unset=True)
         algorithm = {"name": self.config.algorithm["name"], **values, **shared}
         # Not how many processes there were: any number of them can resume the run.
         whole = self.config.model_dump(mode="json", exclude_unset=True, exclude={"distributed"})

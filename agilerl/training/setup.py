@@ -118,11 +118,6 @@ class Session:
         return founders_of(self.selection, self.config.training, self.pace)
 
     @property
-    def without_effect(self) -> list[str]:
-        """Sentences about what was asked for and will not happen."""
-        return self.resolved.without_effect
-
-    @property
     def notes(self) -> list[str]:
         """Sentences about what a search does by default, and the budget is too small for."""
         strategy, t = self.resolved.selection, self.config.training

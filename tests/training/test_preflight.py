@@ -17,7 +17,7 @@ from agilerl.rewards.grader import Grades
 from agilerl.runtime import Runtime
 from agilerl.training.events import Event, PreflightDone, RunStarted
 from agilerl.training.loop import train
-from agilerl.training.preflight import MOST, QUESTIONS, Bases, is_due, population_of_one, preflight, problem, tried
+from agilerl.training.preflight import MOST, QUESTIONS, Bases, is_due, preflight, problem, session_of_one, tried
 from agilerl.training.probe import Answer, Group, Probe, probe
 from agilerl.training.setup import Session, build
 from tests.training.small_runs import TOURNAMENT, less_times, lines
@@ -37,18 +37,28 @@ def bases() -> Bases:
 
 
 @pytest.fixture
-def one(bases: Bases) -> Iterator[Any]:
-    """Return a maker of populations on one base."""
-    made: list[Population] = []
+def sessions(bases: Bases) -> Iterator[Any]:
+    """Return a maker of sessions of one agent on one base."""
+    made: list[Session] = []
 
-    def make(*settings: str) -> Population:
-        made.append(population_of_one(load_manifest(None, settings), bases))
+    def make(*settings: str) -> Session:
+        made.append(session_of_one(load_manifest(None, settings), bases))
         return made[-1]
 
     yield make
-    for population in made:
-        population.agents[0].clean_up()
-        population.task.close()
+    for session in made:
+        session.population.agents[0].clean_up()
+        session.task.close()
+
+
+@pytest.fixture
+def one(sessions: Any) -> Any:
+    """Return a maker of their populations."""
+
+    def make(*settings: str) -> Population:
+        return sessions(*settings).population
+
+    return make
 
 
 def session(*settings: str) -> Session:
@@ -242,12 +252,10 @@ RIGHT = Answer("12", 1.0, 3, "stop")
         (ANSWER, "12", ("environment.reward=score",), r"stronger base, or more answers"),
     ],
 )
-def test_the_advice_fits_the_cause(one: Any, answer: Answer, graded: str, settings: Any, advice: str) -> None:
-    population = one(*settings)
+def test_the_advice_fits_the_cause(sessions: Any, answer: Answer, graded: str, settings: Any, advice: str) -> None:
     found = Probe([Group("", "5", [answer] * 2, [graded] * 2)] * 2)
     assert not found.has_signal
-    config = load_manifest(None, settings)
-    sentence = problem(config.environment, config.algorithm["name"], population, found)
+    sentence = problem(sessions(*settings), found)
     assert re.search(advice, sentence), sentence
 
 
