@@ -6,7 +6,7 @@ import json
 import queue
 import re
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -156,7 +156,7 @@ class Tool:
         try:
             result = self.function(**arguments)
             if inspect.isawaitable(result):
-                result = asyncio.run(_awaited(result, self.timeout + CLEAN_UP))
+                result = asyncio.run(asyncio.wait_for(result, self.timeout + CLEAN_UP))
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
             outcomes.put(ToolResult(text))
         except ConfigError as error:
@@ -184,10 +184,6 @@ def json_or_text(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
-
-
-async def _awaited(result: Awaitable[Any], limit: float) -> Any:
-    return await asyncio.wait_for(result, limit)
 
 
 class _Untitled(GenerateJsonSchema):
