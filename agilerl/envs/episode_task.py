@@ -357,7 +357,9 @@ class EpisodeTask:
         for question in places[:_TRIED]:
             episode, sizes = self.episode(self.chat(tokenizer), context_length, 1), []
             for call in (partial(episode.begin, question.row["seed"]), partial(episode.act, nothing, "")):
-                (error,) = call_all([call], self.step_timeout)
+                with Stepping(self.step_timeout) as stepping:
+                    stepping.add(call)
+                    (error,) = stepping.results()
                 if error is not None:
                     raise EnvError(f"{self.name} failed in the first turn of an episode: {reason(error)}") from error
                 sizes.append(len(episode.prompt_ids))
@@ -432,24 +434,11 @@ _POLL = 0.05
 """Polling interval in seconds while calls are running."""
 
 
-def call_all(calls: Sequence[Callable[[], object]], timeout: float | None) -> list[Exception | None]:
-    """Make all calls and return what each raised, or None.
-
-    Args:
-        calls: functions without arguments that do not share state.
-        timeout: seconds for each call, from its own start; None calls them in sequence in this thread. A call that
-            takes longer counts as a TimeoutError: its thread is abandoned and its later results are lost.
-    """
-    with Stepping(timeout) as stepping:
-        for call in calls:
-            stepping.add(call)
-        return stepping.results()
-
-
 class Stepping:
-    """Calls that share no state, made in threads as they are added; the meaning of ``timeout`` is that of ``call_all``.
+    """Calls that share no state, made in threads as they are added; meanwhile the caller may do something else.
 
-    Whoever adds a call may do something else until ``results``. Without a timeout nothing is called before that.
+    ``timeout``: seconds for each call, from its own start. A call that takes longer counts as a TimeoutError: its
+    thread is abandoned and its later results are lost. With None, ``results`` makes the calls in its own thread.
     """
 
     def __init__(self, timeout: float | None, workers: int = _WORKERS) -> None:
