@@ -44,19 +44,10 @@ PATIENCE = 60.0
 """Seconds for one answer on a busy machine."""
 MEMORY = 2 * 2**30
 
-_LOCK = threading.RLock()
+_LOCKS: dict[int, "threading.RLock"] = {}
+"""By process id: after a fork, a thread that held the lock does not exist to release it."""
 _SHARED: weakref.WeakValueDictionary[int, IsolatedGrader] = weakref.WeakValueDictionary()
 """This process's worker, by process id; all tasks share it, and it ends with the last of them."""
-
-
-def _forget_the_lock() -> None:
-    """Make a new lock after a fork: a thread that held the old one does not exist here to release it."""
-    global _LOCK
-    _LOCK = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):  # Windows does not fork
-    os.register_at_fork(after_in_child=_forget_the_lock)
 
 
 class Scorers:
@@ -107,7 +98,7 @@ class Scorers:
             # Of datasets with the same name a composite keeps the last.
             params = next(spec["config"] for spec in reversed(params["datasets"]) if spec["name"] == source)
         columns = {"dataset": [source], "params": [encoded(params)], "entry": [encoded(row)]}
-        with _LOCK:
+        with _LOCKS.setdefault(os.getpid(), threading.RLock()):
             (outcome,) = self._shared()([""], [answer], **columns)
         if isinstance(outcome, Exception):
             raise outcome
