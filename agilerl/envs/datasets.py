@@ -211,14 +211,13 @@ class CuratedTask(DatasetTask):
             warn_of_fewer(self.name, self._asked, sizes, rows)
 
 
-def fill_template(text: str, row: Mapping[str, Any]) -> str:
-    """Replace ``{column}`` by the row's value; braces that name no column stay, as do braces inside values."""
-    return PLACEHOLDER.sub(lambda match: str(row[match[1]]) if match[1] in row else match[0], text)
-
-
 def filled(template: Template, row: Mapping[str, Any]) -> list[Message]:
-    """Return a template's messages with the row's columns filled in."""
-    return [{"role": m["role"], "content": fill_template(m["content"], row)} for m in template]
+    """Return a template's messages with the row's columns filled in; other braces stay, as do those inside values."""
+
+    def value(match: re.Match[str]) -> str:
+        return str(row[match[1]]) if match[1] in row else match[0]
+
+    return [{"role": m["role"], "content": PLACEHOLDER.sub(value, m["content"])} for m in template]
 
 
 def checked_template(template: Template | None, columns: Iterable[str]) -> Template:
