@@ -39,10 +39,8 @@ KEPT_DATASETS = 4
 
 @lru_cache(maxsize=KEPT_DATASETS)
 def _drawn(name: str, params: str, seed: int, holdout: str) -> _Drawn:
-    """Return what has been drawn for the panels of such tasks in this process, to which more may be added.
-
-    Few distinct questions take many draws (gcd: 40,000, half a second), and a command asks for the same ones twice.
-    """
+    """Return what has been drawn for the panels of such tasks in this process, to which more may be added."""
+    # Few distinct questions take many draws (gcd: 40,000, half a second), and a command asks for the same ones twice.
     return _Drawn()
 
 
