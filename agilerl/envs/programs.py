@@ -150,9 +150,8 @@ def client(base_url: str, api_key: str, timeout: float | None, *, asynchronous: 
 
 
 async def _awaited(program: Callable[..., Any], row: Mapping[str, Any], url: str, key: str, timeout: float) -> Any:
-    async with client(url, key, timeout, asynchronous=True) as asynchronous:
-        async with asyncio.timeout(timeout):
-            return await program(asynchronous, deepcopy(dict(row)))
+    async with client(url, key, timeout, asynchronous=True) as asynchronous, asyncio.timeout(timeout):
+        return await program(asynchronous, deepcopy(dict(row)))
 
 
 def _command(command: Sequence[str], row: Mapping[str, Any], base_url: str, api_key: str, timeout: float) -> str:
