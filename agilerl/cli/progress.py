@@ -1,6 +1,7 @@
 """What a run shows on the terminal: its plan, its progress (a live table, or plain lines elsewhere) and its result."""
 
 import math
+import re
 import shlex
 import textwrap
 from collections import Counter, defaultdict
@@ -621,14 +622,16 @@ class View:
         index, step, population = elite["index"], elite["step"], self.session.population
         soup = ", mixed with the other candidates" if elite.get("soup", {}).get("is_elite") else ""
         sentence = f"* elite: agent {index} as it was after iteration {step}{soup}"
+        exams = {a.index: exam for a in population.everyone if (exam := self.rows[a.index].fitness) is not None}
         if step != self.iteration:
-            second = self.session.config.candidates > 1 and population.places("second")
-            panel = "a second panel of questions" if second else "its exam there"
-            return f"{sentence}: by {panel} it was better than the best of the last exam"
+            same = bool(exams) and ranking(exams)[0] == index
+            if self.session.config.candidates > 1 and population.places("second"):
+                rival = "it was at the end" if same else "the best of the last exam"
+                return f"{sentence}: by a second panel of questions it was better than {rival}"
+            return f"{sentence}, where its exam was better than {'its' if same else 'the best of the'} last one"
         sentence += ", the best of the last exam"
-        scores = {agent.index: self.rows[agent.index].fitness for agent in population.everyone}
-        best = scores.pop(index, None)
-        others = {i: f for i, f in scores.items() if f is not None and f.is_finite}
+        best = exams.pop(index, None)
+        others = {i: f for i, f in exams.items() if f.is_finite}
         near = [] if best is None else sorted(i for i, f in others.items() if probability_better(best, f) < _CLEAR)
         if best is None or not near:
             return sentence
@@ -755,7 +758,7 @@ def _gain(summary: Mapping[str, Any]) -> tuple[float, float] | None:
     Both took the same test, but a summary has no score of each question: as for independent tests, which is cautious.
     """
     base, elite = (summary["test"].get(who) for who in ("base", "elite"))
-    if base is None or elite is None or None in (base["mean"], elite["mean"]):
+    if base is None or elite is None or None in (base["mean"], elite["mean"]) or base["n"] != elite["n"]:
         return None
     gain, error = elite["mean"] - base["mean"], math.hypot(base["stderr"] or 0, elite["stderr"] or 0)
     # Without any spread the sign alone decides.
@@ -778,6 +781,8 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampl
         better, worse = gain[1] >= _SURE, gain[1] <= 1 - _SURE
         verdict = f"{'better' if better else 'worse'} than" if better or worse else "not clearly better than"
         console.print(f"The elite is {verdict} the base: {gain[0]:+.3f}")
+    elif len({result["n"] for result in summary["test"].values()}) > 1:
+        console.print("These means are not comparable, because not the same questions got a grade (n)")
     if elite is None:
         console.print("\nNo agent is fit (a finite fitness, and not sick), so there is no elite.")
     else:
@@ -793,9 +798,25 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampl
     console.print(f"{counted(generations, 'generation')}, {tokens:,} tokens, {summary['seconds']:.0f} s")
 
 
-def _common(texts: Sequence[Sequence[str]]) -> int:
-    """Return how many words all texts begin with; 0 if they are all alike."""
-    return next((k for k, words in enumerate(zip(*texts)) if len(set(words)) > 1), 0)
+_END = re.compile(r"[.?!:]\s|\n")
+"""The end of a sentence or of a line."""
+
+
+def _alike(texts: Sequence[str]) -> str:
+    """Return what all texts begin with."""
+    return texts[0][: next((k for k, at in enumerate(zip(*texts)) if len(set(at)) > 1), min(map(len, texts)))]
+
+
+def _without_alike(texts: Sequence[str]) -> list[str]:
+    """Return texts without the sentences and lines that all begin or end with; no expression is cut."""
+    if len(set(texts)) < 2:
+        return list(texts)
+    start = max((match.end() for match in _END.finditer(_alike(texts))), default=0)
+    rest = [text[start:] for text in texts]
+    last = _alike([text[::-1] for text in rest])[::-1]
+    end = next((len(last) - match.end() for match in _END.finditer(last)), 0)
+    before, after = "... " * (start > 0), " ..." * (end > 0)
+    return [f"{before}{text[: len(text) - end].strip()}{after}" for text in rest]
 
 
 def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> None:
@@ -806,11 +827,6 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
     def scored(answer: Mapping[str, Any]) -> str:
         return one_line(answer["text"], width) + ("" if answer["score"] is None else f" ({answer['score']:.3g})")
 
-    # The words that all questions begin and end with say nothing, if there is no room for them.
-    questions = [one["question"].split() for one in answers]
-    start = _common(questions)
-    # From behind, without the beginning that was found: the two must not overlap.
-    end = _common([question[start:][::-1] for question in questions])
     width = max(12, (console.width - 20) // 4)
     others = [
         Column("right", [one_line(one["answer"] or "-", width) for one in answers], "left"),
@@ -818,10 +834,10 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
     ]
     # Questions get the room that the answers leave.
     room = max(width, console.width - sum(column.width for column in others))
-    if all(len(one_line(one["question"], room + 1)) <= room for one in answers):
-        start = end = 0
-    before, after = "... " * (start > 0), " ..." * (end > 0)
-    asked = told_apart([f"{before}{' '.join(words[start : len(words) - end])}{after}" for words in questions], room)
+    questions = [one["question"] for one in answers]
+    if any(len(one_line(question, room + 1)) > room for question in questions):
+        questions = _without_alike(questions)
+    asked = told_apart(questions, room)
     console.print(f"\nThe first {len(answers)} test questions, with answers and scores")
     console.print(_fitted([Column("question", asked, "left"), *others], console.width))
     console.print()

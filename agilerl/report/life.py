@@ -59,11 +59,13 @@ def _with_exams(
     exams = []
     for exam in agent.exams:
         scores = standings[exam.generation]
+        rank = ranks[exam.generation, agent.index]
+        alike = [i for i in sorted(scores) if ranks[exam.generation, i] == rank and i != agent.index]
         best = min(scores, key=lambda i: (ranks[exam.generation, i], i))
-        tied = ranks[exam.generation, best] == ranks[exam.generation, agent.index]
-        ahead = f", as agent {best}" if tied else f"; the best, agent {best}, had {plus(scores[best])}"
-        ahead = "" if best == agent.index else ahead
-        where = f", place {ranks[exam.generation, agent.index]} of {len(scores)}{ahead}" if len(scores) > 1 else ""
+        ahead = f"; the best, agent {best}, had {plus(scores[best])}" * (rank > 1)
+        tie = f" (a tie with agent{'s' * (len(alike) > 1)} {', '.join(map(str, alike))})" * bool(alike)
+        places = f"places {rank} to {rank + len(alike)}" if alike else f"place {rank}"
+        where = f", {places} of {len(scores)}{tie}{ahead}" * (len(scores) > 1)
         exams.append((exam.generation, f"exam {plus(exam.score)}{where}"))
     yield birth
     # An exam comes before what the selection after it did. Both parts are in order, and sorting keeps it.

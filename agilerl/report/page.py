@@ -327,6 +327,8 @@ def _sentence(run: RunRecord, accuracy: bool) -> str:
     error = math.hypot(elite.stderr, base.stderr)
     if not math.isfinite(gain):
         return f"{who} or the base has no finite test result."
+    if base.n != elite.n:
+        return f"{who} and the base are not comparable: {elite.n} and {base.n} of their answers got a grade."
     if math.isfinite(error) and abs(gain) <= 2 * error:
         return f"{who} is not clearly different from the base: the gap is within two standard errors."
     better = "better" if gain > 0 else "worse"

@@ -380,7 +380,8 @@ def check_vacant(root: Path, *, locked: bool = False, overwrite: bool = False) -
         if not locked:
             check_not_in_use(root)
         raise CheckpointError(
-            f"{root} holds an unfinished run; resume it, or choose another directory (train --overwrite deletes it)."
+            f"{root} holds an unfinished run; resume it with: agilerl resume {shlex.quote(str(root))} - or choose "
+            "another directory (train --overwrite deletes it)."
         )
     if foreign := [path.name for path in listed(root) if not _is_of_interrupted_start(path)]:
         raise CheckpointError(

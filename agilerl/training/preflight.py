@@ -94,15 +94,16 @@ def tried(session: Session) -> PreflightDone | None:
     with at_date(session.date):
         probed = probe(population, questions, samples)
     count = questions * samples
-    sentence = f"mean reward {probed.reward:.3f} of {counted(count, 'answer')}, {probed.cut:.0%} cut at the limit"
+    graded = f"{count - probed.ungraded} graded answers" if probed.ungraded else counted(count, "answer")
+    sentence = f"mean reward {probed.reward:.3f} of {graded}, {probed.cut:.0%} cut at the limit"
     # Fewer answers than the run would see prove nothing, but tell what to expect.
     complete = (questions, samples) == (QUESTIONS, group)
     if complete and not probed.has_signal:
         further = f"; the run asks up to {MOST} questions before it gives up" * is_due(session)
         warnings = [problem(session, probed) + further]
     else:
-        warnings = hints(population, probed) if count >= QUESTIONS else []
-    return replace(event_of(probed, "; ".join(filter(None, [probed.fault, *warnings]))), shown=sentence)
+        warnings = [probed.fault] * bool(probed.fault) + (hints(population, probed) if count >= QUESTIONS else [])
+    return replace(event_of(probed, "; ".join(warnings)), shown=sentence)
 
 
 def hints(population: Population, probed: Probe) -> list[str]:
@@ -122,22 +123,26 @@ def hints(population: Population, probed: Probe) -> list[str]:
 def problem(session: Session, probed: Probe) -> str:
     """Return why no answers differ in reward, and what to change: the first cause that explains all of them."""
     e, algorithm = session.config.environment, session.config.algorithm["name"]
-    groups = f"all {len(probed.answers)} answers to {len(probed.groups)} training questions"
+    begin = f"{probed.fault}; the other" if probed.fault else "all"
+    graded = counted(len(probed.answers) - probed.ungraded, "answer")
+    groups = f"{begin} {graded} to {counted(len(probed.groups), 'training question')}"
     limit = getattr(session.population.agents[0].config, "max_output_tokens", None)
     scored = e.task is not None and e.env_type == "reasoning" and e.graders is None and e.reward == "exact"
     where = " (environment.params)" * (e.task is not None)
     easier = ", a reward that also pays partly right answers (environment.reward=score)" if scored else ""
-    if math.isnan(probed.reward):
-        return f"none of {groups} has a grade; check the graders"
+    if probed.fault and probed.reward:  # or NaN
+        return probed.fault
     if probed.reward and not probed.differ:
-        return f"{groups} earn alike ({probed.reward:g}); take harder questions{where}, or another reward"
+        one = len({answer.score for answer in probed.answers}) == 1
+        same = "got the same reward (" if one else "got the same reward as the others to their question (mean "
+        return f"{groups} {same}{probed.reward:g}); use harder questions{where} or a finer-grained reward"
     if probed.cut == 1:
         return f"{groups} earn {probed.reward:g} and are cut at {limit or 'the end of the context'}" + (
             " tokens; raise algorithm.max_output_tokens" if limit else "; shorten the prompts or raise max_model_len"
         )
     if probed.empty == 1 and e.answer_format != "whole":
         return (
-            f"in {groups} there is no answer in the format environment.answer_format={e.answer_format}; take after, "
+            f"{groups} hold no answer in the format environment.answer_format={e.answer_format}; take after, "
             "with its phrase as a prefill (environment.conversation_template)"
         )
     formats = e.answer_format == "whole" and e.env_type == "reasoning" and e.graders is None

@@ -1,6 +1,7 @@
 """``agilerl check``: sentences, exit codes and JSON."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -112,9 +113,11 @@ def test_a_manifest_is_checked_as_by_a_dry_run(agilerl: Agilerl, tmp_path: Path)
     (tmp_path / "reward.py").write_text("def reward(completion, answer):\n    return 1 / (ord(completion[-1]) % 4)\n")
     manifest.write_text("environment: {graders: [{name: 'reward.py:reward'}]}\n", encoding="utf-8")
     found = agilerl("check", "run.yaml", "--allow-code")
-    assert " answers got no grade, the first because " in found.output
+    assert re.search(r"warning: \d+ of 128 answers got no grade, the first, '.{1,40}', because ", found.output)
     assert "reward raised ZeroDivisionError: division by zero (reward.py:2)" in found.output
     assert (found.code, found.output.splitlines()[-1]) == (0, "run.yaml: 1 warning")
+    dry = agilerl("train", "run.yaml", "--allow-code", "--dry-run").output
+    assert re.search(r"base +mean reward 0\.\d+ of (?!128)\d+ graded answers,", dry)
     manifest.write_text("training: {popsize: 2}\n", encoding="utf-8")
     checked, dry = agilerl("check", "run.yaml"), agilerl("train", "run.yaml", "--dry-run")
     assert (checked.code, checked.errors) == (2, dry.errors)

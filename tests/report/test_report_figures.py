@@ -297,10 +297,11 @@ def test_values_are_short(value, text):
         ((0.9, 0.015), (0.5, 0.025), "worse than the base by 40.0 points ± 2.9"),
         ((2.0, 0.1), (3.0, 0.1), "better than the base by 1.000 ± 0.141"),
         ((math.nan, math.nan), (3.0, 0.1), "no finite test result"),
+        ((0.5, 0.025, 350), (0.9, 0.015), "not comparable: 400 and 350 of their answers got a grade"),
     ],
 )
 def test_the_verdict_is_honest(load, base, elite, sentence):
-    test = {who: {"mean": m, "stderr": s, "n": 400} for who, (m, s) in (("base", base), ("elite", elite))}
+    test = {who: dict(zip(("mean", "stderr", "n"), (*r, 400))) for who, r in (("base", base), ("elite", elite))}
     run = load(summary={"test": test})
     found = verdict(run)
     assert sentence in found["sentence"]
@@ -329,9 +330,11 @@ def test_bars_begin_at_zero_on_either_side(load, base, elite, zero, places):
 def test_an_agents_life_names_who_was_better_and_who_was_as_good(load):
     lineage = [birth(index, None, 0) for index in range(3)]
     lineage += [fitness(index, 0, mean) for index, mean in enumerate((0.5, 0.5, 0.25))]
+    # Of a tie one has to leave: its place is among those of the exam.
+    lineage += [{"event": "death", "agent": 1, "generation": 0, "reason": "left: place 2 of 3, 0.500"}]
     run = load(lineage=lineage)
     [alike, worse] = [[event["sentence"] for event in lives(run)[index]["events"]] for index in (1, 2)]
-    assert "exam 0.500 ± 0.100, place 1 of 3, as agent 0" in alike
+    assert "exam 0.500 ± 0.100, places 1 to 2 of 3 (a tie with agent 0)" in alike
     assert "exam 0.250 ± 0.100, place 3 of 3; the best, agent 0, had 0.500 ± 0.100" in worse
 
 

@@ -244,9 +244,14 @@ RIGHT = Answer("12", 1.0, 3, "stop")
     ("answer", "graded", "settings", "advice"),
     [
         (CUT, "12", (), "cut at 10 tokens; raise algorithm.max_output_tokens"),
-        (NONE, "12", (), "has a grade; check the graders"),
-        (RIGHT, "12", (), r"earn alike \(1\); take harder questions"),
-        (ANSWER, "", ("environment.answer_format=tags",), "no answer in the format environment.answer_format=tags"),
+        (NONE, "12", (), "^4 of 4 answers got no grade, because the grader returned None; return a number for every"),
+        (RIGHT, "12", (), r"^all 4 answers to 2 training questions got the same reward \(1\); use harder questions"),
+        (
+            ANSWER,
+            "",
+            ("environment.answer_format=tags",),
+            "no answer in the format environment.answer_format=tags",
+        ),
         (ANSWER, "12", ("environment.answer_format=tags",), "take easier questions.*environment.reward=score"),
         (ANSWER, "12", (), "environment.answer_format=after.*algorithm.group_size"),
         (ANSWER, "12", ("environment.reward=score",), r"stronger base, or more answers"),
@@ -257,6 +262,27 @@ def test_the_advice_fits_the_cause(sessions: Any, answer: Answer, graded: str, s
     assert not found.has_signal
     sentence = problem(sessions(*settings), found)
     assert re.search(advice, sentence), sentence
+
+
+@pytest.mark.parametrize(
+    ("answers", "fault", "said"),
+    [
+        ([RIGHT, NONE, NONE], "", "2 of 3 answers got no grade, because the grader returned None; return a number"),
+        ([RIGHT, NONE], "'8', because it raised", "1 of 2 answers got no grade, the first, '8', because it raised"),
+        ([ANSWER, NONE], "'8', because it raised", "because it raised; the other 1 answer to 1 training question "),
+    ],
+)
+def test_what_got_no_grade_is_said_first(one: Any, answers: list[Answer], fault: str, said: str) -> None:
+    found, config = Probe([Group("", "5", answers, ["12"] * len(answers), fault)]), load_manifest(None, ())
+    sentence = problem(config.environment, "GRPO", one(), found)
+    assert said in sentence
+    assert "same reward" not in sentence
+
+
+def test_alike_within_each_question_is_not_alike_throughout(one: Any) -> None:
+    found = Probe([Group("", "5", [Answer("12", score, 3, "stop")] * 2, ["12"] * 2) for score in (0.0, 1.0)])
+    sentence = problem(load_manifest(None, ()).environment, "GRPO", one(), found)
+    assert "got the same reward as the others to their question (mean 0.5); use harder" in sentence
 
 
 def test_an_algorithm_without_groups_compares_all_answers() -> None:
