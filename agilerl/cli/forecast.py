@@ -231,7 +231,7 @@ def whole_run(planned: Planned, rows: Lengths, expected: Forecast) -> float:
 
 def common_tokens(places: Iterable[Place]) -> int:
     """Return with how many tokens all prompts begin."""
-    return sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*(place.prompt_ids for place in places))))
+    return sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*(question.prompt_ids for question in places))))
 
 
 def expected_seconds(planned: Planned, population: Population, completion: int) -> float | None:
