@@ -485,8 +485,8 @@ def run_compare(
         document = {"runs": [str(run) for run in runs], "settings": differ, "results": results}
         print(json.dumps(document, indent=1))
         return
-    from agilerl.cli.commands import run_report
-    from agilerl.report.page import distinct_names
+    from agilerl.cli.commands import report_file
+    from agilerl.report.page import build_report, distinct_names
 
     _show_comparison(distinct_names(runs), differ, results)
     if warning := why_not_comparable(differ):
@@ -496,7 +496,7 @@ def run_compare(
         verdict = "which is more than chance" if abs(gap) > 2 * error else "so the test does not tell them apart"
         if math.isfinite(error):
             tell_line(f"Elites, second minus first: {gap:+.3f} ± {error:.3f} (one standard error), {verdict}.")
-    run_report(runs, out)
+    tell_line(f"report written: {build_report(runs, report_file(runs, out))}")
 
 
 def _result(run: Any) -> dict[str, Any]:

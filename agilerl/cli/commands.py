@@ -121,8 +121,7 @@ def run_report(
     price: Price = None,
 ) -> None:
     """Write one self-contained HTML file about a run, or several side by side, and print its path."""
-    out = default_report(runs) if out is None else out
-    _check_file(out)
+    out = report_file(runs, out)
     from agilerl.report import build_report
 
     if live:
@@ -158,6 +157,13 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
     build_report(runs, out, price=price)
     if written is None:
         tell_line(out)
+
+
+def report_file(runs: Sequence[Path], out: Path | None) -> Path:
+    """Return where the report of runs is written; raises ConfigError if that would replace anything else."""
+    out = default_report(runs) if out is None else out
+    _check_file(out)
+    return out
 
 
 def default_report(runs: Sequence[Path]) -> Path:

@@ -33,6 +33,8 @@ SAMPLE = "sample"
 REWARDS = ("function", "exact", "accuracy")
 _EMBEDDED = "embedded"
 _NUMBER = re.compile(r"[-+]?[$€£]?\d[\d,]*(\.\d+)?%?")
+_ROOM = 16
+"""Characters for an answer beside its question."""
 _CHOICES, _WORDS = 8, 5
 """Most different answers of a choice, and most words of a short answer."""
 _CHARACTERS = 2
@@ -166,8 +168,8 @@ def run_init(
         for name, line in _tried(manifest, allow_code=reward == "function"):  # the one written here, and no other
             table.add_row(name, line)
         screen.print(table)
-    screen.print(f"Check it:  {command} --dry-run")
-    screen.print(f"Run it:    {command}")
+    for name, line in (("Check it:", f"{command} --dry-run"), ("Run it:", command)):
+        screen.print(f"{name:<11}{line}", soft_wrap=True)  # to be copied whole
 
 
 @dataclass(frozen=True)
@@ -269,7 +271,7 @@ def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
         sampled = tried(session)
         prompts = session.population.lengths("exam").prompts
         tokens = session.resolved.hyperparameters.model_dump()["max_output_tokens"]
-        seconds = expected_seconds(Planned(session.resolved), sum(prompts) / len(prompts), tokens)
+        seconds = expected_seconds(Planned(session.resolved), session.population, tokens)
         session.task.close()
     except AgileRLError as error:
         yield "warning", str(error)
@@ -300,7 +302,9 @@ def _answer(question: str, default: str | None, given: str | None, asks: bool, c
         return text.strip()
 
     if given is None and asks:
-        return str(typer.prompt(f"{textwrap.fill(question, width)}\n", default=default, value_proc=checked))
+        fits = len(f"{question} [{default or ''}]: ") + _ROOM <= width
+        text = question if fits else f"{textwrap.fill(question, width)}\n"
+        return str(typer.prompt(text, default=default, value_proc=checked))
     answer = default if given is None else given.strip()
     if not answer:
         raise ConfigError(f"expected an answer, found an empty text: {question}")

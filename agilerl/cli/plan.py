@@ -52,7 +52,8 @@ def run_plan(
     # Imported after the arguments are checked: a typo should not cost seconds.
     import torch
 
-    from agilerl.cli.forecast import Device, Planned, seen_by_exam, whole_run
+    from agilerl.cli.forecast import Device, Planned, length_of, seen_by_exam, whole_run
+    from agilerl.training.preflight import why_none
     from agilerl.training.resolved import resolve
 
     # The model and its rows
@@ -94,6 +95,8 @@ def run_plan(
         "proposal": _facts(best) | {"overrides": settings, "command": _command(best, [*arguments, *settings, *allow])},
         "run": {"seconds": seconds, "agent_program": config.environment.agent},
         "unusual_rates": resolved.unusual_rates(shape.usual_rate),
+        "length": length_of(planned, rows, load),
+        "no_preflight": why_none(planned.scale(rows)),
         "exam": seen_by_exam(questions),
         "reasons": list(capacity.reasons),
         "others": [_facts(other) for other in capacity.others],
@@ -157,6 +160,8 @@ def _command(best: Forecast, arguments: Sequence[str]) -> str:
 
 def _print(document: dict[str, Any], capacity: Capacity) -> None:
     """Print the plan for a person."""
+    from agilerl.cli.forecast import schedule
+
     model, machine, best, load = document["model"], document["machine"], capacity.best, capacity.best.load
     program = document["run"]["agent_program"]
     rates = f"{machine['flops'] / 1e12:,.3g} TFLOP/s, {machine['bandwidth'] / 1e9:,.3g} GB/s"
@@ -172,6 +177,8 @@ def _print(document: dict[str, Any], capacity: Capacity) -> None:
         *(("", sentence) for sentence in document["assumed"]),
         *([("agent", f"{program}; each answer counts as one call of it")] if program else []),
         *(("rate", sentence) for sentence in document["unusual_rates"]),
+        ("length", schedule(document["length"], load.agents)),
+        *([("preflight", document["no_preflight"])] if document["no_preflight"] else []),
         ("exam", document["exam"]["sentence"]),
         ("layout", f"{named(best.split)}: {best.split.devices} of the devices"),
         ("start with", document["proposal"]["command"]),

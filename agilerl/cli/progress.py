@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agilerl.checks.arguments import counted
-from agilerl.cli.forecast import Planned, expected_seconds, seen_by_exam
+from agilerl.cli.forecast import Planned, expected_seconds, is_too_short, schedule, seen_by_exam
 from agilerl.cli.output import columns, duration, genes_text, json_line, one_line, shown_samples, told_apart
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
@@ -51,10 +51,10 @@ from agilerl.training.events import (
 )
 from agilerl.training.loop import planned_iterations, samples_per_iteration
 from agilerl.training.memory import estimate
-from agilerl.training.preflight import MOST, QUESTIONS, is_due
+from agilerl.training.preflight import MOST, QUESTIONS, is_due, why_none
 from agilerl.training.probe import finite
 from agilerl.training.records import metric_lines
-from agilerl.training.setup import Session
+from agilerl.training.setup import Session, steps_of_selection
 
 _CLEAR = 0.8
 """Probability of being better from which an exam tells two agents apart."""
@@ -136,10 +136,13 @@ def plan_document(
             "exam_prompts": len(population.places("exam")),
             "test_prompts": len(session.population.places("test")),
             "smallest_population": min(config.smallest_population, len(indices)),
+            "steps_of_selection": steps_of_selection(
+                session.scale, session.selection, len(indices), has_exam=e.eval_prompts is not None
+            ),
         },
         "expected_seconds": None
         if topology.world.size > 1 or not timed
-        else expected_seconds(Planned(session.resolved), fmean(lengths[0].prompts), completion),
+        else expected_seconds(Planned(session.resolved), population, completion),
         "exam": seen_by_exam(len(population.places("exam"))),
         "islands": {
             "processes_per_island": topology.island.size,
@@ -183,7 +186,10 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     size = f"LoRA rank {adapter['rank']} on {counted(adapter['layers'], 'layer')}"
     yield "adapters", f"{size}: {adapter['parameters']:,} numbers each"
     # The task and its grading
-    yield "task", f"{plan['task']}, reward {session.task.grader}"
+    # The name of a function in a file does not say which file.
+    graders = (grader.name for grader in environment.graders or ())
+    where = next((name for name in graders if name.rpartition(":")[2] == session.task.grader), session.task.grader)
+    yield "task", f"{plan['task']}, reward {Path(where).name}"
     if (program := plan["agent_program"]) is not None:
         yield "agent", f"{program if isinstance(program, str) else shlex.join(program)} answers the questions"
     if plan["answers"]:
@@ -217,7 +223,8 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     for index, values in plan["population"].items():
         yield f"  agent {index}", genes_text(values) or f"{genes_text(rates)}, fixed".removeprefix(", ")
     if session.saved is None and agents < session.config.training.pop_size:
-        yield "", "no more, because an iteration of each would take over a tenth of the budget (training.pop_size)"
+        only = f"{counted(agents, 'agent')} only"
+        yield "", f"{only}, because an iteration of more would take over a tenth of the budget (training.pop_size)"
     for sentence in session.resolved.unusual_rates(usual) if usual else ():
         yield "rate", sentence
     yield "genes", ", ".join(f"{k} in {v}" for k, v in plan["genes"].items()) or "none: nothing evolves"
@@ -225,24 +232,22 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     completions = f"{_span(batch['group_size'])} completions = {_span(batch['completions_per_agent'])} for each agent"
     per_step = f"{_span(batch['rows_per_optimizer_step'])} an optimizer step"
     yield "batch", f"{counted(batch['prompts'], 'prompt')} x {completions}, {per_step}"
-    low, high = batch["prompt_tokens"]
     default = " (the default: raise algorithm.max_output_tokens for longer ones)" * session.resolved.bounds_completions
     yield (
         "tokens",
-        f"prompts {low}-{high}, completions up to {batch['completion_tokens_at_most']}{default}; at most "
-        f"{batch['tokens_per_iteration_at_most']:,} an iteration for all agents",
+        f"prompts {_span(batch['prompt_tokens'])}, completions up to {batch['completion_tokens_at_most']}{default}; "
+        f"at most {batch['tokens_per_iteration_at_most']:,} an iteration for all agents",
     )
     limits = " or ".join(
         f"{length[key]:,.15g} {unit}" for key, unit in (("max_tokens", "tokens"), ("max_seconds", "s")) if length[key]
     )
-    left, by_tokens = length["smallest_population"], length["ends_by_tokens"]
+    left = length["smallest_population"]
     most = length["iterations"] * (agents if left < agents else 1)
+    inherits = left < agents and not is_too_short(length)
     yield (
         "length",
-        f"{'about ' * by_tokens}{counted(length['iterations'], 'iteration')}{' of all agents' * (left < agents)}"
-        f"{' (more if answers are short)' * by_tokens}{', ending after ' * bool(limits)}{limits}, "
-        f"{_selections(length, most)}; exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
-        f"{f'; agents that stay inherit the iterations of those that leave (up to {most})' * (left < agents)}",
+        f"{schedule(length, agents, limits)}; exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
+        f"{f'; agents that stay inherit the iterations of those that leave (up to {most})' * inherits}",
     )
     # What it tells apart and takes
     if plan["compares"]:
@@ -269,23 +274,13 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         yield from trial(sampled)
     if plan["preflight"]:
         yield "preflight", f"before the first update agents answer {QUESTIONS} to {MOST} training questions"
+    elif session.saved is None and (none := why_none(session.scale)):
+        yield "preflight", none
     for sentence in plan["without_effect"]:
         yield "no effect", sentence
     for sentence in plan["notes"]:
         yield "note", sentence
     yield "results", plan["results"]
-
-
-def _selections(length: Mapping[str, Any], most: int) -> str:
-    """Return a phrase about when agents are selected, of which one may have ``most`` iterations."""
-    every, first = length["iterations_per_generation"], length["iterations_of_first_generation"]
-    known = not length["ends_by_tokens"]
-    if known and first >= length["iterations"]:  # what a last selection decides would never train
-        return f"no selection, as the first would come after {first}"
-    if first == every:
-        return f"selection every {every}"
-    left = counted(length["smallest_population"], "agent")
-    return f"first selection after {first}" + f", then every {every} with {left} left" * (not known or every < most)
 
 
 def sample_lines(event: PreflightDone) -> list[str]:
@@ -349,7 +344,7 @@ def watch(
     console.print("All agents of the run; those that left come last")
     console.print(view.table(max(_MOST_ROWS, len(session.population.everyone))))
     if summary.get("elite"):
-        console.print(view.explained_mark(summary["elite"]), soft_wrap=True)
+        console.print(view.explained_mark(summary["elite"]), soft_wrap=not console.is_terminal)
     console.print()
     symptoms = _symptoms(view.observer, session, view.out)
     if (gain := _gain(summary)) is not None and gain[1] >= _SURE:  # something was learned: only alarms count
@@ -358,7 +353,7 @@ def watch(
         console.print("What may keep agents from learning")
         for sentence, symptom in known.items():
             for line in [sentence, *shown_samples(symptom.samples)]:
-                console.print(f"  {line}", soft_wrap=True)
+                console.print(f"  {line}", soft_wrap=not console.is_terminal)
         console.print()
     _print_result(summary, view.out, console, _exam_sampling(session.population))
     return summary
@@ -541,7 +536,8 @@ class View:
 
     def _drawn(self) -> Group:
         """Return what the terminal shows; rich asks for it four times a second, so a signal is answered at once."""
-        return Group(self.shown, Text(self.stop.sentence, style="bold")) if self.stop.sentence else self.shown
+        # An empty last line for the ^C of Ctrl-C: at the end of a full one it would begin another, and shift the table.
+        return Group(self.shown, Text(self.stop.sentence, style="bold"))
 
     def _look(self) -> None:
         """Take down the agents that the population has."""

@@ -201,7 +201,7 @@ def _renamed(part: Part, columns: Mapping[str, str]) -> Part:
         if old not in known and new in known and old in _READ:
             new, old = old, new  # AgileRL's manifests have them the other way round
         if old not in known:
-            raise EnvError(f"expected the column {shown(old)} in {part.name} to rename to {new}; {nearest(old, known)}")
+            raise EnvError(f"{part.name} has no column {shown(old)}; {nearest(old, known)}")
         if old in renamed:
             raise EnvError(f"columns gives the column {old} of {part.name} two names; give it one")
         renamed[old] = new

@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from agilerl.checks.arguments import counted
+from agilerl.hpo.mutation import LEARNING_RATES
 from agilerl.hpo.strategies import UNITS
 from agilerl.report import life
 from agilerl.report.life import short_value
@@ -223,6 +224,8 @@ def _curves(run: RunRecord, points: Points, hover: str, axes: tuple[str, str], *
     path.sort(key=lambda point: point[0])
     pen = _scatter("lines", path, line={"color": "rgba(245,190,40,0.45)", "width": 10})
     dotted = _scatter("lines", inherited, line={"color": _GREY, "width": 1, "dash": "dot"}, meta={"inheritance": True})
+    if not any(value for line in lines for value in line["y"]):  # plotly would draw a constant 0 from -1 to 1
+        more["yaxis"] = {**more.get("yaxis", {}), "range": [-0.05, 1]}
     return _figure([pen, dotted, *lines], *axes, **more)
 
 
@@ -318,6 +321,7 @@ def hyperparameter_names(run: RunRecord) -> tuple[list[str], dict[str, Any]]:
     """Return the hyperparameters that differ between agents or generations, and those that never do."""
     names = dict.fromkeys(name for agent in run.agents.values() for name in agent.hyperparameters)
     moving, constant = [], {}
+    training: Mapping[str, Any] = run.info["config"].get("training") or {}
     for name in names:
         values = {
             repr(agent.values(generation).get(name))
@@ -327,7 +331,9 @@ def hyperparameter_names(run: RunRecord) -> tuple[list[str], dict[str, Any]]:
         if len(values) > 1:
             moving.append(name)
         else:
-            constant[name] = next(iter(run.agents.values())).hyperparameters.get(name)
+            value, course = next(iter(run.agents.values())).hyperparameters.get(name), training.get("lr_schedule") or {}
+            annealed = name in LEARNING_RATES and course.get("name", "constant") != "constant"
+            constant[name] = f"{value} (before annealing)" if annealed else value
     return moving, constant
 
 

@@ -201,8 +201,10 @@ def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
         if settings.get("selection_strategy.name") != "tournament":
             settings.pop("selection_strategy.tournament_size", None)  # recorded for every strategy, used by one
         questions = max((exam.score.n for agent in run.agents.values() for exam in agent.exams), default=0)
-        had = {"training.pop_size": run.founders, "environment.eval_prompts": questions}
-        settings |= {name: count for name, count in had.items() if count}
+        settings |= {"training.pop_size": run.founders} if run.founders else {}
+        if questions:  # where grading failed, fewer than were asked
+            settings["exam questions graded"] = questions
+            settings.pop("environment.eval_prompts", None)
         files = (run.info.get("files") or {}).values()
         columns.append(settings | {f"{_DIGEST}{Path(n).name}": sha[:12] for kind in files for n, sha in kind.items()})
     rows = {name: [column.get(name) for column in columns] for name in sorted({n for c in columns for n in c})}

@@ -381,9 +381,10 @@ def facts(run: RunRecord) -> dict[str, str]:
         "Model": network.get("pretrained_model_name_or_path"),
         "Hardware": ", ".join(devices)
         or (f"{hardware['cpu']}, {hardware.get('cores')} cores" if hardware.get("cpu") else ""),
-        "Command": " ".join(map(str, info["command"])),
+        # Browsers break lines after a hyphen: "-", "-out".
+        "Command": Markup(" ").join(Markup('<span class="word">{}</span>').format(word) for word in info["command"]),
     }
-    return {label: str(text) for label, text in named.items() if text}
+    return {label: text if isinstance(text, str) else str(text) for label, text in named.items() if text}
 
 
 def configuration(run: RunRecord) -> dict[str, str]:

@@ -286,7 +286,10 @@ def _run(
         summary["test"]["elite"] = fitness.to_dict()
         exams = [progress.fitness[agent.index] for agent in population.everyone if agent.index in progress.fitness]
         lost = left_out(population, {"test": [progress.base, fitness], "exam": exams})
-        summary |= {"elite": elite, "answers": answers, "advice": [*early_elite(elite, progress.iteration), *lost]}
+        gone = min(agent.index for agent in population.everyone) > 0
+        rates = session.resolved.rates_to_set(session.usual_rate, gone=gone)
+        advice = [*early_elite(elite, progress.iteration), *rates, *lost]
+        summary |= {"elite": elite, "answers": answers, "advice": advice}
     summary["seconds"] = progress.seconds
 
     def finish() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from agilerl.runtime import Runtime
 from agilerl.text.templates import at_date
 from agilerl.training.base import load_runtime
 from agilerl.training.events import PreflightDone
+from agilerl.training.generation import Scale
 from agilerl.training.probe import Answer, Group, Probe, probe
 from agilerl.training.resolved import Resolved
 from agilerl.training.setup import Session, build, check
@@ -34,7 +35,14 @@ def is_due(session: Session) -> bool:
     population, wanted = session.population, session.config.training.preflight
     if wanted == "off" or population.learns_from_data or session.saved is not None:
         return False
-    return session.scale.lone_agent()[0] * population.prompts_per_step >= SHARE * QUESTIONS
+    return not why_none(session.scale)
+
+
+def why_none(scale: Scale) -> str:
+    """Return why a run of this size has no preflight, if its size is the reason."""
+    asks = scale.training.preflight != "off" and not scale.learns_from_data
+    few = scale.lone_agent()[0] * scale.prompts < SHARE * QUESTIONS
+    return f"none: fewer than {SHARE * QUESTIONS} questions" * (asks and few)
 
 
 def preflight(session: Session) -> Probe | None:

@@ -698,6 +698,7 @@ def test_compare_shows_what_differs(run: Path, changed: Any, agilerl: Agilerl) -
     found = json.loads(agilerl("compare", str(run), str(other), "--json").output)
     assert found["settings"]["algorithm.lr"] == [0.001, 0.5]
     assert found["results"][0] == found["results"][1]
+    assert lines[-1].startswith("report written: report-")
     assert agilerl("compare", str(run)).code == 2
     for name in ("x/run", "y/run"):
         shutil.copytree(run, name)
@@ -711,7 +712,7 @@ def test_compare_shows_what_differs_inside_lists_and_cuts_long_values(
     lines = agilerl("compare", str(run), str(other)).output.splitlines()
     assert next(line.split() for line in lines if line.startswith("environment.graders.0.weight"))[1:] == ["-", "2.0"]
     assert f"{'x' * 12}...{'x' * 25}" in "".join(line.split()[-1] for line in lines if "xx" in line)
-    assert Path(lines[-1]).is_file()
+    assert Path(lines[-1].removeprefix("report written: ")).is_file()
 
 
 def test_compare_says_that_the_reward_changed(

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from agilerl.cli.output import genes_text, told_apart
-from agilerl.cli.progress import _print_answers, log, sparkline, watch
+from agilerl.cli.progress import View, _print_answers, log, sparkline, watch
 from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness
 from agilerl.runs.completions import CompletionRecord, read_completions
@@ -172,6 +172,10 @@ def test_a_terminal_says_at_once_what_a_signal_does(session: Session) -> None:
 
     watch(signalled(), session, screen, stop=stop)
     assert seen == [True]
+    # The last line of a table without a signal is empty, so that the ^C of a terminal begins no other.
+    view = View(session, screen)
+    view.show(PhaseStarted("train"))
+    assert screen.render_lines(view._drawn(), pad=False)[-1] == []
 
 
 def test_progress_as_lines_of_json(session: Session, tmp_path: Path) -> None:

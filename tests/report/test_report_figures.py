@@ -89,6 +89,9 @@ def test_a_value_that_is_not_finite_is_a_gap(load):
 def test_a_long_line_has_a_thousand_points_and_both_ends(load, count):
     run = load(lineage=[birth(0, None, 0)], metrics=[train(0, step, loss=float(step)) for step in range(1, count + 1)])
     (line,) = of_agent(curve_figure(run, "loss"), 0)
+    flat = load(lineage=[birth(0, None, 0)], metrics=[train(0, step, loss=0.0) for step in range(1, count + 1)])
+    axes = [curve_figure(one, "loss")["layout"]["yaxis"].get("range") for one in (run, flat)]
+    assert axes == [None, [-0.05, 1]]  # not from -1
     assert (len(line["x"]), line["x"][0], line["x"][-1]) == (min(count, 1000), 1, count)
 
 
@@ -98,6 +101,9 @@ def test_a_long_line_has_a_thousand_points_and_both_ends(load, count):
 def test_the_axis_fits_the_values(load, values, kind):
     run = load(lineage=[birth(i, None, 0, x=value, same=1) for i, value in enumerate(values)])
     assert hyperparameter_names(run) == (["x"], {"same": 1})
+    course = {"training": {"lr_schedule": {"name": "cosine"}}}
+    annealed = load(lineage=[birth(0, None, 0, lr=0.001, same=1)], config=course)
+    assert hyperparameter_names(annealed) == ([], {"lr": "0.001 (before annealing)", "same": 1})
     figure = hyperparameter_figure(run, "x")
     assert figure["layout"]["yaxis"].get("type") == kind
     assert "a<b" not in json.dumps(figure)
@@ -360,6 +366,8 @@ def test_tables_name_what_is_known(load):
     assert facts(decided)["Population"] == "1"
     assert differences([given, decided]) == {}
     assert differences([given, halved])["training.pop_size"] == [1, 4]
+    ungraded = load(lineage=[birth(0, None, 0), birth(4, 0, 1), fitness(0, 0, 0.5, n=51)], config=given.info["config"])
+    assert differences([given, ungraded]) == {"exam questions graded": [20, 51]}
     other = load(config={"environment": {"task": "t"}, "a": {"b": 2}})
     assert ("a.b", ["1", "2"]) in comparison([run, other], ["x", "y"])["settings"]
 

@@ -120,6 +120,7 @@ def test_what_a_run_is_about_is_shown(page):
     for words in ("reasoning_gym:spell_backward", "0:02:51", "agilerl train --seed 0", "pop_size: 4", "torch:"):
         assert words in text
     titles = page("whole").source
+    assert '<span class="word">train</span> <span class="word">--seed</span> ' in titles  # no line ends after a hyphen
     for title in ("Reward", "KL to the reference", "Entropy", "Completion length (tokens)"):
         assert f"<h4>{title}</h4>" in titles
     for gene in ("lr", "beta", "clip_coef", "group_size"):

@@ -17,7 +17,17 @@ from agilerl.rewards.grader import Grades
 from agilerl.runtime import Runtime
 from agilerl.training.events import Event, PreflightDone, RunStarted
 from agilerl.training.loop import train
-from agilerl.training.preflight import MOST, QUESTIONS, Bases, is_due, preflight, problem, session_of_one, tried
+from agilerl.training.preflight import (
+    MOST,
+    QUESTIONS,
+    Bases,
+    is_due,
+    preflight,
+    problem,
+    session_of_one,
+    tried,
+    why_none,
+)
 from agilerl.training.probe import Answer, Group, Probe, probe
 from agilerl.training.setup import Session, build
 from tests.training.small_runs import TOURNAMENT, less_times, lines
@@ -217,7 +227,10 @@ def test_one_signal_ends_the_search() -> None:
     ],
 )
 def test_a_short_run_is_its_own_preflight(settings: tuple[str, ...], due: bool) -> None:
-    assert is_due(session(*settings)) == due
+    small = session(*settings)
+    assert is_due(small) == due
+    by_size = not due and "preflight=off" not in settings[0] and "SFT" not in settings[0]
+    assert why_none(small.scale) == "none: fewer than 320 questions" * by_size
 
 
 def test_a_stopped_run_is_resumed_without_one(tmp_path: Path) -> None:
