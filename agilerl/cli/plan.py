@@ -52,7 +52,7 @@ def run_plan(
     # Imported after the arguments are checked: a typo should not cost seconds.
     import torch
 
-    from agilerl.cli.forecast import Device, Planned, seen_by_exam, whole_run
+    from agilerl.cli.forecast import Planned, device, seen_by_exam, whole_run
     from agilerl.training.resolved import resolve
 
     # The model and its rows
@@ -63,12 +63,11 @@ def run_plan(
     planned = Planned(resolved, allow_code)
     rows = planned.lengths(shape, prompt, completion)
     checkpointing = resolved.options.gradient_checkpointing
-    device = Device.of(kind, config.training.dtype)
-    machine, memory = device.machine, None if kind == "cpu" else device.machine.memory
-    usual = pass_tokens(shape, checkpointing=checkpointing, memory=memory)
-    load = planned.workload(rows, usual, row_multiple=device.row_multiple)
+    machine, costs = device(kind, config.training.dtype)
+    usual = pass_tokens(shape, checkpointing=checkpointing, memory=None if kind == "cpu" else machine.memory)
+    load = planned.workload(rows, usual, row_multiple=costs.row_multiple)
     # The layout and its command
-    capacity = proposed(shape, load, machine, device.costs, gpus, vllm=resolved.options.use_vllm)
+    capacity = proposed(shape, load, machine, costs, gpus, vllm=resolved.options.use_vllm)
     try:
         config.check_islands(islands := min(gpus, load.agents))
     except ConfigError as error:
@@ -88,7 +87,7 @@ def run_plan(
     questions = load.exam_prompts // config.training.eval_samples
     document: dict[str, Any] = {  # bytes, seconds, tokens
         "model": asdict(shape) | {"weight_bytes": shape.weight_bytes},
-        "machine": asdict(machine) | {"source": device.source, "costs": device.costs.origin},
+        "machine": asdict(machine) | {"costs": costs.origin},
         "workload": asdict(best.load),
         "assumed": list(rows.notes),
         "proposal": _facts(best) | {"overrides": settings, "command": _command(best, [*arguments, *settings, *allow])},
