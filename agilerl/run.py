@@ -14,6 +14,8 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
+from rich import get_console
+
 from agilerl import hooks
 from agilerl.checks.arguments import (
     Count,
@@ -32,7 +34,6 @@ from agilerl.errors import CheckpointError, ConfigError, plain_warnings
 if TYPE_CHECKING:
     from agilerl.algorithms import LLMAlgorithm
     from agilerl.cli.progress import View
-    from agilerl.config.run import RunConfig
     from agilerl.report.load import Score
     from agilerl.runs.directory import RunLayout
     from agilerl.training.events import Event
@@ -99,8 +100,9 @@ def train(
     resumed: ``Run(out).resume()``.
     """
     # tqdm warns about bars that this package does not show.
-    if display and _in_notebook():
+    if display and get_console().is_jupyter:
         warnings.filterwarnings("ignore", message="IProgress not found")
+    from agilerl.config.manifest import load_manifest
     from agilerl.training.given import in_manifest
 
     settings: dict[str, Any] = {}
@@ -129,7 +131,9 @@ def train(
     environment, rows = in_manifest(dataset, reward, sections.get("environment"))
     settings |= {f"environment.{name}": value for name, value in environment.items()}
 
-    config = _configured(manifest, settings)
+    # As the command line reads them, which says what is wrong with them. JSON is YAML as well.
+    overrides = [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()]
+    config = load_manifest(None if manifest is None else Path(manifest), overrides)
     from agilerl.training.start import start
 
     with start(config, None if out is None else Path(out), rows, allow_code=allow_code) as run:
@@ -156,15 +160,6 @@ def _meant(name: str, value: Any) -> str:
     ]
     hint = f"give {' or '.join(written)}" if written else hooks.hint(name)
     return hint or nearest(name, [*_NAMES, *SECTIONS])
-
-
-def _configured(manifest: "Location | None", settings: Mapping[str, Any]) -> "RunConfig":
-    """Return the settings as the command line reads them, which says what is wrong with them."""
-    from agilerl.config.manifest import load_manifest
-
-    # JSON is YAML as well, so every value is read as it is.
-    overrides = [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()]
-    return load_manifest(None if manifest is None else Path(manifest), overrides)
 
 
 class Run:
@@ -330,7 +325,7 @@ def _follow(run: "Started", display: bool) -> None:
             if not display:
                 for _ in run.events:
                     pass
-            elif _in_notebook():
+            elif get_console().is_jupyter:
                 _show_in_notebook(run.events, run.session)
             else:
                 from agilerl.cli.output import console
@@ -341,16 +336,6 @@ def _follow(run: "Started", display: bool) -> None:
     except KeyboardInterrupt:
         print(f"interrupted; continue with agilerl.Run({str(run.root)!r}).resume()")
         raise
-
-
-def _in_notebook() -> bool:
-    """Say whether cells show HTML: a terminal of IPython does not."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return False
-    shell: Any = get_ipython()
-    return shell is not None and hasattr(shell, "kernel")
 
 
 def _show_in_notebook(events: "Iterator[Event]", session: "Session") -> None:

@@ -3,7 +3,6 @@
 import json
 import operator
 import os
-import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from agilerl.checks.arguments import counted, shown
 from agilerl.cli.options import AllowCode, AsJson, OneRun, Price, as_path
 from agilerl.cli.output import columns, console, genes_text, say, tell_line
 from agilerl.cli.running import configuration, is_file
+from agilerl.config.plain_yaml import parse_yaml
 from agilerl.errors import ConfigError
 
 
@@ -92,10 +92,7 @@ def _keywords(settings: Sequence[str]) -> dict[str, Any]:
         key, equals, value = setting.partition("=")
         if not equals or not key.isidentifier():
             raise ConfigError(f"expected key=value as a setting of the environment, found {shown(setting)}")
-        try:
-            keywords[key] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: thousands of digits, or 31 June
-            raise ConfigError(f"expected a YAML value for {key}, found {shown(value)}") from error
+        keywords[key] = parse_yaml(value, f"the value of {key}")
     return keywords
 
 
@@ -170,25 +167,20 @@ def default_report(runs: Sequence[Path]) -> Path:
     from agilerl.report.page import distinct_names
 
     names = [name.replace("/", "-") for name in distinct_names(runs)]
-    name = "-".join(names)
-    if len(os.fsencode(name)) > _LONGEST_NAME:
-        shortened = os.fsencode(names[0])[:_LONGEST_NAME].decode(errors="ignore")
-        name = f"{shortened}-and-{len(runs) - 1}-more"
-    return Path(f"report-{name}.html")
+    if len(os.fsencode("-".join(names))) > _LONGEST_NAME:
+        names = [os.fsencode(names[0])[:_LONGEST_NAME].decode(errors="ignore"), f"and-{len(runs) - 1}-more"]
+    return Path(f"report-{'-'.join(names)}.html")
 
 
 def _check_file(out: Path) -> None:
     """Raise ConfigError if writing would replace anything but a report, e.g. a file of the run."""
-    try:
-        mode = out.stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise ConfigError(f"expected a file for the report, found the folder {shown(str(out))}; add a name to it")
-        if not stat.S_ISREG(mode):
-            raise ConfigError(f"expected a file for the report, found the device or pipe {shown(str(out))}")
-        with open(out, "rb") as file:
-            begins = file.read(500).strip().lower()
-    except OSError:
-        return  # nothing there, or writing reports the reason
+    if not out.exists():
+        return
+    if not out.is_file():
+        kind = "folder" if out.is_dir() else "device or pipe"
+        raise ConfigError(f"expected a file for the report, found the {kind} {shown(str(out))}; give another name")
+    with open(out, "rb") as file:
+        begins = file.read(500).strip().lower()
     if begins and not begins.startswith((b"<!doctype html", b"<html")):
         raise ConfigError(
             f"{shown(str(out))} exists and is not a report, so it is not overwritten; choose another name, or delete it"
@@ -337,11 +329,8 @@ def run_schedule(
         f"{schedule['total_tokens']}.\n# One agent trains with it: agilerl train MANIFEST --replay FILE\n"
     )
     ordered = {name: schedule[name] for name in ("algorithm", "genes", "lr_schedule")}
-    try:
-        # default_flow_style=None: innermost collections on one line, so that each step has one.
-        out.write_text(header + yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{shown(str(out))} cannot be written: {error.strerror or error}") from error
+    # default_flow_style=None: innermost collections on one line, so that each step has one.
+    out.write_text(header + yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None), encoding="utf-8")
     if as_json:
         print(json.dumps(schedule, indent=1))
         return

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -323,7 +323,6 @@ def _source_line(source: str, manifest: Path, rows: Path, names: dict[str, str])
     """Return the manifest's setting of the data or task, with columns renamed; raises ConfigError or EnvError."""
     if names and (source == SAMPLE or source.startswith("reasoning_gym:")):
         raise ConfigError(f"--question and --answer are columns of rows, found {shown(source)}; leave them out")
-    columns_text = ", ".join(f"{ours}: {_yaml(theirs)}" for ours, theirs in names.items())
     from agilerl.envs.sources import read_dataset
 
     if source == SAMPLE:
@@ -334,30 +333,24 @@ def _source_line(source: str, manifest: Path, rows: Path, names: dict[str, str])
         return f"task: {_yaml(source)}"
     if source.startswith("agilerl/") or ("." in source.partition(":")[0] and ":" in source):
         raise ConfigError(f"expected rows or a task, found an environment: {shown(source)}; see docs/environments.md")
-    if not names_a_file(source):
-        return _dataset(source, columns_text)
-    if not Path(source).expanduser().is_file():
-        raise ConfigError(f"expected a file of rows ({', '.join(ENDINGS)}), found none at {shown(source)}")
-    path, folders = Path(source).expanduser().resolve(), (manifest.parent.resolve(), Path.cwd().resolve())
-    folder = next((folder for folder in folders if path.is_relative_to(folder)), None)
-    if folder is None:
-        raise ConfigError(
-            f"expected rows in the folder of the manifest or below, found {shown(source)}; move the file there"
-        )
-    read_dataset(path, limit=1)
-    return _dataset(str(path.relative_to(folder)), columns_text)
+    if names_a_file(source):
+        path, folders = Path(source).expanduser().resolve(), (manifest.parent.resolve(), Path.cwd().resolve())
+        if not path.is_file():
+            raise ConfigError(f"expected a file of rows ({', '.join(ENDINGS)}), found none at {shown(source)}")
+        folder = next((folder for folder in folders if path.is_relative_to(folder)), None)
+        if folder is None:
+            raise ConfigError(
+                f"expected rows in the folder of the manifest or below, found {shown(source)}; move the file there"
+            )
+        read_dataset(path, limit=1)
+        source = str(path.relative_to(folder))
+    return f"dataset: {_yaml({'path': source, 'columns': names} if names else source)}"
 
 
-def _dataset(path: str, columns_text: str) -> str:
-    return (
-        f"dataset: {{path: {_yaml(path)}, columns: {{{columns_text}}}}}" if columns_text else f"dataset: {_yaml(path)}"
-    )
-
-
-def _yaml(text: str) -> str:
-    """Return a text as YAML that stands for it, quoted where that needs it."""
-    # PyYAML ends a document of one scalar with a line of dots. The width keeps it on one line.
-    return str(yaml.safe_dump(text, width=10_000, allow_unicode=True)).partition("\n")[0]
+def _yaml(value: str | dict[str, Any]) -> str:
+    """Return a value as YAML on one line, its texts quoted where they need it."""
+    text = yaml.safe_dump(value, width=10_000, allow_unicode=True, default_flow_style=True, sort_keys=False)
+    return str(text).partition("\n")[0]  # PyYAML ends a document of one scalar with a line of dots
 
 
 def _write(files: dict[Path, str]) -> None:

@@ -509,25 +509,14 @@ class View:
                 self.bars.remove_task(self.phase)
                 self.phase = self.bars.add_task(event.name, total=total, whole="generation")
             case IterationDone():
-                self.iteration = event.iteration
-                self.observer.add(metric_lines(event))
-                self.bars.update(self.run, completed=event.progress)
-                self.bars.advance(self.phase)
-                for index, metrics in event.metrics.items():
-                    row = self.rows[index]
-                    row.metrics = metrics
-                    row.rewards += [metrics[self.what]] if self.what in metrics else []
-                if self.live is None:  # the table shows it
-                    self._line(self._iteration_line(event))
-                self._note_failures(event)
+                self._iterated(event)
             case ExamDone():
                 for index, fitness in event.fitness.items():
                     self.rows[index].fitness = fitness
                 first = ranking(event.fitness)[0]
                 self.best = first if event.fitness[first].is_finite else None
                 scores = ", ".join(f"{index}: {_score(f)}" for index, f in event.fitness.items())
-                if self.live is None:
-                    self._line(f"generation {event.generation}: exam {scores}")
+                self._log(f"generation {event.generation}: exam {scores}")
                 self._note_symptoms()
             case Evolved():
                 self._evolved(event)
@@ -592,21 +581,31 @@ class View:
         """Print a line of the log, above the table of a terminal, where it is broken between words."""
         self.console.print(text, soft_wrap=self.live is None)
 
-    def _iteration_line(self, event: IterationDone) -> str:
-        values = ", ".join(f"{i}: {m[self.what]:.3f}" for i, m in event.metrics.items() if self.what in m)
+    def _log(self, text: str) -> None:
+        """Print a line of what a terminal's table shows as well, where there is no such table."""
+        if self.live is None:
+            self._line(text)
+
+    def _iterated(self, event: IterationDone) -> None:
+        """Take down and log an iteration, with the first failure of each kind and agent."""
+        self.iteration = event.iteration
+        self.observer.add(metric_lines(event))
+        self.bars.update(self.run, completed=event.progress)
+        self.bars.advance(self.phase)
+        for index, metrics in event.metrics.items():
+            self.rows[index].metrics = metrics
+            self.rows[index].rewards += [metrics[self.what]] if self.what in metrics else []
         left = ""
         if (done := event.progress - self.resumed_at) > 0:  # at the speed of this process
             left = f", about {(perf_counter() - self.started) / done * (1 - event.progress):.0f} s left"
-        return f"iteration {event.iteration} ({event.progress:.0%}{left}): {self.what} {values}"
-
-    def _note_failures(self, event: IterationDone) -> None:
-        """Count failures for the table, and print the first of each agent."""
+        values = ", ".join(f"{i}: {m[self.what]:.3f}" for i, m in event.metrics.items() if self.what in m)
+        self._log(f"iteration {event.iteration} ({event.progress:.0%}{left}): {self.what} {values}")
         for index, outcome in event.failed.items():
             counts = self.rows[index].failures
             counts[outcome] += 1
-            if counts[outcome] == 1 and self.live is None:
+            if counts[outcome] == 1:
                 reason = f" ({REMEDIES[outcome]})" if outcome in REMEDIES else ""
-                self._line(f"iteration {event.iteration}: agent {index} {outcome}{reason}")
+                self._log(f"iteration {event.iteration}: agent {index} {outcome}{reason}")
 
     def _note_symptoms(self) -> None:
         """Print what may keep agents from learning, once for each agent."""
@@ -614,8 +613,8 @@ class View:
         new = {index: [s for s in each if (index, s.name) not in self.shown_symptoms] for index, each in known.items()}
         self.shown_symptoms |= {(index, symptom.name) for index, each in new.items() for symptom in each}
         self.notes = [Text(sentence) for sentence in told(known)]
-        for sentence in told(new) if self.live is None else ():
-            self._line(sentence)
+        for sentence in told(new):
+            self._log(sentence)
 
     def explained_mark(self, elite: Mapping[str, Any]) -> str:
         """Return a sentence about the agent with the mark: why it is the elite, and not one that looks as good."""
@@ -794,11 +793,6 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampl
     console.print(f"{counted(generations, 'generation')}, {tokens:,} tokens, {summary['seconds']:.0f} s")
 
 
-def _common(texts: Sequence[Sequence[str]]) -> int:
-    """Return how many words all texts begin with; 0 if they are all alike."""
-    return next((k for k, words in enumerate(zip(*texts)) if len(set(words)) > 1), 0)
-
-
 def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print the first test questions with the greedy answers of the base and of the elite."""
     if not answers:
@@ -807,11 +801,6 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
     def scored(answer: Mapping[str, Any]) -> str:
         return one_line(answer["text"], width) + ("" if answer["score"] is None else f" ({answer['score']:.3g})")
 
-    # The words that all questions begin and end with say nothing, if there is no room for them.
-    questions = [one["question"].split() for one in answers]
-    start = _common(questions)
-    # From behind, without the beginning that was found: the two must not overlap.
-    end = _common([question[start:][::-1] for question in questions])
     width = max(12, (console.width - 20) // 4)
     others = [
         Column("right", [one_line(one["answer"] or "-", width) for one in answers], "left"),
@@ -819,10 +808,7 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
     ]
     # Questions get the room that the answers leave.
     room = max(width, console.width - sum(column.width for column in others))
-    if all(len(one_line(one["question"], room + 1)) <= room for one in answers):
-        start = end = 0
-    before, after = "... " * (start > 0), " ..." * (end > 0)
-    asked = told_apart([f"{before}{' '.join(words[start : len(words) - end])}{after}" for words in questions], room)
+    asked = told_apart([one["question"] for one in answers], room)
     console.print(f"\nThe first {len(answers)} test questions, with answers and scores")
     console.print(_fitted([Column("question", asked, "left"), *others], console.width))
     console.print()

@@ -425,8 +425,8 @@ def test_answers_are_shown_without_what_all_questions_share_if_they_are_long() -
     _print_answers([entry(ask.format("12, 18"), 0.0), entry(ask.format("30, 6"), None)], console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line.split()[:5] for line in lines[3:5]] == [
-        ["...", "12,", "18", "...", "6"],
-        ["...", "30,", "6", "...", "6"],
+        ["...12,", "18", "now?", "6", "12"],
+        ["...30,", "6", "now?", "6", "12"],
     ]
     assert "... (0)" in lines[3]
     assert "(" not in lines[4].removesuffix("6 (1)")
