@@ -16,7 +16,7 @@ from typer import Argument, Option
 
 from agilerl.checks.arguments import counted, shown
 from agilerl.cli.options import AllowCode, AsJson, OneRun, Price, as_path
-from agilerl.cli.output import columns, console, genes_text, say, tell_line
+from agilerl.cli.output import columns, console, facts, genes_text, say, tell_line
 from agilerl.cli.running import configuration, is_file
 from agilerl.config.plain_yaml import parse_yaml
 from agilerl.errors import ConfigError
@@ -266,10 +266,8 @@ def _show_life(life: dict[str, Any]) -> None:
     became = "stayed to the end" if life["left"] is None else f"left after generation {life['left']}"
     tell_line(f"Agent {life['agent']} trained for {counted(life['iterations'], 'iteration')} and {became}.")
     tell_line(f"Its hyperparameters at the end: {genes_text(life['hyperparameters']) or 'none evolved'}")
-    table = columns("", "", left=("",), gap=2)
+    table = facts((f"generation {event['generation']}", event["sentence"]) for event in life["events"])
     table.columns[0].no_wrap = True
-    for event in life["events"]:
-        table.add_row(f"generation {event['generation']}", event["sentence"])
     console().print(table)
 
 
@@ -358,17 +356,14 @@ def run_env(as_json: AsJson = False) -> None:
     from agilerl.runs import collect_hardware, collect_versions
 
     home = Path(__file__).resolve().parents[1]
-    facts: dict[str, Any] = {
+    sections: dict[str, dict[str, Any]] = {
         "installation": {"installation": mixed_installation() or f"{DISTRIBUTION} in {home}"},
         "versions": collect_versions(),
         "hardware": collect_hardware(),
         "process": described(),
     }
     if as_json:
-        print(json.dumps(facts, indent=1, sort_keys=True))
+        print(json.dumps(sections, indent=1, sort_keys=True))
         return
-    table = columns("", "", left=("",), gap=2)
-    for section in facts.values():
-        for name, value in section.items():
-            table.add_row(name, "not installed" if value is None else str(value))
-    console().print(table)
+    items = [item for section in sections.values() for item in section.items()]
+    console().print(facts((name, "not installed" if value is None else str(value)) for name, value in items))

@@ -24,7 +24,7 @@ from typer import Argument, Option
 
 from agilerl.checks.arguments import counted, shown
 from agilerl.cli.options import Quiet, as_path
-from agilerl.cli.output import columns, console, duration
+from agilerl.cli.output import console, duration, facts
 from agilerl.cli.running import configuration, quieten_libraries
 from agilerl.config.named_files import ENDINGS, names_a_file
 from agilerl.errors import AgileRLError, ConfigError, WriteError
@@ -162,10 +162,7 @@ def run_init(
     if not quiet:
         screen.print("Trying it: loading the libraries and the model.")
         quieten_libraries()
-        table = columns("", "", left=("",), gap=2)
-        for name, line in _tried(manifest, allow_code=reward == "function"):  # the one written here, and no other
-            table.add_row(name, line)
-        screen.print(table)
+        screen.print(facts(_tried(manifest, allow_code=reward == "function")))  # the one written here, and no other
     screen.print(f"Check it:  {command} --dry-run")
     screen.print(f"Run it:    {command}")
 

@@ -11,7 +11,7 @@ from typer import Option
 
 from agilerl.checks.arguments import counted
 from agilerl.cli.options import AllowCode, Arguments, AsJson, Price
-from agilerl.cli.output import columns, console, duration, tell_line
+from agilerl.cli.output import columns, console, duration, facts, tell_line
 from agilerl.cli.running import configuration
 from agilerl.config.named_files import check_allowed
 from agilerl.errors import ConfigError
@@ -176,11 +176,8 @@ def _print(document: dict[str, Any], capacity: Capacity) -> None:
         ("start with", document["proposal"]["command"]),
         *(("" if number else "because", reason) for number, reason in enumerate(document["reasons"])),
     ]
-    table = columns("", "", left=("",), gap=2)
-    for row in rows:
-        table.add_row(*row)
     screen = console()
-    screen.print(table)
+    screen.print(facts(rows))
     tell_line(f"\nMemory of the fullest device: {gib(best.peak)} of {gib(SHARE * machine['memory'])} that may be used")
     table = columns("part", "size", left=("part",), gap=2)
     for name, size in best.memory.items():

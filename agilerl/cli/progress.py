@@ -23,7 +23,7 @@ from rich.text import Text
 
 from agilerl.checks.arguments import counted
 from agilerl.cli.forecast import Planned, expected_seconds, seen_by_exam
-from agilerl.cli.output import columns, duration, genes_text, json_line, one_line, shown_samples, told_apart
+from agilerl.cli.output import columns, duration, facts, genes_text, json_line, one_line, shown_samples, told_apart
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
 from agilerl.envs.curation import few_rows
@@ -162,10 +162,8 @@ def print_plan(
     session: Session, out: Path, console: Console, sampled: PreflightDone | None = None, *, timed: bool = False
 ) -> None:
     """Print the plan as a table; for the arguments see :func:`plan_document`."""
-    table = columns("", "", left=("",), gap=2)
+    table = facts(_plan_rows(plan_document(session, out, timed=timed), session, sampled))
     table.title, table.title_justify = "Plan", "left"
-    for name, text in _plan_rows(plan_document(session, out, timed=timed), session, sampled):
-        table.add_row(name, text)
     console.print(table)
     console.print()
 
