@@ -139,7 +139,7 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
 
     layouts = [RunLayout(run) for run in runs]
     written: list[tuple[int, int]] | None = None
-    try:
+    with suppress(KeyboardInterrupt):
         while not all(layout.is_finished for layout in layouts):
             files = [file for layout in layouts for file in (layout.metrics, layout.lineage) if file.exists()]
             began, now = time.monotonic(), [(status.st_size, status.st_mtime_ns) for status in map(os.stat, files)]
@@ -150,8 +150,6 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
                 say("Open it in a browser: it follows the runs until they finish. Ctrl-C ends that.")
             written = now
             time.sleep(max(1.0, 9 * (time.monotonic() - began)))
-    except KeyboardInterrupt:
-        pass
     build_report(runs, out, price=price)
     if written is None:
         tell_line(out)
@@ -315,11 +313,9 @@ def run_schedule(
     if extrapolate is not None:
         schedule = stretched(schedule, extrapolate)
     schedule |= {"algorithm": config["algorithm"]["name"], "lr_schedule": config["training"].get("lr_schedule")}
-    if as_json and out is None:
-        print(json.dumps(schedule, indent=1))
-        return
-    out = Path("schedule.yaml") if out is None else out
-    if out.exists():
+    if out is None and not as_json:
+        out = Path("schedule.yaml")
+    if out is not None and out.exists():
         raise ConfigError(f"{shown(str(out))} exists; give another file with --out, or delete it")
     line = " -> ".join(map(str, schedule["ancestors"]))
     header = (
@@ -327,8 +323,9 @@ def run_schedule(
         f"{schedule['total_tokens']}.\n# One agent trains with it: agilerl train MANIFEST --replay FILE\n"
     )
     ordered = {name: schedule[name] for name in ("algorithm", "genes", "lr_schedule")}
-    # default_flow_style=None: innermost collections on one line, so that each step has one.
-    out.write_text(header + yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None), encoding="utf-8")
+    if out is not None:
+        # default_flow_style=None: innermost collections on one line, so that each step has one.
+        out.write_text(header + yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None), encoding="utf-8")
     if as_json:
         print(json.dumps(schedule, indent=1))
         return

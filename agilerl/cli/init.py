@@ -250,8 +250,7 @@ def _read(path: Path, given: dict[str, str], asks: bool) -> tuple[dict[str, str]
 
 def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
     """Yield what a run begins with: a prompt, an answer of the base, its reward; and how long the run may take."""
-    from agilerl.cli.forecast import Planned, expected_seconds, seen_by_exam
-    from agilerl.cli.progress import SMALL_EXAM, trial
+    from agilerl.cli.progress import SMALL_EXAM, plan_document, trial
     from agilerl.models.base import is_of_hub
     from agilerl.training.preflight import tried
     from agilerl.training.setup import build
@@ -264,16 +263,14 @@ def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
     try:
         session = build(config, allow_code=allow_code)
         sampled = tried(session)
-        prompts = session.population.lengths("exam").prompts
-        tokens = session.resolved.hyperparameters.model_dump()["max_output_tokens"]
-        seconds = expected_seconds(Planned(session.resolved), sum(prompts) / len(prompts), tokens)
+        plan = plan_document(session, Path(), timed=True)
         session.task.close()
     except AgileRLError as error:
         yield "warning", str(error)
         return
     yield from () if sampled is None else trial(sampled)
-    yield "exam", f"{'warning: ' * (len(prompts) < SMALL_EXAM)}{seen_by_exam(len(prompts))['sentence']}"
-    if seconds is not None:
+    yield "exam", f"{'warning: ' * (plan['exam']['questions'] < SMALL_EXAM)}{plan['exam']['sentence']}"
+    if (seconds := plan["expected_seconds"]) is not None:
         yield "time", f"up to about {duration(seconds)} for the run on this device, besides grading"
 
 

@@ -146,7 +146,6 @@ def overrides(best: Forecast, unit: int, *, has_micro_batch: bool, has_checkpoin
 
 
 def _command(best: Forecast, arguments: Sequence[str]) -> str:
-    """Return the command that starts the proposal."""
     processes = best.split.islands * best.split.processes
     machines = -(-processes // PER_MACHINE)
     nodes = f"--nnodes {machines} " if machines > 1 else ""
@@ -155,7 +154,6 @@ def _command(best: Forecast, arguments: Sequence[str]) -> str:
 
 
 def _print(document: dict[str, Any], capacity: Capacity) -> None:
-    """Print the plan for a person."""
     model, machine, best, load = document["model"], document["machine"], capacity.best, capacity.best.load
     program = document["run"]["agent_program"]
     rates = f"{machine['flops'] / 1e12:,.3g} TFLOP/s, {machine['bandwidth'] / 1e9:,.3g} GB/s"
