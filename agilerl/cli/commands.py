@@ -172,13 +172,14 @@ def default_report(runs: Sequence[Path]) -> Path:
 
 def _check_file(out: Path) -> None:
     """Raise ConfigError if writing would replace anything but a report, e.g. a file of the run."""
-    if not out.exists():
-        return
-    if not out.is_file():
-        kind = "folder" if out.is_dir() else "device or pipe"
-        raise ConfigError(f"expected a file for the report, found the {kind} {shown(str(out))}; give another name")
-    with open(out, "rb") as file:
-        begins = file.read(500).strip().lower()
+    try:
+        if out.exists() and not out.is_file():
+            kind = "folder" if out.is_dir() else "device or pipe"
+            raise ConfigError(f"expected a file for the report, found the {kind} {shown(str(out))}; give another name")
+        with open(out, "rb") as file:
+            begins = file.read(500).strip().lower()
+    except OSError:
+        return  # nothing there, or writing reports the reason
     if begins and not begins.startswith((b"<!doctype html", b"<html")):
         raise ConfigError(
             f"{shown(str(out))} exists and is not a report, so it is not overwritten; choose another name, or delete it"
