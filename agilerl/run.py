@@ -207,7 +207,8 @@ class Run:
         """
         from agilerl.report.load import load_run
 
-        return {who: score for who, (_, score) in load_run(self.path).tests.items()}
+        tests = load_run(self.path).tests
+        return {who: tests[who][1] for who in ("base", "median_first_generation", "elite") if who in tests}
 
     @property
     def adapter(self) -> Path:
@@ -280,37 +281,26 @@ class Run:
         """
         if self.is_finished:
             return self
-        from agilerl.safety.custom_code import give
+        from agilerl.safety.custom_code import give, names_code
         from agilerl.training.given import listed
         from agilerl.training.start import reopen
 
         if reward is not None:
-            give(_code_in(self.config), listed(reward))
+            graders = self.config.get("environment", {}).get("graders") or []
+            give([one["name"] for one in graders if names_code(one["name"])], listed(reward))
         with reopen(self.path, report=print if display else lambda _: None, allow_code=allow_code) as run:
             _follow(run, display)
         return self
 
     def __repr__(self) -> str:
         """Return one line: where, what, and how it ended."""
-        results = ", ".join(f"{who} {score.mean:.3f} ± {score.stderr:.3f}" for who, score in self._known().items())
+        results = ", ".join(f"{who} {score.mean:.3f} ± {score.stderr:.3f}" for who, score in self.test.items())
         return f"Run({str(self.path)!r}: {results or 'not finished'})"
 
     def _repr_html_(self) -> str:
         """Return the results as a table, for notebooks."""
-        rows = [[who, f"{score.mean:.3f}", f"{score.stderr:.3f}", str(score.n)] for who, score in self._known().items()]
+        rows = [[who, f"{score.mean:.3f}", f"{score.stderr:.3f}", str(score.n)] for who, score in self.test.items()]
         return _html_table(["test", "mean", "stderr", "n"], rows) + f"<code>{html.escape(str(self.path))}</code>"
-
-    def _known(self) -> "dict[str, Score]":
-        test = self.test
-        return {who: test[who] for who in ("base", "median_first_generation", "elite") if who in test}
-
-
-def _code_in(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of code among the graders of a run."""
-    from agilerl.safety.custom_code import names_code
-
-    graders = config.get("environment", {}).get("graders") or []
-    return [one["name"] for one in graders if names_code(one["name"])]
 
 
 # -- following a run ----------------------------------------------------------------------------------------------
