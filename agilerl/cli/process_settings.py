@@ -7,6 +7,7 @@ change any result. ``AGILERL_PROCESS_SETTINGS=off`` turns all of them off.
 import gc
 import os
 import platform
+import sys
 
 from agilerl.errors import ConfigError
 
@@ -81,7 +82,8 @@ def keep_memory() -> dict[str, int]:
     Settings that the user made with glibc's environment variables stay. Other allocators (macOS, Windows, musl) have
     no such settings, and nothing is done.
     """
-    if platform.libc_ver()[0] != "glibc" or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    is_glibc = sys.platform.startswith("linux") and platform.libc_ver()[0] == "glibc"
+    if not is_glibc or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return {}
     import ctypes
 
