@@ -24,11 +24,11 @@ from agilerl.models.base import from_model, is_of_hub, load_tokenizer, resolve_m
 from agilerl.models.model_config import auto_class, check_config
 from agilerl.models.quantised import imported_peft
 from agilerl.planning.layout import Forecast, forecast
-from agilerl.planning.machines import COPY_SHARE, CPU_COSTS, GPU_COSTS, GPUS, MATMUL_SHARE, Costs, Machine, gpu
+from agilerl.planning.machines import CPU_COSTS, GPU_COSTS, GPUS, Costs, Machine, gpu
 from agilerl.planning.time import ModelShape, Widths, Workload
 from agilerl.population import Population
 from agilerl.safety.addresses import is_out_of_reach
-from agilerl.sizes import CPU_ROWS, PASS_TOKENS
+from agilerl.sizes import PASS_TOKENS
 from agilerl.training.generation import Scale
 from agilerl.training.memory import adapter_slots, available_bytes
 from agilerl.training.resolved import Resolved, usual_rate
@@ -51,8 +51,7 @@ class Lengths:
     """Tokens of a row, and where the numbers come from."""
 
     prompt: float
-    completion: float
-    longest: int
+    completion: int
     notes: tuple[str, ...]
     """A sentence about each number that was not given."""
     common: int = 0
@@ -140,7 +139,7 @@ class Planned:
                 "the most that is allowed: shorter ones take less" if known else "assumed; give --completion-tokens"
             )
             notes.append(f"completions of {counted(completion, 'token')}{', ' if known else ': '}{source}")
-        return Lengths(mean, completion, max(completion, 1), tuple(notes), common)
+        return Lengths(mean, completion, tuple(notes), common)
 
     def _exam_prompts(self, limit: int) -> tuple[float, int, str]:
         """Return the mean length of the exam's prompts, that of what they begin with, and a sentence about both.
@@ -194,7 +193,7 @@ class Planned:
             prompt=rows.prompt,
             common=rows.common,
             completion=rows.completion,
-            longest=rows.longest,
+            longest=rows.completion,
             window=(values.get("mini_batch_size") or values["batch_size"]) * algorithm.rows_per_unit,
             epochs=values["update_epochs"],
             reference=bool(values.get("beta")) and not scale.learns_from_data,
@@ -245,11 +244,11 @@ def expected_seconds(planned: Planned, population: Population, completion: int) 
         return None
     if config.training.device != "cpu" and not (kind := data_sheet(torch.cuda.get_device_name())):
         return None
-    device, shape = Device.of(kind, config.training.dtype), planned.shape("cpu" if kind == "cpu" else "cuda")
+    (machine, costs), shape = device(kind, config.training.dtype), planned.shape("cpu" if kind == "cpu" else "cuda")
     prompts, common = population.lengths("exam").prompts, common_tokens(population.places("exam"))
-    rows = Lengths(sum(prompts) / len(prompts), completion, completion, (), common)
-    load = planned.workload(rows, row_multiple=device.row_multiple)
-    return whole_run(planned, rows, forecast(shape, load, device.machine, device.costs))
+    rows = Lengths(sum(prompts) / len(prompts), completion, (), common)
+    load = planned.workload(rows, row_multiple=costs.row_multiple)
+    return whole_run(planned, rows, forecast(shape, load, machine, costs))
 
 
 def length_of(planned: Planned, rows: Lengths, load: Workload) -> dict[str, Any]:
@@ -291,9 +290,9 @@ def is_too_short(length: Mapping[str, Any]) -> bool:
     return not length["ends_by_tokens"] and length["iterations_of_first_generation"] >= length["iterations"]
 
 
-def data_sheet(device: str) -> str:
+def data_sheet(name: str) -> str:
     """Return which of ``GPUS`` a device is by the name that its driver gives it; "" for any other device."""
-    words = {word.removesuffix("gb") for word in re.findall(r"\w+", device.lower())}
+    words = {word.removesuffix("gb") for word in re.findall(r"\w+", name.lower())}
     for kind, sheet in GPUS.items():
         # All words count: a part of a card (MIG), and a variant with other memory or another link, has other rates.
         known = set(kind.split("-"))
@@ -371,34 +370,14 @@ def seen_by_exam(questions: int) -> dict[str, Any]:
 # -- devices ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Device:
-    """A device with its rates, and what the phases cost on devices of its kind."""
-
-    machine: Machine
-    costs: Costs
-    row_multiple: int
-    """Batches of decoded rows are padded to a multiple of this."""
-    source: str
-    """Where the rates come from."""
-
-    @classmethod
-    def of(cls, kind: str, dtype: str) -> "Device":
-        """Return a GPU by its name, or ``cpu``, whose rates are measured now, for products in ``dtype``."""
-        if kind == "cpu":
-            machine = _measured(torch.bfloat16 if dtype == "bfloat16" else torch.float32, torch.get_num_threads())
-            return cls(machine, CPU_COSTS, CPU_ROWS, "measured on this machine just now")
-        shares = f"{MATMUL_SHARE:.0%} of its matmul and {COPY_SHARE:.0%} of its copy rate, as an H200 reached"
-        return cls(gpu(kind), GPU_COSTS, 1, f"{GPUS[kind].source}; {shares}")
+def device(kind: str, dtype: str) -> tuple[Machine, Costs]:
+    """Return a GPU by its name, or ``cpu``, whose rates are measured now for products in ``dtype``; and its costs."""
+    if kind == "cpu":
+        return _measured(dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32), CPU_COSTS
+    return gpu(kind), GPU_COSTS
 
 
 Clock = Callable[[], float]
-
-
-@cache
-def _measured(dtype: torch.dtype, threads: int) -> Machine:
-    """Measure once in a process; ``threads`` only tells the results apart."""
-    return measured_machine(dtype=dtype)
 
 
 def measured_machine(clock: Clock = perf_counter, *, dtype: torch.dtype = torch.float32) -> Machine:
@@ -411,7 +390,12 @@ def measured_machine(clock: Clock = perf_counter, *, dtype: torch.dtype = torch.
         memory=available_bytes("cpu") or 0,
         # Processes of one machine exchange bytes through its memory: one writes, another reads.
         link=bandwidth / 2,
+        source="measured on this machine just now",
     )
+
+
+_measured = cache(measured_machine)
+"""Measured once in a process."""
 
 
 def matmul_rate(device: str = "cpu", dtype: torch.dtype = torch.float32, clock: Clock = perf_counter) -> float:

@@ -67,6 +67,14 @@ def columns(*headers: str, left: Collection[str] = ("",), gap: int = 3) -> Table
     return table
 
 
+def facts(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of names and what there is to say of each."""
+    table = columns("", "", gap=2)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def genes_text(values: Mapping[str, Any], digits: int = 3) -> str:
     """Return gene values as short text, e.g. ``lr=0.0021, group_size=8``."""
     return ", ".join(f"{k}={v:.{digits}g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from agilerl.checks.arguments import counted
 from agilerl.cli.forecast import Planned, expected_seconds, is_too_short, schedule, seen_by_exam
-from agilerl.cli.output import columns, duration, genes_text, json_line, one_line, shown_samples, told_apart
+from agilerl.cli.output import columns, duration, facts, genes_text, json_line, one_line, shown_samples, told_apart
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
 from agilerl.envs.curation import few_rows
@@ -165,10 +165,8 @@ def print_plan(
     session: Session, out: Path, console: Console, sampled: PreflightDone | None = None, *, timed: bool = False
 ) -> None:
     """Print the plan as a table; for the arguments see :func:`plan_document`."""
-    table = columns("", "", left=("",), gap=2)
+    table = facts(_plan_rows(plan_document(session, out, timed=timed), session, sampled))
     table.title, table.title_justify = "Plan", "left"
-    for name, text in _plan_rows(plan_document(session, out, timed=timed), session, sampled):
-        table.add_row(name, text)
     console.print(table)
     console.print()
 
@@ -504,25 +502,14 @@ class View:
                 self.bars.remove_task(self.phase)
                 self.phase = self.bars.add_task(event.name, total=total, whole="generation")
             case IterationDone():
-                self.iteration = event.iteration
-                self.observer.add(metric_lines(event))
-                self.bars.update(self.run, completed=event.progress)
-                self.bars.advance(self.phase)
-                for index, metrics in event.metrics.items():
-                    row = self.rows[index]
-                    row.metrics = metrics
-                    row.rewards += [metrics[self.what]] if self.what in metrics else []
-                if self.live is None:  # the table shows it
-                    self._line(self._iteration_line(event))
-                self._note_failures(event)
+                self._iterated(event)
             case ExamDone():
                 for index, fitness in event.fitness.items():
                     self.rows[index].fitness = fitness
                 first = ranking(event.fitness)[0]
                 self.best = first if event.fitness[first].is_finite else None
                 scores = ", ".join(f"{index}: {_score(f)}" for index, f in event.fitness.items())
-                if self.live is None:
-                    self._line(f"generation {event.generation}: exam {scores}")
+                self._log(f"generation {event.generation}: exam {scores}")
                 self._note_symptoms()
             case Evolved():
                 self._evolved(event)
@@ -588,21 +575,31 @@ class View:
         """Print a line of the log, above the table of a terminal, where it is broken between words."""
         self.console.print(text, soft_wrap=self.live is None)
 
-    def _iteration_line(self, event: IterationDone) -> str:
-        values = ", ".join(f"{i}: {m[self.what]:.3f}" for i, m in event.metrics.items() if self.what in m)
+    def _log(self, text: str) -> None:
+        """Print a line of what a terminal's table shows as well, where there is no such table."""
+        if self.live is None:
+            self._line(text)
+
+    def _iterated(self, event: IterationDone) -> None:
+        """Take down and log an iteration, with the first failure of each kind and agent."""
+        self.iteration = event.iteration
+        self.observer.add(metric_lines(event))
+        self.bars.update(self.run, completed=event.progress)
+        self.bars.advance(self.phase)
+        for index, metrics in event.metrics.items():
+            self.rows[index].metrics = metrics
+            self.rows[index].rewards += [metrics[self.what]] if self.what in metrics else []
         left = ""
         if (done := event.progress - self.resumed_at) > 0:  # at the speed of this process
             left = f", about {(perf_counter() - self.started) / done * (1 - event.progress):.0f} s left"
-        return f"iteration {event.iteration} ({event.progress:.0%}{left}): {self.what} {values}"
-
-    def _note_failures(self, event: IterationDone) -> None:
-        """Count failures for the table, and print the first of each agent."""
+        values = ", ".join(f"{i}: {m[self.what]:.3f}" for i, m in event.metrics.items() if self.what in m)
+        self._log(f"iteration {event.iteration} ({event.progress:.0%}{left}): {self.what} {values}")
         for index, outcome in event.failed.items():
             counts = self.rows[index].failures
             counts[outcome] += 1
-            if counts[outcome] == 1 and self.live is None:
+            if counts[outcome] == 1:
                 reason = f" ({REMEDIES[outcome]})" if outcome in REMEDIES else ""
-                self._line(f"iteration {event.iteration}: agent {index} {outcome}{reason}")
+                self._log(f"iteration {event.iteration}: agent {index} {outcome}{reason}")
 
     def _note_symptoms(self) -> None:
         """Print what may keep agents from learning, once for each agent."""
@@ -610,8 +607,8 @@ class View:
         new = {index: [s for s in each if (index, s.name) not in self.shown_symptoms] for index, each in known.items()}
         self.shown_symptoms |= {(index, symptom.name) for index, each in new.items() for symptom in each}
         self.notes = [Text(sentence) for sentence in told(known)]
-        for sentence in told(new) if self.live is None else ():
-            self._line(sentence)
+        for sentence in told(new):
+            self._log(sentence)
 
     def explained_mark(self, elite: Mapping[str, Any]) -> str:
         """Return a sentence about the agent with the mark: why it is the elite, and not one that looks as good."""

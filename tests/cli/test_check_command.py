@@ -82,7 +82,7 @@ def test_warnings_alone_are_exit_code_0(agilerl: Agilerl) -> None:
         (["my_checked_env:Nobody"], "expected Nobody in my_checked_env, found Mine, Bad"),
         (["my_checked_env:Mine", "least=1"], "cannot be made with least=1: TypeError"),
         (["my_checked_env:Mine", "most"], "expected key=value as a setting of the environment, found 'most'"),
-        (["my_checked_env:Mine", "most=["], "expected a YAML value for most"),
+        (["my_checked_env:Mine", "most=["], "the value of most cannot be read as YAML"),
         (["my_checked_env.py:Nobody"], "expected Nobody in my_checked_env.py, found Mine, Bad"),
         (["my_checked_env.py:Mine", "least=1"], "cannot be made with least=1: TypeError"),
         (["my_checked_env.py"], "expected path.py:name or module:name"),
