@@ -90,20 +90,6 @@ __all__ = [
 ]
 
 _HOMES = {
-    "CISPO": "agilerl.algorithms",
-    "DPO": "agilerl.algorithms",
-    "DPPO": "agilerl.algorithms",
-    "GRPO": "agilerl.algorithms",
-    "GSPO": "agilerl.algorithms",
-    "KTO": "agilerl.algorithms",
-    "LLMPPO": "agilerl.algorithms",
-    "LLMREINFORCE": "agilerl.algorithms",
-    "MaxRL": "agilerl.algorithms",
-    "PPO": "agilerl.algorithms",
-    "PolicyLoss": "agilerl.algorithms",
-    "REINFORCE": "agilerl.algorithms",
-    "RLOO": "agilerl.algorithms",
-    "SFT": "agilerl.algorithms",
     "EpisodeTask": "agilerl.envs.episode_task",
     "HyperparameterConfig": "agilerl.hpo.parameters",
     "LocalTrainer": "agilerl.compat.trainer",
@@ -120,6 +106,7 @@ _HOMES = {
     "UnpairedTask": "agilerl.envs.examples",
     "load": "agilerl.training.saved",
 }
+"""Where the public names are that are not in ``agilerl.algorithms``."""
 
 _FLAGS = {
     "HAS_ARENA_DEPENDENCIES": "agilerl.arena",
@@ -136,9 +123,9 @@ def __getattr__(name: str) -> Any:
     if name in _FLAGS:
         # Only looked for: importing some of these takes seconds.
         return find_spec(_FLAGS[name]) is not None
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'agilerl' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_HOMES.get(name, "agilerl.algorithms")), name)
 
 
 def __dir__() -> list[str]:

@@ -5,6 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 DISTRIBUTION = "lora-evolution"
@@ -75,6 +76,12 @@ def plain_warnings() -> Iterator[None]:
         yield
     finally:
         warnings.formatwarning = usual
+
+
+@cache
+def warn_once(text: str) -> None:
+    """Warn once a process, of what concerns each clone, mutation or configuration again."""
+    warnings.warn(text, stacklevel=2)
 
 
 def how_to_install(extra: str) -> str:

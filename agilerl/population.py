@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from time import perf_counter
@@ -10,10 +10,11 @@ from typing import Annotated, Any, Literal
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.agent import LLMAlgorithm
-from agilerl.algorithms.exams import AnyTask, Exams, own_weights
+from agilerl.algorithms.exams import AnyTask, Exams
+from agilerl.algorithms.learner import own_weights
 from agilerl.algorithms.objective import record_batch
+from agilerl.algorithms.sharing import Teaching
 from agilerl.algorithms.state import AgentState
-from agilerl.algorithms.teaching import Teaching
 from agilerl.algorithms.update import learn_together
 from agilerl.checks.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, Within, checked
 from agilerl.config.search import SharingConfig
@@ -369,11 +370,7 @@ class Population(Exams):
         # Last, because it replaces parents that the steps before have chosen, mates included.
         plan = replaced_by_elite(plan, list(fitness), sick)
         inherited = self._become(plan, best)
-        planned = self._mutate(
-            lambda members: with_factors(
-                plan, members, mutations.plan(members, plan.elite, generation, seed, plan.mutants)
-            )
-        )
+        planned = self._mutate(plan, mutations, generation, seed)
         return Evolution(plan, planned, {b.child: inherited[b.child] for b in plan.births}, sick)
 
     def _become(self, plan: Plan, best: AgentState | None) -> dict[int, dict[str, Value]]:
@@ -406,9 +403,9 @@ class Population(Exams):
                 agent.move_to(free)
         self.agents = agents
 
-    def _mutate(self, plan: Callable[[Sequence[Member]], list[Mutation]]) -> list[Mutation]:
-        """Plan a mutation for every agent, and apply it."""
-        planned = plan([Member.of(agent) for agent in self.agents])
+    def _mutate(self, plan: Plan, mutations: Mutations, generation: int, seed: int) -> list[Mutation]:
+        members = [Member.of(agent) for agent in self.agents]
+        planned = with_factors(plan, members, mutations.plan(members, plan.elite, generation, seed, plan.mutants))
         for agent, mutation in zip(self.agents, planned):
             agent.apply_mutation(mutation)
         return planned

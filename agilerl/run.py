@@ -14,25 +14,15 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any
 
+from rich import get_console
+
 from agilerl import hooks
-from agilerl.checks.arguments import (
-    Count,
-    Location,
-    Name,
-    Seed,
-    Whole,
-    Within,
-    checked,
-    described,
-    nearest,
-    shown,
-)
+from agilerl.checks.arguments import Count, Location, Name, Seed, Whole, Within, checked, described, nearest, shown
 from agilerl.errors import CheckpointError, ConfigError, plain_warnings
 
 if TYPE_CHECKING:
     from agilerl.algorithms import LLMAlgorithm
     from agilerl.cli.progress import View
-    from agilerl.config.run import RunConfig
     from agilerl.report.load import Score
     from agilerl.runs.directory import RunLayout
     from agilerl.training.events import Event
@@ -99,8 +89,9 @@ def train(
     resumed: ``Run(out).resume()``.
     """
     # tqdm warns about bars that this package does not show.
-    if display and _in_notebook():
+    if display and get_console().is_jupyter:
         warnings.filterwarnings("ignore", message="IProgress not found")
+    from agilerl.config.manifest import load_manifest
     from agilerl.training.given import in_manifest
 
     settings: dict[str, Any] = {}
@@ -129,7 +120,9 @@ def train(
     environment, rows = in_manifest(dataset, reward, sections.get("environment"))
     settings |= {f"environment.{name}": value for name, value in environment.items()}
 
-    config = _configured(manifest, settings)
+    # As the command line reads them, which says what is wrong with them. JSON is YAML as well.
+    overrides = [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()]
+    config = load_manifest(None if manifest is None else Path(manifest), overrides)
     from agilerl.training.start import start
 
     with start(config, None if out is None else Path(out), rows, allow_code=allow_code) as run:
@@ -156,15 +149,6 @@ def _meant(name: str, value: Any) -> str:
     ]
     hint = f"give {' or '.join(written)}" if written else hooks.hint(name)
     return hint or nearest(name, [*_NAMES, *SECTIONS])
-
-
-def _configured(manifest: "Location | None", settings: Mapping[str, Any]) -> "RunConfig":
-    """Return the settings as the command line reads them, which says what is wrong with them."""
-    from agilerl.config.manifest import load_manifest
-
-    # JSON is YAML as well, so every value is read as it is.
-    overrides = [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()]
-    return load_manifest(None if manifest is None else Path(manifest), overrides)
 
 
 class Run:
@@ -212,7 +196,8 @@ class Run:
         """
         from agilerl.report.load import load_run
 
-        return {who: score for who, (_, score) in load_run(self.path).tests.items()}
+        tests = load_run(self.path).tests
+        return {who: tests[who][1] for who in ("base", "median_first_generation", "elite") if who in tests}
 
     @property
     def adapter(self) -> Path:
@@ -290,32 +275,21 @@ class Run:
         from agilerl.training.start import reopen
 
         if reward is not None:
-            give(_code_in(self.config), listed(reward))
+            graders = self.config.get("environment", {}).get("graders") or []
+            give([grader["name"] for grader in graders], listed(reward))
         with reopen(self.path, report=print if display else lambda _: None, allow_code=allow_code) as run:
             _follow(run, display)
         return self
 
     def __repr__(self) -> str:
         """Return one line: where, what, and how it ended."""
-        results = ", ".join(f"{who} {score.mean:.3f} ± {score.stderr:.3f}" for who, score in self._known().items())
+        results = ", ".join(f"{who} {score.mean:.3f} ± {score.stderr:.3f}" for who, score in self.test.items())
         return f"Run({str(self.path)!r}: {results or 'not finished'})"
 
     def _repr_html_(self) -> str:
         """Return the results as a table, for notebooks."""
-        rows = [[who, f"{score.mean:.3f}", f"{score.stderr:.3f}", str(score.n)] for who, score in self._known().items()]
+        rows = [[who, f"{score.mean:.3f}", f"{score.stderr:.3f}", str(score.n)] for who, score in self.test.items()]
         return _html_table(["test", "mean", "stderr", "n"], rows) + f"<code>{html.escape(str(self.path))}</code>"
-
-    def _known(self) -> "dict[str, Score]":
-        test = self.test
-        return {who: test[who] for who in ("base", "median_first_generation", "elite") if who in test}
-
-
-def _code_in(config: Mapping[str, Any]) -> list[str]:
-    """Return the names of code among the graders of a run."""
-    from agilerl.safety.custom_code import names_code
-
-    graders = config.get("environment", {}).get("graders") or []
-    return [one["name"] for one in graders if names_code(one["name"])]
 
 
 # -- following a run ----------------------------------------------------------------------------------------------
@@ -330,7 +304,7 @@ def _follow(run: "Started", display: bool) -> None:
             if not display:
                 for _ in run.events:
                     pass
-            elif _in_notebook():
+            elif get_console().is_jupyter:
                 _show_in_notebook(run.events, run.session)
             else:
                 from agilerl.cli.output import console
@@ -341,16 +315,6 @@ def _follow(run: "Started", display: bool) -> None:
     except KeyboardInterrupt:
         print(f"interrupted; continue with agilerl.Run({str(run.root)!r}).resume()")
         raise
-
-
-def _in_notebook() -> bool:
-    """Say whether cells show HTML: a terminal of IPython does not."""
-    try:
-        from IPython import get_ipython
-    except ImportError:
-        return False
-    shell: Any = get_ipython()
-    return shell is not None and hasattr(shell, "kernel")
 
 
 def _show_in_notebook(events: "Iterator[Event]", session: "Session") -> None:

@@ -5,7 +5,7 @@
 ``chance`` is what the right answer of the next question earns. An answer pays if its mean reward exceeds chance by more
 than 1 / sqrt(questions), two standard errors of a question with two answers: 0.1 for 100. Each task has the same
 questions every time. Answers that take the scorer's process more than a second are given up. Prints a line of JSON for
-each task; ``--write`` puts it into the results, and makes the table that plans name, ``agilerl/envs/scorers.py``.
+each task; ``--write`` puts it into the results, and makes the table of what plans name.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from time import perf_counter
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS, MODULE = ROOT / "benchmarking/results/degenerate_answers.json", ROOT / "agilerl/envs/scorers.py"
+RESULTS, NAMED = ROOT / "benchmarking/results/degenerate_answers.json", ROOT / "agilerl/envs/shortcuts.json"
 sys.path.insert(0, str(ROOT))
 
 from agilerl.envs.procedural import ReasoningGymTask  # noqa: E402
@@ -137,12 +137,10 @@ def main() -> None:
         }
         print(json.dumps({name: table[name]["pays"]}), flush=True)
     if options.write:
-        rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(table.items()))
-        RESULTS.write_text(f"{{\n{rows}\n}}\n")
-        named = {name: {kind: tuple(v) for kind, v in row["pays"].items()} for name, row in sorted(table.items())}
-        head = MODULE.read_text().partition("SHORTCUTS: ")[0]
-        found = {name: pays for name, pays in named.items() if pays}
-        MODULE.write_text(f"{head}SHORTCUTS: Mapping[str, Mapping[str, tuple[str, float, float]]] = {found!r}\n")
+        named = {name: row["pays"] for name, row in table.items() if row["pays"]}
+        for file, rows in ((RESULTS, table), (NAMED, named)):
+            lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in sorted(rows.items()))
+            file.write_text(f"{{\n{lines}\n}}\n")
 
 
 if __name__ == "__main__":

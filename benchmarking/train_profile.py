@@ -273,7 +273,7 @@ def floors(counted: Counted, machine: Any) -> dict[str, float]:
 
     planned = Planned(counted.session.resolved)
     shape = planned.shape("cpu")
-    usual = replace(planned.workload(Lengths(1, 1, 1, ())), row_multiple=1)
+    usual = replace(planned.workload(Lengths(1, 1, ())), row_multiple=1)
     found: dict[str, float] = defaultdict(float)
     for phase, d in counted.decoded:
         sizes = {name: d[name] for name in ("agents", "prompt", "completion", "longest")}

@@ -15,7 +15,7 @@ from agilerl.config.named_files import given_digests
 from agilerl.data import collate
 from agilerl.envs.check import check_env
 from agilerl.envs.core import Task
-from agilerl.envs.episode_task import EpisodeTask, call_all
+from agilerl.envs.episode_task import EpisodeTask, Stepping
 from agilerl.envs.text_env import TextEnv
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards import CombinedGrader, IsolatedGrader, call_grader, grade
@@ -132,7 +132,10 @@ def test_an_environment_a_task_and_a_module_leave_torch_as_it_was(tmp_path: Path
     env = task.take()
     assert settings() == before
     for timeout in (None, 5.0):
-        assert call_all([lambda: env.reset(seed=0), lambda: env.step("")], timeout) == [None, None]
+        with Stepping(timeout) as stepping:
+            stepping.add(lambda: env.reset(seed=0))
+            stepping.add(lambda: env.step(""))
+            assert stepping.results() == [None, None]
         assert settings() == before
     task.give_back(env)
     task.close()

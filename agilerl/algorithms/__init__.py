@@ -55,16 +55,6 @@ LLMREINFORCE = REINFORCE
 """The documented other name of REINFORCE."""
 
 ALGORITHMS: dict[str, type[LLMAlgorithm]] = {
-    "GRPO": GRPO,
-    "GSPO": GSPO,
-    "CISPO": CISPO,
-    "RLOO": RLOO,
-    "MaxRL": MaxRL,
-    "DPPO": DPPO,
-    "REINFORCE": REINFORCE,
-    "PPO": PPO,
-    "DPO": DPO,
-    "KTO": KTO,
-    "SFT": SFT,
+    cls.__name__: cls for cls in (GRPO, GSPO, CISPO, RLOO, MaxRL, DPPO, REINFORCE, PPO, DPO, KTO, SFT)
 }
 """Algorithms by the name that a manifest uses; to add one, pass your class where a name is expected."""

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
-from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -20,7 +19,7 @@ from torch import Tensor
 from agilerl import hooks
 from agilerl.algorithms.base import Algorithm, AlgorithmConfig, Hyperparameter
 from agilerl.algorithms.codec import actor_folder, read_state, save_folder, write_state
-from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig, RolloutLLMConfig
+from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig
 from agilerl.algorithms.custom_loss import LossFunction, check_loss, check_restored, tangent_loss
 from agilerl.algorithms.experiences import (
     ActionResult,
@@ -50,7 +49,7 @@ from agilerl.config.base_model import SharedOptions, split_options
 from agilerl.data import RolloutBatch
 from agilerl.data.batch import union
 from agilerl.data.checks import check_context, check_vocabulary
-from agilerl.errors import CheckpointError, ConfigError
+from agilerl.errors import CheckpointError, ConfigError, warn_once
 from agilerl.functional import MetricReducer
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.parameters import (
@@ -74,13 +73,6 @@ from agilerl.runtime import Runtime
 from agilerl.text.padding import padding_id
 
 
-@cache
-def _hyperparameter_like(name: str, config: type[BaseModel]) -> str:
-    """Return a hint at the hyperparameter with nearly this name; empty if there is none."""
-    close = get_close_matches(name, config.model_fields, n=1, cutoff=0.8)
-    return f"did you mean {close[0]!r}?" if close else ""
-
-
 class LLMAlgorithm(Learner):
     """One agent of a population: hyperparameters and a slot of a shared :class:`Runtime`.
 
@@ -102,8 +94,6 @@ class LLMAlgorithm(Learner):
     Options: ClassVar[type[BaseModel]] = SharedOptions
     """Keywords besides the hyperparameters: settings that agents share."""
     config: LLMConfig
-    env_type: ClassVar[str] = "reasoning"
-    """What it learns from: rewards of its own completions, or a task's demonstrations or pairs."""
     _learned: "weakref.ref[Tensor] | None" = None
     """Token ids of the last batch that ``learn`` trained on."""
     _selected: str = "actor"
@@ -118,7 +108,8 @@ class LLMAlgorithm(Learner):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a new one with nearly the name of a hyperparameter is set as well, with a warning."""
         known = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        if not known and (hint := hooks.hint(name) or _hyperparameter_like(name, self.Config)):
+        close = () if known else get_close_matches(name, self.Config.model_fields, n=1, cutoff=0.8)
+        if not known and (hint := hooks.hint(name) or " ".join(f"did you mean {one!r}?" for one in close)):
             warnings.warn(f"{name} is not a hyperparameter, so setting it changes nothing; {hint}", stacklevel=2)
         super().__setattr__(name, value)
 
@@ -156,16 +147,10 @@ class LLMAlgorithm(Learner):
         self.hp_config = hp_config
         # Where it comes from, and how it has done so far.
         self.index = index
-        self.parent: int | None = None
-        """Index of the agent that this one was cloned from; None for a founder."""
-        self.mut: str = "None"
-        """What the last mutation did, in a few words."""
         self.fitness: list[float] = []
         """Mean exam score of each evaluation."""
         self.scores: list[float] = []
         """Mean training reward of each learning step."""
-        self.steps: int = 0
-        """Trajectories trained on so far."""
         self._mutation_hooks: list[Callable[[], None]] = []
         if hp_config is not None:
             if moved := moved_into_range(self.genes, self.hyperparameters):
@@ -190,19 +175,9 @@ class LLMAlgorithm(Learner):
         self.runtime.base.check_routers(self.config.router_aux_loss_coef)
         self.pad_token_id, self.pad_token = self._padding(pad_token_id, pad_token), pad_token
         self.cosine_lr_schedule_config = cosine_lr_schedule_config
-        # Counters, most of which are part of its state.
-        self.position = 0
-        """Prompts of the training stream that this agent has consumed."""
-        self.updates = 0
-        """Calls of ``learn`` so far: the position of the learning-rate schedule and of the mini-batch shuffles."""
-        self.schedule_factor = 1.0
-        """Factor on the learning rates that the run's schedule sets before each iteration; not part of the state."""
-        self.rollouts = 0
-        """Batches of prompts sampled so far; part of the key of every sampled token."""
+        # Counters; those that are plain numbers begin in the class.
         self.tokens = {"generated": 0, "trained": 0, "evaluated": 0}
         """Tokens spent by this agent and its ancestors."""
-        self.skipped_steps = 0
-        """Optimizer steps skipped because the loss or the gradient was not finite."""
         self.metrics: dict[str, float] = {}
         """Metrics of the last update."""
         self.outcomes: dict[str, int] = dict.fromkeys(get_args(Outcome), 0)
@@ -211,7 +186,10 @@ class LLMAlgorithm(Learner):
         """Entropy, length and reward of each iteration since the last selection, and the rewards before that."""
         longest = getattr(self.config, "max_output_tokens", None)
         if longest is not None and longest > self.context_length:
-            _say_that_the_context_ends_it(longest, self.context_length)
+            warn_once(
+                f"max_output_tokens={longest} is above the context of {self.context_length} tokens (max_model_len, or "
+                "what the base model holds), prompt included: completions end where the context is full; lower it"
+            )
         # A copy of its own, because a mutation of the rank writes r and alpha into it.
         self.lora_config = copy.deepcopy(lora_config if lora_config is not None else self.runtime.lora_config)
         adapters.check_lora_config(self.lora_config)
@@ -274,7 +252,6 @@ class LLMAlgorithm(Learner):
     # -- resources ------------------------------------------------------------------------------------------------
 
     def _take_slots(self) -> None:
-        """Take the slots that the agent trains."""
         self.slot = self._new_slot()
         self._lease = self._lease_of(self.slot)
 
@@ -363,16 +340,13 @@ class LLMAlgorithm(Learner):
 
     def sampling(self, prompt_length: int, *, greedy: bool = False) -> SamplingSettings:
         """Return the sampling settings for a prompt of this length."""
-        c = self.config
-        if not isinstance(c, RolloutLLMConfig):
-            raise ConfigError(f"{self.algorithm.name} learns from data and does not sample")
         room = self.context_length - prompt_length
         if room < 1:
             raise ConfigError(
                 f"a prompt of {prompt_length} tokens leaves no room for a completion: the context holds "
-                f"{self.context_length} tokens; shorten the prompt or raise max_model_len={c.max_model_len}"
+                f"{self.context_length} tokens; shorten the prompt or raise max_model_len={self.config.max_model_len}"
             )
-        return c.sampling(room, greedy=greedy)
+        return self.config.sampling(room, greedy=greedy)  # type: ignore[attr-defined,no-any-return]
 
     def report(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of an update in the algorithm's own terms."""
@@ -444,12 +418,8 @@ class LLMAlgorithm(Learner):
         training never reaches. An environment with ``examine(agent, loop)`` gives an exam of its own.
         """
         scores = of_all(self.runtime.processes, examine(self, env, loop))
-        self.note_fitness(scores)
-        return scores
-
-    def note_fitness(self, scores: np.ndarray) -> None:
-        """Add the mean of an exam's scores to ``fitness``, or NaN if the agent is ``sick``."""
         self.fitness.append(float("nan") if self.sick else float(scores.mean()))
+        return scores
 
     # -- learning: gradients are accumulated, then an optimizer step spends them ----------------------------------
 
@@ -484,8 +454,13 @@ class LLMAlgorithm(Learner):
             # The user's own tensor: to_batch makes another one in every call.
             ids = experiences[0] if isinstance(experiences[0], Tensor) else next(iter(experiences[0]), batch.ids)
         self._check_fits(batch)
-        with self._noting(ids):
-            return learn_together([self], [self._whole(batch)])[0]
+        self.learns_again = self._learned is not None and self._learned() is ids
+        # Weak, so that the batch does not stay in memory; an id() could be that of a later tensor.
+        self._learned = weakref.ref(ids) if isinstance(ids, Tensor) else None
+        try:
+            return learn_together([self], [union(self.runtime.processes, batch, self.pad_token_id)])[0]
+        finally:
+            self.learns_again = False
 
     @checked
     def accumulate(
@@ -561,21 +536,6 @@ class LLMAlgorithm(Learner):
         temperature = getattr(self.config, "temperature", 1.0)
         return self.runtime.fixed_logprobs(self.selected_slot, batch, temperature, self.micro_batch)
 
-    @contextmanager
-    def _noting(self, ids: Any) -> Iterator[None]:
-        """Remember the batch, so that the next call can tell whether it gets the same one again."""
-        self.learns_again = self._learned is not None and self._learned() is ids
-        # Weak, so that the batch does not stay in memory; an id() could be that of a later tensor.
-        self._learned = weakref.ref(ids) if isinstance(ids, Tensor) else None
-        try:
-            yield
-        finally:
-            self.learns_again = False
-
-    def _whole(self, batch: RolloutBatch) -> RolloutBatch:
-        """Return the rows of all processes that train this agent."""
-        return union(self.runtime.processes, batch, self.pad_token_id)
-
     def _count(self, batch: RolloutBatch) -> None:
         self.tokens["trained"] += int(batch.lengths.sum())
         self.steps += len(batch)
@@ -604,7 +564,6 @@ class LLMAlgorithm(Learner):
         self.after_selection()
 
     def _mutate_adapter(self, mutation: Mutation) -> str:
-        """Apply a mutation of kind ``parameters`` or ``rank``; returns its label."""
         if mutation.kind == "parameters":
             share = float(mutation.details["sd"])
             add_noise(self.runtime.store, self.slot, share, self.config.seed, tuple(mutation.details["noise_key"]))
@@ -650,7 +609,7 @@ class LLMAlgorithm(Learner):
         check_restored(state.own_loss, loss)
         with runtime.store.undrawn():  # the weights of the state take the place of the first ones
             agent = cls(runtime=runtime, loss=loss, **constructor_arguments(state, runtime))
-        restore(agent, state, with_optimizer=True)
+        restore(agent, state)
         return agent
 
     @checked
@@ -815,15 +774,6 @@ class LLMAlgorithm(Learner):
             if agent.index:
                 agent.set_hyperparameters(starts[agent.index])
         return agents
-
-
-@cache  # once a process, not once an agent
-def _say_that_the_context_ends_it(longest: int, context: int) -> None:
-    warnings.warn(
-        f"max_output_tokens={longest} is above the context of {context} tokens (max_model_len, or what the base model "
-        "holds), prompt included: completions end where the context is full; lower it",
-        stacklevel=2,
-    )
 
 
 def _route(slot: int | None) -> Route | None:

@@ -5,9 +5,7 @@ The ``Config`` in an algorithm's file combines these: what all have (:class:`LLM
 (:class:`PolicyConfig`), and advantages that compare the completions of a prompt (:class:`GroupConfig`).
 """
 
-import warnings
 from dataclasses import dataclass
-from functools import cache
 from math import cos, pi
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
@@ -16,6 +14,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.checks.arguments import Count, Within, check_fields
 from agilerl.checks.validation import Needs
+from agilerl.errors import warn_once
 from agilerl.functional import LOSS_NORM_ALIASES, AdvantageNorm, KLEstimator, LossNorm, PoolingLevel
 from agilerl.hpo.parameters import Evolve
 from agilerl.rollouts import SamplingSettings
@@ -94,7 +93,10 @@ class RolloutLLMConfig(LLMConfig):
         if self.min_output_tokens:
             narrowed.append(f"min_output_tokens={self.min_output_tokens}")
         if narrowed:
-            _warn_of_bias(", ".join(narrowed))
+            warn_once(
+                f"{', '.join(narrowed)} changes what completions are drawn from, while the loss takes log-probs over "
+                "the whole vocabulary: the update is biased; leave it out for an exact one"
+            )
         return self
 
     def sampling(self, room: int, *, greedy: bool = False) -> SamplingSettings:
@@ -109,15 +111,6 @@ class RolloutLLMConfig(LLMConfig):
             repetition_penalty=self.repetition_penalty,
             min_new_tokens=min(self.min_output_tokens or 0, limit),
         )
-
-
-@cache  # once a process: a configuration is made again for every clone and every mutation
-def _warn_of_bias(settings: str) -> None:
-    warnings.warn(
-        f"{settings} changes what completions are drawn from, while the loss takes log-probs over the whole "
-        "vocabulary: the update is biased; leave it out for an exact one",
-        stacklevel=2,
-    )
 
 
 class ReferenceConfig(AlgorithmConfig):

@@ -1,12 +1,13 @@
 """Exams of agents on one task: fixed panels of questions or episodes, the answers to them, and what these score."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 from typing import Annotated, Any, Literal
 
 from agilerl.algorithms.agent import LLMAlgorithm
+from agilerl.algorithms.learner import own_weights
 from agilerl.checks.arguments import Hint, checked, shown
 from agilerl.data import Trajectory, collate
 from agilerl.envs.core import TRIED_ROWS, Lengths, Place, Row, Split, Task
@@ -289,9 +290,3 @@ class Exams:
         rows = self.task.train_size if isinstance(self.task, Task) else None
         rollouts, position = (0, 0) if agent is None else (agent.rollouts, agent.position)
         return TrainerState(rollouts, position / rows if rows else None)
-
-
-def own_weights(agent: LLMAlgorithm) -> Mapping[str, float]:
-    """Return an agent's weights for parts of the reward; empty if it learns from data."""
-    weights: Mapping[str, float] = getattr(agent.config, "reward_weights", {})
-    return weights

@@ -6,6 +6,8 @@ from typing import Annotated, Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 from agilerl.checks.arguments import Having, described
 from agilerl.data import Completion, RolloutBatch
@@ -65,17 +67,13 @@ def action_result(
     """Stack each prompt's completions."""
     result = ActionResult([], [], [])
     for prompt, group in zip(prompts, groups):
-        longest = max(len(c.token_ids) for c in group)
-        rows = torch.full((len(group), len(prompt) + longest), pad_token_id, dtype=torch.int64)
-        mask = torch.zeros((len(group), len(prompt) + longest - 1), dtype=torch.bool)
-        rows[:, : len(prompt)] = torch.tensor(list(prompt))
-        for i, completion in enumerate(group):
-            end = len(prompt) + len(completion.token_ids)
-            rows[i, len(prompt) : end] = torch.tensor(completion.token_ids)
-            mask[i, len(prompt) - 1 : end - 1] = True  # column t is about token t + 1
-            result.sampling_logps.append(None if completion.logprobs is None else torch.tensor(completion.logprobs))
-        result.completion_ids.append(rows)
-        result.action_masks.append(mask)
+        rows = [torch.tensor([*prompt, *completion.token_ids]) for completion in group]
+        result.completion_ids.append(pad_sequence(rows, batch_first=True, padding_value=pad_token_id))
+        # Column t is about token t + 1.
+        next_token = torch.arange(1, max(map(len, rows)))
+        ends = torch.tensor([len(row) for row in rows])
+        result.action_masks.append((next_token >= len(prompt)) & (next_token < ends[:, None]))
+        result.sampling_logps.extend(None if c.logprobs is None else torch.tensor(c.logprobs) for c in group)
     return result
 
 
@@ -113,15 +111,10 @@ def to_batch(
     expanded = not stacked and len(ids) == rows
     # All rows in one padded matrix.
     length = padded_length(max(i.shape[1] for i in ids))
-    wide = torch.full((rows, length), pad_token_id, dtype=torch.int64)
-    mask = torch.zeros((rows, length - 1), dtype=torch.bool)
-    groups = torch.zeros(rows, dtype=torch.int64)
-    start = 0
-    for group, (i, m) in enumerate(zip(ids, masks)):
-        piece = slice(start, start + len(i))
-        wide[piece, : i.shape[1]], mask[piece, : m.shape[1]] = i.cpu(), m.cpu().bool()
-        groups[piece] = group // group_size if expanded else group
-        start = piece.stop
+    wide = torch.cat([pad(i.cpu().long(), (0, length - i.shape[1]), value=pad_token_id) for i in ids])
+    mask = torch.cat([pad(m.cpu().bool(), (0, length - 1 - m.shape[1])) for m in masks])
+    numbers = torch.arange(len(ids)) // (group_size if expanded else 1)
+    groups = numbers.repeat_interleave(torch.tensor([len(i) for i in ids]))
     turns = torch.where(mask, 0, -1)
     if turn_ids is not None:
         for row, ids_of_turns in enumerate(_by_row(turn_ids, rows, max(m.shape[1] for m in masks))):
@@ -192,7 +185,7 @@ def _rewards(rewards: Any, rows: int, shapes: Collection[tuple[int, ...]], *, pe
         rewards = [number_rows(part, where) for part in rewards]
         if per_turn and len(rewards) == rows:
             ragged = [r.reshape(-1).to(torch.float32) for r in rewards]
-            return torch.nn.utils.rnn.pad_sequence(ragged, batch_first=True, padding_value=float("nan")).cpu()
+            return pad_sequence(ragged, batch_first=True, padding_value=float("nan")).cpu()
         rewards = torch.cat([r.reshape(-1) for r in rewards])
     tensor = number_rows(rewards, where).cpu()
     if tensor.dim() == 2 and tensor.shape[0] == rows and (per_turn or tensor.shape[1] == 1):

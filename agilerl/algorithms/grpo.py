@@ -14,7 +14,7 @@ from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfi
 from agilerl.algorithms.credit import group_credit, shaped_advantages, shaped_rewards
 from agilerl.algorithms.custom_loss import LossFunction, check_loss
 from agilerl.algorithms.keywords import GRPOKeywords
-from agilerl.algorithms.learner import Experience, PolicyLearner, behaviour_entropy, is_off_policy, sampled_logprobs
+from agilerl.algorithms.learner import Experience, PolicyLearner, is_off_policy, sampled_logprobs, temperature_of
 from agilerl.algorithms.objective import PolicyParts, Surrogate, policy_objective
 from agilerl.algorithms.state import AgentState
 from agilerl.checks.arguments import checked, nearest
@@ -143,7 +143,11 @@ class GRPO(PolicyLearner, LLMAlgorithm):
         old, reported, ref, kl = sampled_logprobs(self, batch)
         advantages = self.credit(batch, kl)
         # After the credit: a row that is left out still counts in the baseline of its group.
-        kept = self._kept_rows(batch, advantages)
+        kept = torch.ones(len(batch), dtype=torch.bool)
+        if c.filter_zero_adv:
+            kept &= nonzero_advantage_rows(advantages, batch.action_mask, c.adv_filter_eps)
+        if c.mask_truncated and batch.truncated is not None:
+            kept &= ~batch.truncated
         if not kept.all():
             batch = batch.select(kept)  # which may cut the padding
             width = batch.action_mask.shape[1]
@@ -171,18 +175,9 @@ class GRPO(PolicyLearner, LLMAlgorithm):
         """Return what ``loss_norm`` divides by."""
         return float(normaliser(mask, self.config.loss_norm, max_length=self.config.max_output_tokens))
 
-    def _kept_rows(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
-        c = self.config
-        kept = torch.ones(len(batch), dtype=torch.bool)
-        if c.filter_zero_adv:
-            kept &= nonzero_advantage_rows(advantages, batch.action_mask, c.adv_filter_eps)
-        if c.mask_truncated and batch.truncated is not None:
-            kept &= ~batch.truncated
-        return kept
-
     def _on_top_entropy(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
         """Keep advantages on the tokens of highest entropy only; elsewhere the policy term and its gradient vanish."""
-        entropy = behaviour_entropy(self, batch)
+        entropy = self.runtime.fixed_entropy(self.slot, batch, temperature_of(self), self.micro_batch).cpu()
         valid = entropy[batch.action_mask].double()
         if not len(valid):
             return advantages

@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -84,6 +84,8 @@ class Learner:
 
     config: LLMConfig
     algorithm: Algorithm
+    env_type: ClassVar[str] = "reasoning"
+    """What it learns from: rewards of its own completions, or a task's demonstrations or pairs."""
     hp_config: HyperparameterConfig | Mapping[str, Gene] | None
     is_open: bool = True
     """False after ``clean_up``, which gives the agent's slots to other agents."""
@@ -95,10 +97,22 @@ class Learner:
     pad_token: str | None
     pad_token_id: int
     index: int
-    steps: int
-    updates: int
-    skipped_steps: int
-    schedule_factor: float
+    parent: int | None = None
+    """Index of the agent that this one was cloned from; None for a founder."""
+    mut: str = "None"
+    """What the last mutation did, in a few words."""
+    steps: int = 0
+    """Trajectories trained on so far."""
+    position: int = 0
+    """Prompts of the training stream that this agent has consumed."""
+    updates: int = 0
+    """Calls of ``learn`` so far: the position of the learning-rate schedule and of the mini-batch shuffles."""
+    rollouts: int = 0
+    """Batches of prompts sampled so far; part of the key of every sampled token."""
+    skipped_steps: int = 0
+    """Optimizer steps skipped because the loss or the gradient was not finite."""
+    schedule_factor: float = 1.0
+    """Factor on the learning rates that the run's schedule sets before each iteration; not part of the state."""
     tokens: dict[str, int]
     metrics: dict[str, float]
     outcomes: dict[str, int]
@@ -315,10 +329,9 @@ class Learner:
             "equal_first": self.vitals["equal_first"],
         }
 
-    def present_vitals(self, *, with_rewards: bool = True) -> Vitals:
-        """Return the numbers of this generation; rewards are left out if other agents' are not comparable with them."""
-        vitals = self.vitals if with_rewards else {**self.vitals, "reward": [], "reward_before": []}
-        return Vitals(**{name: tuple(values) for name, values in vitals.items()})
+    def present_vitals(self) -> Vitals:
+        """Return the numbers of this generation."""
+        return Vitals(**{name: tuple(values) for name, values in self.vitals.items()})
 
 
 class PolicyLearner(Learner):
@@ -375,21 +388,14 @@ def reference_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
     return known.logprobs(batch, agent.reference_slot, agent.reference_key, agent.micro_batch, temperature_of(agent))
 
 
-class Sampled(NamedTuple):
-    """The log-probs of a batch, each ``[B, L]``, that advantages and objective compare with the policy's."""
+def sampled_logprobs(
+    agent: PolicyLearner, batch: RolloutBatch
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Adapt the weight of the KL to a batch, and return what it is compared with, each ``[B, L]`` or None if unused.
 
-    old: Tensor | None
-    """Of the policy at rollout; None if nothing needs them."""
-    reported: Tensor | None
-    """As another engine reported them; None for our own engine."""
-    ref: Tensor | None
-    """Of the reference; None without a KL."""
-    kl: Tensor | None
-    """Detached KL of each token, if it is needed before the update."""
-
-
-def sampled_logprobs(agent: PolicyLearner, batch: RolloutBatch) -> Sampled:
-    """Adapt the weight of the KL to a batch, and compute the log-probs that the batch is compared with."""
+    These are the log-probs of the policy at rollout, those that another engine reported, those of the reference, and
+    the detached KL of each token.
+    """
     c = agent.config
     # For a ratio that can differ from 1, or for a KL that is needed before the update.
     old = behaviour_logprobs(agent, batch) if is_off_policy(agent, batch) or c.kl_when_sampled else None
@@ -399,17 +405,18 @@ def sampled_logprobs(agent: PolicyLearner, batch: RolloutBatch) -> Sampled:
     kl = None
     if c.kl_when_sampled and old is not None and ref is not None:
         kl = _sampled_kl(agent, old, ref, batch.action_mask)
-    return Sampled(old, reported, ref, kl)
-
-
-def behaviour_entropy(agent: Learner, batch: RolloutBatch) -> Tensor:
-    """Return the entropy ``[B, L]`` in nats of the distributions that the policy draws from, 0 off the action mask."""
-    return agent.runtime.fixed_entropy(agent.slot, batch, temperature_of(agent), agent.micro_batch).cpu()
+    return old, reported, ref, kl
 
 
 def temperature_of(agent: Learner) -> float:
     """Return the temperature that an agent's log-probs are of."""
     return float(getattr(agent.config, "temperature", 1.0))
+
+
+def own_weights(agent: Learner) -> Mapping[str, float]:
+    """Return an agent's weights for parts of the reward; empty if it learns from data."""
+    weights: Mapping[str, float] = getattr(agent.config, "reward_weights", {})
+    return weights
 
 
 def _sampled_kl(agent: PolicyLearner, old: Tensor, ref: Tensor, mask: Tensor) -> Tensor:

@@ -203,6 +203,8 @@ def record_batch(batch: RolloutBatch, metrics: MetricReducer) -> None:
     metrics.add("reward", returns)
     metrics.add("reward_std", returns, reduction="std")
     metrics.add("frac_reward_zero_std", zero_variance_groups(returns, groups[graded]))
+    if not graded.all():
+        metrics.add("completions/ungraded", ~graded)
     metrics.add("completions/mean_length", lengths)
     metrics.add("completions/min_length", lengths, reduction="min")
     metrics.add("completions/max_length", lengths, reduction="max")

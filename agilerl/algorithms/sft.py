@@ -13,7 +13,7 @@ from agilerl.algorithms.base import Algorithm, AlgorithmConfig
 from agilerl.algorithms.config import LLMConfig
 from agilerl.algorithms.experiences import ActionResult
 from agilerl.algorithms.keywords import SFTKeywords
-from agilerl.algorithms.learner import Experience, ReferenceLogprobs
+from agilerl.algorithms.learner import Experience, reference_logprobs
 from agilerl.checks.arguments import checked
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
@@ -32,6 +32,11 @@ class DataConfig(LLMConfig):
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
     """Most tokens of a completion when the agent is examined; None: as many as ``max_model_len`` leaves. A run that
     sets neither, nor a context length, has 128."""
+
+    def sampling(self, room: int, *, greedy: bool = False) -> SamplingSettings:
+        """Return the sampling settings if the context has room for this many tokens: temperature 1, or greedy."""
+        limit = min(self.max_output_tokens or room, room)
+        return SamplingSettings(max_new_tokens=limit, temperature=0.0 if greedy else 1.0)
 
 
 class DataAlgorithm(LLMAlgorithm):
@@ -60,23 +65,11 @@ class DataAlgorithm(LLMAlgorithm):
 
     def reference_logprobs(self, batch: RolloutBatch) -> Tensor:
         """Return the reference's log-probs ``[B, L]``, computed once for all agents with an equal reference."""
-        known = ReferenceLogprobs.of(self.runtime)
-        return known.logprobs(batch, self.reference_slot, self.reference_key, self.micro_batch)
+        return reference_logprobs(self, batch)
 
     def score(self, batch: RolloutBatch) -> Tensor:
         """Return how well the agent does on each example of a held-out batch; higher is better."""
         raise NotImplementedError(f"{type(self).__name__} does not define score, which test needs")
-
-    def sampling(self, prompt_length: int, *, greedy: bool = False) -> SamplingSettings:
-        """Return the sampling settings for a prompt of this length: temperature 1, or greedy."""
-        room = self.context_length - prompt_length
-        if room < 1:
-            raise ConfigError(
-                f"a prompt of {prompt_length} tokens leaves no room for a completion: the context holds "
-                f"{self.context_length} tokens; shorten the prompt or raise max_model_len={self.config.max_model_len}"
-            )
-        limit = min(self.config.max_output_tokens or room, room)
-        return SamplingSettings(max_new_tokens=limit, temperature=0.0 if greedy else 1.0)
 
     @checked
     def get_action(

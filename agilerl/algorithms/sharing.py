@@ -5,6 +5,7 @@ schedule see more rows, or other advantages. Both are off by default.
 """
 
 import math
+import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,12 +18,14 @@ from torch import Tensor
 from agilerl.algorithms.codec import warn_of_another_base
 from agilerl.algorithms.config import GroupConfig
 from agilerl.algorithms.credit import shaped_rewards
-from agilerl.algorithms.learner import Experience, Learner, behaviour_logprobs, temperature_of
+from agilerl.algorithms.learner import Experience, Learner, behaviour_logprobs, own_weights, temperature_of
 from agilerl.checks.arguments import shown
 from agilerl.checks.validation import sentence
 from agilerl.config.search import SharingConfig
-from agilerl.data import RolloutBatch, Trajectory
+from agilerl.data import RolloutBatch, Trajectory, collate
 from agilerl.data.batch import concatenated, stacked
+from agilerl.envs.core import Task
+from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError
 from agilerl.functional import (
     borrowed_advantages,
@@ -33,7 +36,7 @@ from agilerl.functional import (
     nonzero_advantage_rows,
 )
 from agilerl.models.adapters import lora_scaling, read_adapter
-from agilerl.rollouts.engine import teaches_nothing
+from agilerl.rollouts.engine import Rollout, teaches_nothing
 from agilerl.rollouts.teacher import TeacherEndpoint
 from agilerl.runtime import Runtime
 
@@ -257,3 +260,60 @@ def borrowable(
         ]
         borrowed += [replace(row, group=number) for row in sound[:count]]
     return borrowed
+
+
+# -- a population: its teacher, and what each agent takes from whom ---------------------------------------------------
+
+
+class Teaching:
+    """What agents of one population learn from each other, and the teacher that is none of them, if there is one."""
+
+    def __init__(
+        self, agents: Sequence[Learner], task: Task | EpisodeTask, tokenizer: Any, sharing: SharingConfig
+    ) -> None:
+        """Raise ConfigError unless these agents can learn from each other on this task, and from the teacher."""
+        if agents[0].env_type != "reasoning":
+            raise ConfigError(
+                f"sharing is for agents that sample their own completions, found {agents[0].algorithm.name}, which "
+                "learns from data; leave it out"
+            )
+        if sharing.experience and task.multi_turn:
+            raise ConfigError(
+                f"sharing.experience lends completions of one turn, found {task.name}, which plays episodes; set it to "
+                "0"
+            )
+        for agent in agents if sharing.experience else ():
+            check_borrows(agent.algorithm.name, agent.config)
+        self._sharing, store = sharing, agents[0].runtime.store
+        self.teacher: int | TeacherEndpoint | None = None
+        """Slot of the adapter that teaches, or an endpoint; None: an agent teaches."""
+        if sharing.teacher is not None:
+            self.teacher = load_teacher(agents[0].runtime, Path(sharing.teacher).expanduser())
+            weakref.finalize(self, store.release, self.teacher)
+        elif sharing.teacher_url is not None and sharing.teacher_model is not None:
+            for agent in agents:
+                check_temperature(agent, agent.genes)
+            url, timeout = sharing.teacher_url, sharing.teacher_timeout
+            self.teacher = TeacherEndpoint(url, sharing.teacher_model, sharing.teacher_api, timeout=timeout)
+            weakref.finalize(self, self.teacher.close)
+            self.teacher.check(tokenizer)
+
+    def lessons(self, agents: Sequence[Learner], rollout: Rollout, elite: int | None) -> list[Lesson]:
+        """Return what each agent learns from others in this update; without another teacher the slot ``elite`` is."""
+        sharing, lessons = self._sharing, []
+        teacher = elite if self.teacher is None else self.teacher
+        for agent in agents:
+            borrowed = None
+            if sharing.experience:
+                # Rewards under other weights are another scale.
+                lenders = [b.index for b in agents if b is not agent and own_weights(b) == own_weights(agent)]
+                rows = borrowable(
+                    rollout.batch(agent.index),
+                    [rollout.trajectories[index] for index in lenders],
+                    sharing.experience,
+                    sharing.experience_for,
+                )
+                borrowed = collate(rows, agent.pad_token_id) if rows else None
+            taught = teacher if teacher != agent.slot else None  # the elite does not learn from itself
+            lessons.append(Lesson(borrowed, sharing.experience_cap, taught, sharing.distillation))
+        return lessons

@@ -215,7 +215,7 @@ def check_algorithm(state: AgentState, name: str, hyperparameters: Collection[st
         raise CheckpointError(f"the checkpoint sets {shown(unknown[0])}, which is not a hyperparameter of {name}")
 
 
-def restore(agent: Learner, state: AgentState, *, with_optimizer: bool) -> None:
+def restore(agent: Learner, state: AgentState) -> None:
     """Give an agent the counters and the weights of a state."""
     agent.knows_base = state.loaded is not None
     for name in _COUNTERS:
@@ -226,7 +226,7 @@ def restore(agent: Learner, state: AgentState, *, with_optimizer: bool) -> None:
             if not _is_like(saved, example):
                 raise CheckpointError(f"expected a counter {name} of an agent like {example!r}, found {shown(saved)}")
             setattr(agent, name, copy.deepcopy(saved))
-    load_weights(agent, state, with_optimizer=with_optimizer)
+    load_weights(agent, state, with_optimizer=True)
 
 
 def _is_like(saved: Any, example: Any) -> bool:

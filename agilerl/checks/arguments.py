@@ -13,6 +13,7 @@ import os
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache, wraps
 from pathlib import Path
@@ -448,23 +449,17 @@ def _whole(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    if not isinstance(value, numbers.Real) or isinstance(value, bool) or not _is_finite(value):
-        raise _Misfit(_WORDS[float], value)
-    return value if isinstance(value, int | float) else float(value)
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond the range of floats
-        return False
+    with suppress(OverflowError):  # an integer beyond the range of floats
+        if isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
+            return value if isinstance(value, int | float) else float(value)
+    raise _Misfit(_WORDS[float], value)
 
 
 def _flag(value: Any) -> Any:
     if isinstance(value, bool):
         return value
-    # numpy calls it bool_ up to version 1, then bool. By name, because numpy need not be imported for this.
-    if type(value).__name__ in ("bool_", "bool") and type(value).__module__ == "numpy":
+    # By name, because numpy need not be imported for this.
+    if type(value).__name__ == "bool" and type(value).__module__ == "numpy":
         return bool(value)
     raise _Misfit(_WORDS[bool], value)
 

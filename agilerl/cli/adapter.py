@@ -118,19 +118,13 @@ def subject(
 
 def _check_keys(keys: Iterable[str]) -> None:
     """Raise ConfigError for settings that an adapter that is trained no further does not have."""
-    used = {"algorithm": _ALGORITHM[1:], "training": _TRAINING}
+    used = {**dict.fromkeys(_WITHOUT, ()), "algorithm": _ALGORITHM[1:], "training": _TRAINING}
     for key in keys:
         section, name = [*key.split("."), ""][:2]
-        if section in used and name not in used[section]:
-            hint = nearest(name, used[section])
-            if hint.startswith("did"):
-                raise ConfigError(f"{shown(key)} is not a setting of an evaluation; {hint}")
-            hint = f"; of {section} it has {', '.join(used[section])}"
-        elif section in _WITHOUT or name in _OF_TRAINING.get(section, ()):
-            hint = ""
-        else:
-            continue
-        raise ConfigError(f"{shown(key)} is a setting of training, which an evaluation does not have{hint}")
+        known = used.get(section)
+        if name in _OF_TRAINING.get(section, ()) or (known is not None and name not in known):
+            hint = f"; {nearest(name, known)}" if known else ""
+            raise ConfigError(f"{shown(key)} is a setting of training, which an evaluation does not have{hint}")
 
 
 def _without_training(document: Mapping[str, Any], algorithm: Mapping[str, Any]) -> dict[str, Any]:

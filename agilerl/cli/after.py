@@ -443,13 +443,11 @@ def run_push(
 
 def _uploaded(folder: Path, repository: str, *, private: bool) -> str:
     """Upload a folder and return its address; raises ConfigError without a token, WriteError if the hub refuses."""
-    from huggingface_hub import HfApi, constants, get_token
+    from huggingface_hub import HfApi, get_token
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if get_token() is None:
         raise ConfigError("uploading needs a token of the hub, found none; log in with hf auth login, or set HF_TOKEN")
-    if constants.HF_HUB_OFFLINE:
-        raise ConfigError("HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it")
     disable_progress_bars()
     hub = HfApi()
     try:
@@ -457,7 +455,7 @@ def _uploaded(folder: Path, repository: str, *, private: bool) -> str:
         done = hub.upload_folder(repo_id=repository, folder_path=folder, commit_message="Upload the elite of a run")
     except Exception as error:  # what the client raises depends on its version and on what answers
         raise WriteError(f"the hub did not take {repository}: {type(error).__name__}: {error}") from error
-    return str(done.repo_url if hasattr(done, "repo_url") else f"{hub.endpoint}/{repository}")
+    return str(done.repo_url)
 
 
 # -- ``agilerl compare``: runs side by side ----------------------------------------------------------------------------
@@ -487,13 +485,13 @@ def run_compare(
         document = {"runs": [str(run) for run in runs], "settings": differ, "derived": follow, "results": results}
         print(json.dumps(document, indent=1))
         return
-    from agilerl.cli.commands import run_report
-    from agilerl.report.page import distinct_names
+    from agilerl.cli.commands import report_file
+    from agilerl.report.page import build_report, distinct_names
 
     _show_comparison(distinct_names(runs), differ, follow, results)
     if verdict := _verdict(records, differ):
         tell_line(verdict)
-    run_report(runs, out)
+    tell_line(f"report written: {build_report(runs, report_file(runs, out))}")
 
 
 def _verdict(runs: Sequence["RunRecord"], differ: Mapping[str, Any]) -> str:

@@ -25,18 +25,12 @@ def _module(command: str) -> ModuleType:
         from agilerl.cli import launch as module
     elif command in ("eval", "chat", "merge", "export", "push", "compare"):
         from agilerl.cli import after as module
-    elif command == "init":
-        from agilerl.cli import init as module
     elif command == "serve":
         from agilerl.cli import serve as module
-    elif command == "plan":
-        from agilerl.cli import plan as module
-    elif command == "probe":
-        from agilerl.cli import probe as module
-    elif command == "fetch":
-        from agilerl.cli import fetch as module
     else:
-        from agilerl.cli import commands as module
+        from agilerl.cli import commands, fetch, init, plan, probe
+
+        module = {"fetch": fetch, "init": init, "plan": plan, "probe": probe}.get(command, commands)
     return module
 
 

@@ -3,7 +3,6 @@
 import json
 import operator
 import os
-import stat
 import sys
 import time
 from collections.abc import Sequence
@@ -17,8 +16,9 @@ from typer import Argument, Option
 
 from agilerl.checks.arguments import counted, shown
 from agilerl.cli.options import AllowCode, AsJson, OneRun, Price, as_path
-from agilerl.cli.output import columns, console, genes_text, say, tell_line
+from agilerl.cli.output import columns, console, facts, genes_text, say, tell_line
 from agilerl.cli.running import configuration, is_file
+from agilerl.config.plain_yaml import parse_yaml
 from agilerl.errors import ConfigError
 
 
@@ -92,10 +92,7 @@ def _keywords(settings: Sequence[str]) -> dict[str, Any]:
         key, equals, value = setting.partition("=")
         if not equals or not key.isidentifier():
             raise ConfigError(f"expected key=value as a setting of the environment, found {shown(setting)}")
-        try:
-            keywords[key] = yaml.safe_load(value)
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: thousands of digits, or 31 June
-            raise ConfigError(f"expected a YAML value for {key}, found {shown(value)}") from error
+        keywords[key] = parse_yaml(value, f"the value of {key}")
     return keywords
 
 
@@ -121,8 +118,7 @@ def run_report(
     price: Price = None,
 ) -> None:
     """Write one self-contained HTML file about a run, or several side by side, and print its path."""
-    out = default_report(runs) if out is None else out
-    _check_file(out)
+    out = report_file(runs, out)
     from agilerl.report import build_report
 
     if live:
@@ -142,7 +138,7 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
 
     layouts = [RunLayout(run) for run in runs]
     written: list[tuple[int, int]] | None = None
-    try:
+    with suppress(KeyboardInterrupt):
         while not all(layout.is_finished for layout in layouts):
             files = [file for layout in layouts for file in (layout.metrics, layout.lineage) if file.exists()]
             began, now = time.monotonic(), [(status.st_size, status.st_mtime_ns) for status in map(os.stat, files)]
@@ -153,11 +149,16 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
                 say("Open it in a browser: it follows the runs until they finish. Ctrl-C ends that.")
             written = now
             time.sleep(max(1.0, 9 * (time.monotonic() - began)))
-    except KeyboardInterrupt:
-        pass
     build_report(runs, out, price=price)
     if written is None:
         tell_line(out)
+
+
+def report_file(runs: Sequence[Path], out: Path | None) -> Path:
+    """Return where the report of runs is written; raises ConfigError if that would replace anything else."""
+    out = default_report(runs) if out is None else out
+    _check_file(out)
+    return out
 
 
 def default_report(runs: Sequence[Path]) -> Path:
@@ -170,21 +171,17 @@ def default_report(runs: Sequence[Path]) -> Path:
     from agilerl.report.page import distinct_names
 
     names = [name.replace("/", "-") for name in distinct_names(runs)]
-    name = "-".join(names)
-    if len(os.fsencode(name)) > _LONGEST_NAME:
-        shortened = os.fsencode(names[0])[:_LONGEST_NAME].decode(errors="ignore")
-        name = f"{shortened}-and-{len(runs) - 1}-more"
-    return Path(f"report-{name}.html")
+    if len(os.fsencode("-".join(names))) > _LONGEST_NAME:
+        names = [os.fsencode(names[0])[:_LONGEST_NAME].decode(errors="ignore"), f"and-{len(runs) - 1}-more"]
+    return Path(f"report-{'-'.join(names)}.html")
 
 
 def _check_file(out: Path) -> None:
     """Raise ConfigError if writing would replace anything but a report, e.g. a file of the run."""
     try:
-        mode = out.stat().st_mode
-        if stat.S_ISDIR(mode):
-            raise ConfigError(f"expected a file for the report, found the folder {shown(str(out))}; add a name to it")
-        if not stat.S_ISREG(mode):
-            raise ConfigError(f"expected a file for the report, found the device or pipe {shown(str(out))}")
+        if out.exists() and not out.is_file():
+            kind = "folder" if out.is_dir() else "device or pipe"
+            raise ConfigError(f"expected a file for the report, found the {kind} {shown(str(out))}; give another name")
         with open(out, "rb") as file:
             begins = file.read(500).strip().lower()
     except OSError:
@@ -234,7 +231,7 @@ def run_lineage(
     agilerl lineage runs/mine --agent 3
     """
     from agilerl.report.life import lives
-    from agilerl.report.load import load_run, trace_family
+    from agilerl.report.load import load_run
     from agilerl.runs.strict_json import dumps
 
     record = load_run(run)
@@ -245,7 +242,7 @@ def run_lineage(
     if as_json:
         print(dumps(histories if agent is None else histories[0]))
     elif agent is None:
-        _show_lives(histories, trace_family(record).line)
+        _show_lives(histories, record.family.line)
     else:
         _show_life(histories[0])
 
@@ -274,10 +271,8 @@ def _show_life(life: dict[str, Any]) -> None:
     became = "stayed to the end" if life["left"] is None else f"left after generation {life['left']}"
     tell_line(f"Agent {life['agent']} trained for {counted(life['iterations'], 'iteration')} and {became}.")
     tell_line(f"Its hyperparameters at the end: {genes_text(life['hyperparameters']) or 'none evolved'}")
-    table = columns("", "", left=("",), gap=2)
+    table = facts((f"generation {event['generation']}", event["sentence"]) for event in life["events"])
     table.columns[0].no_wrap = True
-    for event in life["events"]:
-        table.add_row(f"generation {event['generation']}", event["sentence"])
     console().print(table)
 
 
@@ -325,11 +320,9 @@ def run_schedule(
     if extrapolate is not None:
         schedule = stretched(schedule, extrapolate)
     schedule |= {"algorithm": config["algorithm"]["name"], "lr_schedule": config["training"].get("lr_schedule")}
-    if as_json and out is None:
-        print(json.dumps(schedule, indent=1))
-        return
-    out = Path("schedule.yaml") if out is None else out
-    if out.exists():
+    if out is None and not as_json:
+        out = Path("schedule.yaml")
+    if out is not None and out.exists():
         raise ConfigError(f"{shown(str(out))} exists; give another file with --out, or delete it")
     line = " -> ".join(map(str, schedule["ancestors"]))
     header = (
@@ -337,11 +330,9 @@ def run_schedule(
         f"{schedule['total_tokens']}.\n# One agent trains with it: agilerl train MANIFEST --replay FILE\n"
     )
     ordered = {name: schedule[name] for name in ("algorithm", "genes", "lr_schedule")}
-    try:
+    if out is not None:
         # default_flow_style=None: innermost collections on one line, so that each step has one.
         out.write_text(header + yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{shown(str(out))} cannot be written: {error.strerror or error}") from error
     if as_json:
         print(json.dumps(schedule, indent=1))
         return
@@ -369,17 +360,14 @@ def run_env(as_json: AsJson = False) -> None:
     from agilerl.runs import collect_hardware, collect_versions
 
     home = Path(__file__).resolve().parents[1]
-    facts: dict[str, Any] = {
+    sections: dict[str, dict[str, Any]] = {
         "installation": {"installation": mixed_installation() or f"{DISTRIBUTION} in {home}"},
         "versions": collect_versions(),
         "hardware": collect_hardware(),
         "process": described(),
     }
     if as_json:
-        print(json.dumps(facts, indent=1, sort_keys=True))
+        print(json.dumps(sections, indent=1, sort_keys=True))
         return
-    table = columns("", "", left=("",), gap=2)
-    for section in facts.values():
-        for name, value in section.items():
-            table.add_row(name, "not installed" if value is None else str(value))
-    console().print(table)
+    items = [item for section in sections.values() for item in section.items()]
+    console().print(facts((name, "not installed" if value is None else str(value)) for name, value in items))

@@ -93,7 +93,6 @@ def run_fetch(
 
 
 def _is_there(target: Path, card: str) -> bool:
-    """Return whether a folder has this model."""
     try:
         return (target / "README.md").read_text(encoding="utf-8") == card and (target / "model.safetensors").is_file()
     except (OSError, ValueError):

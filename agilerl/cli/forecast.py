@@ -5,7 +5,7 @@ The shape comes from config.json alone: the modules are made on the meta device,
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import takewhile
@@ -17,21 +17,22 @@ import torch
 
 from agilerl.checks.arguments import counted
 from agilerl.config.run import RunConfig
+from agilerl.envs.core import Place
 from agilerl.errors import AgileRLError, ConfigError
-from agilerl.hpo.knockout import Pace
 from agilerl.models.adapters import lora_layers
 from agilerl.models.base import from_model, is_of_hub, load_tokenizer, resolve_model
 from agilerl.models.model_config import auto_class, check_config
 from agilerl.models.quantised import imported_peft
 from agilerl.planning.layout import Forecast, forecast
-from agilerl.planning.machines import COPY_SHARE, CPU_COSTS, GPU_COSTS, GPUS, MATMUL_SHARE, Costs, Machine, gpu
+from agilerl.planning.machines import CPU_COSTS, GPU_COSTS, GPUS, Costs, Machine, gpu
 from agilerl.planning.time import ModelShape, Widths, Workload
+from agilerl.population import Population
 from agilerl.safety.addresses import is_out_of_reach
-from agilerl.sizes import CPU_ROWS, PASS_TOKENS
+from agilerl.sizes import PASS_TOKENS
 from agilerl.training.generation import Scale
 from agilerl.training.memory import adapter_slots, available_bytes
 from agilerl.training.resolved import Resolved, usual_rate
-from agilerl.training.setup import founders_of
+from agilerl.training.setup import first_steps, founders_of, pace_of, steps_of_selection
 from agilerl.training.tasks import task
 
 ASSUMED_PROMPT, ASSUMED_COMPLETION = 256, 512
@@ -50,8 +51,7 @@ class Lengths:
     """Tokens of a row, and where the numbers come from."""
 
     prompt: float
-    completion: float
-    longest: int
+    completion: int
     notes: tuple[str, ...]
     """A sentence about each number that was not given."""
     common: int = 0
@@ -139,7 +139,7 @@ class Planned:
                 "the most that is allowed: shorter ones take less" if known else "assumed; give --completion-tokens"
             )
             notes.append(f"completions of {counted(completion, 'token')}{', ' if known else ': '}{source}")
-        return Lengths(mean, completion, max(completion, 1), tuple(notes), common)
+        return Lengths(mean, completion, tuple(notes), common)
 
     def _exam_prompts(self, limit: int) -> tuple[float, int, str]:
         """Return the mean length of the exam's prompts, that of what they begin with, and a sentence about both.
@@ -157,10 +157,7 @@ class Planned:
         places = [exam.place_at("exam", k, tokenizer, limit) for k in range(exam.panel_size("exam"))]
         prompts = exam.lengths(places, tokenizer, limit).prompts
         exam.close()
-        mean = sum(prompts) / len(prompts)
-        common = sum(
-            1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*(question.prompt_ids for question in places)))
-        )
+        mean, common = sum(prompts) / len(prompts), common_tokens(places)
         shared = f", the first {common:,} shared by all prompts" * (common > 0)
         source = "first of an episode" if exam.multi_turn else "mean of the exam"
         return mean, common, f"{counted(round(mean), 'prompt token')} ({source}){shared}"
@@ -185,20 +182,18 @@ class Planned:
         resolved, config, t = self.resolved, self.config, self.config.training
         values, scale = resolved.hyperparameters.model_dump(), self.scale(rows)
         algorithm, micro = resolved.algorithm, values.get("micro_batch_size_per_gpu")
-        iterations, questions = scale.generation(given=config.environment.eval_prompts is not None)
+        steps, questions = scale.generation(given=config.environment.eval_prompts is not None)
+        pace = pace_of(scale, steps)
+        agents = founders_of(resolved.selection, t, pace)
         return Workload(
-            agents=founders_of(
-                resolved.selection,
-                t,
-                Pace(iterations, 1 / scale.lone_agent()[0], 0, given="evo_steps" in t.model_fields_set),
-            ),
+            agents=agents,
             rank=config.largest_rank,
             prompts=scale.prompts,
             group=scale.group,
             prompt=rows.prompt,
             common=rows.common,
             completion=rows.completion,
-            longest=rows.longest,
+            longest=rows.completion,
             window=(values.get("mini_batch_size") or values["batch_size"]) * algorithm.rows_per_unit,
             epochs=values["update_epochs"],
             reference=bool(values.get("beta")) and not scale.learns_from_data,
@@ -206,7 +201,7 @@ class Planned:
             critic=algorithm.trained_slots > 1,
             samples=not scale.learns_from_data,
             exam_prompts=(questions or scale.questions) * t.eval_samples,
-            iterations=iterations,
+            iterations=first_steps(resolved.selection, pace, agents),
             slots=adapter_slots(config.network, algorithm),
             checkpointing=resolved.options.gradient_checkpointing,
             pass_tokens=pass_tokens,
@@ -223,14 +218,23 @@ class Planned:
 def whole_run(planned: Planned, rows: Lengths, expected: Forecast) -> float:
     """Return the seconds of a run: its generations, and the tests of the base, of a median agent and of the elite."""
     load, t, environment = expected.load, planned.config.training, planned.config.environment
-    generations = planned.scale(rows).lone_agent()[0] / load.agents / load.iterations
+    scale = planned.scale(rows)
+    iterations = scale.lone_agent()[0] / load.agents
+    # Not those of the first generation, which are fewer.
+    exams = max(iterations / scale.generation(given=environment.eval_prompts is not None)[0], 1)
     exam = expected.seconds["exam_prefill"] + expected.seconds["exam_decode"]
     tests = 3 * exam * environment.test_prompts * t.eval_samples / (load.agents * load.exam_prompts)
-    return min(max(generations, 1) * expected.generation + tests, t.max_seconds or math.inf)
+    between = expected.generation - load.iterations * expected.iteration
+    return min(max(iterations, 1) * expected.iteration + exams * between + tests, t.max_seconds or math.inf)
 
 
-def expected_seconds(planned: Planned, prompt: float, completion: int) -> float | None:
-    """Return the seconds of a run on this machine, with prompts and completions of these lengths.
+def common_tokens(places: Iterable[Place]) -> int:
+    """Return with how many tokens all prompts begin."""
+    return sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*(question.prompt_ids for question in places))))
+
+
+def expected_seconds(planned: Planned, population: Population, completion: int) -> float | None:
+    """Return the seconds of a run on this machine, with the exam's prompts and completions of this length.
 
     None where they are not known: for a GPU without a data sheet here, for episodes, and for agent programs.
     """
@@ -240,15 +244,55 @@ def expected_seconds(planned: Planned, prompt: float, completion: int) -> float 
         return None
     if config.training.device != "cpu" and not (kind := data_sheet(torch.cuda.get_device_name())):
         return None
-    device, shape = Device.of(kind, config.training.dtype), planned.shape("cpu" if kind == "cpu" else "cuda")
-    rows = Lengths(prompt, completion, completion, ())
-    load = planned.workload(rows, row_multiple=device.row_multiple)
-    return whole_run(planned, rows, forecast(shape, load, device.machine, device.costs))
+    (machine, costs), shape = device(kind, config.training.dtype), planned.shape("cpu" if kind == "cpu" else "cuda")
+    prompts, common = population.lengths("exam").prompts, common_tokens(population.places("exam"))
+    rows = Lengths(sum(prompts) / len(prompts), completion, (), common)
+    load = planned.workload(rows, row_multiple=costs.row_multiple)
+    return whole_run(planned, rows, forecast(shape, load, machine, costs))
 
 
-def data_sheet(device: str) -> str:
+def length_of(planned: Planned, rows: Lengths, load: Workload) -> dict[str, Any]:
+    """Return how long a run is and when agents are selected, as :func:`schedule` takes it."""
+    scale, config, strategy = planned.scale(rows), planned.config, planned.resolved.selection
+    has_exam = config.environment.eval_prompts is not None
+    iterations = math.ceil(config.training.max_steps / (load.agents * load.rows))
+    return {
+        "iterations": min(iterations, math.ceil(scale.lone_agent()[0] / load.agents)),
+        "ends_by_tokens": scale.ends_by_tokens,
+        "iterations_per_generation": scale.generation(given=has_exam)[0],
+        "iterations_of_first_generation": load.iterations,
+        "smallest_population": min(config.smallest_population, load.agents),
+        "steps_of_selection": steps_of_selection(scale, strategy, load.agents, has_exam=has_exam),
+    }
+
+
+def schedule(length: Mapping[str, Any], agents: int, limits: str = "") -> str:
+    """Return a phrase about the iterations of a run that begins with so many agents, and about its selections."""
+    left, by_tokens = length["smallest_population"], length["ends_by_tokens"]
+    most = length["iterations"] * (agents if left < agents else 1)
+    every, first = length["iterations_per_generation"], length["iterations_of_first_generation"]
+    known, needed = not by_tokens, length["steps_of_selection"]
+    if is_too_short(length):
+        selected = "too short for a selection" + f": at least training.max_steps={needed}" * (needed is not None)
+    elif first == every:
+        selected = f"selection every {every}"
+    else:
+        later = f", then every {every} with {counted(left, 'agent')} left" * (not known or every < most)
+        selected = f"first selection after {first}{later}"
+    return (
+        f"{'about ' * by_tokens}{counted(length['iterations'], 'iteration')}{' of all agents' * (left < agents)}"
+        f"{' (more if answers are short)' * by_tokens}{', ending after ' * bool(limits)}{limits}, {selected}"
+    )
+
+
+def is_too_short(length: Mapping[str, Any]) -> bool:
+    """Return whether a run ends before its first selection: what a last one decides would never train."""
+    return not length["ends_by_tokens"] and length["iterations_of_first_generation"] >= length["iterations"]
+
+
+def data_sheet(name: str) -> str:
     """Return which of ``GPUS`` a device is by the name that its driver gives it; "" for any other device."""
-    words = {word.removesuffix("gb") for word in re.findall(r"\w+", device.lower())}
+    words = {word.removesuffix("gb") for word in re.findall(r"\w+", name.lower())}
     for kind, sheet in GPUS.items():
         # All words count: a part of a card (MIG), and a variant with other memory or another link, has other rates.
         known = set(kind.split("-"))
@@ -326,34 +370,14 @@ def seen_by_exam(questions: int) -> dict[str, Any]:
 # -- devices ---------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Device:
-    """A device with its rates, and what the phases cost on devices of its kind."""
-
-    machine: Machine
-    costs: Costs
-    row_multiple: int
-    """Batches of decoded rows are padded to a multiple of this."""
-    source: str
-    """Where the rates come from."""
-
-    @classmethod
-    def of(cls, kind: str, dtype: str) -> "Device":
-        """Return a GPU by its name, or ``cpu``, whose rates are measured now, for products in ``dtype``."""
-        if kind == "cpu":
-            machine = _measured(torch.bfloat16 if dtype == "bfloat16" else torch.float32, torch.get_num_threads())
-            return cls(machine, CPU_COSTS, CPU_ROWS, "measured on this machine just now")
-        shares = f"{MATMUL_SHARE:.0%} of its matmul and {COPY_SHARE:.0%} of its copy rate, as an H200 reached"
-        return cls(gpu(kind), GPU_COSTS, 1, f"{GPUS[kind].source}; {shares}")
+def device(kind: str, dtype: str) -> tuple[Machine, Costs]:
+    """Return a GPU by its name, or ``cpu``, whose rates are measured now for products in ``dtype``; and its costs."""
+    if kind == "cpu":
+        return _measured(dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float32), CPU_COSTS
+    return gpu(kind), GPU_COSTS
 
 
 Clock = Callable[[], float]
-
-
-@cache
-def _measured(dtype: torch.dtype, threads: int) -> Machine:
-    """Measure once in a process; ``threads`` only tells the results apart."""
-    return measured_machine(dtype=dtype)
 
 
 def measured_machine(clock: Clock = perf_counter, *, dtype: torch.dtype = torch.float32) -> Machine:
@@ -366,7 +390,12 @@ def measured_machine(clock: Clock = perf_counter, *, dtype: torch.dtype = torch.
         memory=available_bytes("cpu") or 0,
         # Processes of one machine exchange bytes through its memory: one writes, another reads.
         link=bandwidth / 2,
+        source="measured on this machine just now",
     )
+
+
+_measured = cache(measured_machine)
+"""Measured once in a process."""
 
 
 def matmul_rate(device: str = "cpu", dtype: torch.dtype = torch.float32, clock: Clock = perf_counter) -> float:

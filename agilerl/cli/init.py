@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from math import ceil
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -24,7 +24,7 @@ from typer import Argument, Option
 
 from agilerl.checks.arguments import counted, shown
 from agilerl.cli.options import Quiet, as_path
-from agilerl.cli.output import columns, console, duration
+from agilerl.cli.output import console, duration, facts
 from agilerl.cli.running import configuration, quieten_libraries
 from agilerl.config.named_files import ENDINGS, names_a_file
 from agilerl.errors import AgileRLError, ConfigError, WriteError
@@ -33,6 +33,8 @@ SAMPLE = "sample"
 REWARDS = ("function", "exact", "accuracy")
 _EMBEDDED = "embedded"
 _NUMBER = re.compile(r"[-+]?[$€£]?\d[\d,]*(\.\d+)?%?")
+_ROOM = 16
+"""Characters for an answer beside its question."""
 _CHOICES, _WORDS = 8, 5
 """Most different answers of a choice, and most words of a short answer."""
 _CHARACTERS = 2
@@ -162,12 +164,9 @@ def run_init(
     if not quiet:
         screen.print("Trying it: loading the libraries and the model.")
         quieten_libraries()
-        table = columns("", "", left=("",), gap=2)
-        for name, line in _tried(manifest, allow_code=reward == "function"):  # the one written here, and no other
-            table.add_row(name, line)
-        screen.print(table)
-    screen.print(f"Check it:  {command} --dry-run")
-    screen.print(f"Run it:    {command}")
+        screen.print(facts(_tried(manifest, allow_code=reward == "function")))  # the one written here, and no other
+    for name, line in (("Check it:", f"{command} --dry-run"), ("Run it:", command)):
+        screen.print(f"{name:<11}{line}", soft_wrap=True)  # to be copied whole
 
 
 @dataclass(frozen=True)
@@ -253,8 +252,7 @@ def _read(path: Path, given: dict[str, str], asks: bool) -> tuple[dict[str, str]
 
 def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
     """Yield what a run begins with: a prompt, an answer of the base, its reward; and how long the run may take."""
-    from agilerl.cli.forecast import Planned, expected_seconds, seen_by_exam
-    from agilerl.cli.progress import SMALL_EXAM, trial
+    from agilerl.cli.progress import SMALL_EXAM, plan_document, trial
     from agilerl.models.base import is_of_hub
     from agilerl.training.preflight import tried
     from agilerl.training.setup import build
@@ -267,16 +265,14 @@ def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
     try:
         session = build(config, allow_code=allow_code)
         sampled = tried(session)
-        prompts = session.population.lengths("exam").prompts
-        tokens = session.resolved.hyperparameters.model_dump()["max_output_tokens"]
-        seconds = expected_seconds(Planned(session.resolved), sum(prompts) / len(prompts), tokens)
+        plan = plan_document(session, Path(), timed=True)
         session.task.close()
     except AgileRLError as error:
         yield "warning", str(error)
         return
     yield from () if sampled is None else trial(sampled)
-    yield "exam", f"{'warning: ' * (len(prompts) < SMALL_EXAM)}{seen_by_exam(len(prompts))['sentence']}"
-    if seconds is not None:
+    yield "exam", f"{'warning: ' * (plan['exam']['questions'] < SMALL_EXAM)}{plan['exam']['sentence']}"
+    if (seconds := plan["expected_seconds"]) is not None:
         yield "time", f"up to about {duration(seconds)} for the run on this device, besides grading"
 
 
@@ -300,7 +296,9 @@ def _answer(question: str, default: str | None, given: str | None, asks: bool, c
         return text.strip()
 
     if given is None and asks:
-        return str(typer.prompt(f"{textwrap.fill(question, width)}\n", default=default, value_proc=checked))
+        fits = len(f"{question} [{default or ''}]: ") + _ROOM <= width
+        text = question if fits else f"{textwrap.fill(question, width)}\n"
+        return str(typer.prompt(text, default=default, value_proc=checked))
     answer = default if given is None else given.strip()
     if not answer:
         raise ConfigError(f"expected an answer, found an empty text: {question}")
@@ -323,7 +321,6 @@ def _source_line(source: str, manifest: Path, rows: Path, names: dict[str, str])
     """Return the manifest's setting of the data or task, with columns renamed; raises ConfigError or EnvError."""
     if names and (source == SAMPLE or source.startswith("reasoning_gym:")):
         raise ConfigError(f"--question and --answer are columns of rows, found {shown(source)}; leave them out")
-    columns_text = ", ".join(f"{ours}: {_yaml(theirs)}" for ours, theirs in names.items())
     from agilerl.envs.sources import read_dataset
 
     if source == SAMPLE:
@@ -334,30 +331,24 @@ def _source_line(source: str, manifest: Path, rows: Path, names: dict[str, str])
         return f"task: {_yaml(source)}"
     if source.startswith("agilerl/") or ("." in source.partition(":")[0] and ":" in source):
         raise ConfigError(f"expected rows or a task, found an environment: {shown(source)}; see docs/environments.md")
-    if not names_a_file(source):
-        return _dataset(source, columns_text)
-    if not Path(source).expanduser().is_file():
-        raise ConfigError(f"expected a file of rows ({', '.join(ENDINGS)}), found none at {shown(source)}")
-    path, folders = Path(source).expanduser().resolve(), (manifest.parent.resolve(), Path.cwd().resolve())
-    folder = next((folder for folder in folders if path.is_relative_to(folder)), None)
-    if folder is None:
-        raise ConfigError(
-            f"expected rows in the folder of the manifest or below, found {shown(source)}; move the file there"
-        )
-    read_dataset(path, limit=1)
-    return _dataset(str(path.relative_to(folder)), columns_text)
+    if names_a_file(source):
+        path, folders = Path(source).expanduser().resolve(), (manifest.parent.resolve(), Path.cwd().resolve())
+        if not path.is_file():
+            raise ConfigError(f"expected a file of rows ({', '.join(ENDINGS)}), found none at {shown(source)}")
+        folder = next((folder for folder in folders if path.is_relative_to(folder)), None)
+        if folder is None:
+            raise ConfigError(
+                f"expected rows in the folder of the manifest or below, found {shown(source)}; move the file there"
+            )
+        read_dataset(path, limit=1)
+        source = str(path.relative_to(folder))
+    return f"dataset: {_yaml({'path': source, 'columns': names} if names else source)}"
 
 
-def _dataset(path: str, columns_text: str) -> str:
-    return (
-        f"dataset: {{path: {_yaml(path)}, columns: {{{columns_text}}}}}" if columns_text else f"dataset: {_yaml(path)}"
-    )
-
-
-def _yaml(text: str) -> str:
-    """Return a text as YAML that stands for it, quoted where that needs it."""
-    # PyYAML ends a document of one scalar with a line of dots. The width keeps it on one line.
-    return str(yaml.safe_dump(text, width=10_000, allow_unicode=True)).partition("\n")[0]
+def _yaml(value: str | dict[str, Any]) -> str:
+    """Return a value as YAML on one line, its texts quoted where they need it."""
+    text = yaml.safe_dump(value, width=10_000, allow_unicode=True, default_flow_style=True, sort_keys=False)
+    return str(text).partition("\n")[0]  # PyYAML ends a document of one scalar with a line of dots
 
 
 def _write(files: dict[Path, str]) -> None:

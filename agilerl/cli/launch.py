@@ -60,8 +60,8 @@ class Request:
 
     config: RunConfig | ConfigError | None
     """The settings, or the error in them; None: the settings of the run in ``root``."""
-    root: Path | None
-    """Run directory; None: the default."""
+    root: Path
+    """Run directory; of a new run it is set by :func:`launch`."""
     resumes: bool
     """Resume the run in ``root`` if there is one."""
     allow_code: bool = False
@@ -88,7 +88,6 @@ class Request:
     @property
     def begins(self) -> bool:
         """Whether this is a new run, rather than one that ``root`` has already."""
-        assert self.root is not None
         is_there = self.resumes and not self.dry_run and (self.root / "run.json").exists()
         return self.config is not None and not is_there
 
@@ -185,10 +184,10 @@ def run_train(
     except ConfigError as error:
         config = error  # raised later, because several processes must print it only once
     form = _form(quiet, as_json, log_format)
-    request = Request(config, out, resume == "auto", allow_code, dry_run=dry_run, overwrite=overwrite, form=form)
+    request = Request(config, Path(), resume == "auto", allow_code, dry_run=dry_run, overwrite=overwrite, form=form)
     manifests = manifests_in(arguments)
     with_yours = ", with your settings" * (len(arguments) > len(manifests))
-    launch(request, f"{shown(manifests[0]) if manifests else 'the embedded default'}{with_yours}")
+    launch(request, f"{shown(manifests[0]) if manifests else 'the embedded default'}{with_yours}", out)
 
 
 def run_resume(
@@ -221,10 +220,10 @@ def _form(quiet: bool, as_json: bool, log_format: str) -> Form:
     return "object" if as_json else "nothing" if quiet else "lines" if log_format == "json" else "text"
 
 
-def launch(request: Request, manifest: str = "") -> None:
+def launch(request: Request, manifest: str = "", out: Path | None = None) -> None:
     """Start or resume the run, on as many processes as there are; exits with code 1 if it ends without an elite.
 
-    ``manifest`` is the name of a new run's manifest in messages.
+    Of a new run, ``manifest`` is the manifest's name in messages, and ``out`` the directory (None: the default).
     """
     config, on_ray = request.config, False
     if isinstance(config, RunConfig) and config.distributed.backend == "ray":
@@ -237,10 +236,10 @@ def launch(request: Request, manifest: str = "") -> None:
     with ExitStack() as opened:
         if isinstance(config, RunConfig):
             if writes and not request.dry_run:
-                root = opened.enter_context(place_of_run(config.environment, request.root))
+                root = opened.enter_context(place_of_run(config.environment, out))
             else:
                 # Other processes, and a dry run, make no directory.
-                root = request.root or default_out(config.environment)
+                root = out or default_out(config.environment)
             request = replace(request, root=root)
             if writes and request.begins:  # a resumed run is announced after it has been read
                 what = f"Starting a run of {manifest} in {shown(str(root))}"
@@ -255,7 +254,6 @@ def launch(request: Request, manifest: str = "") -> None:
             return
         _on_this_machine(request, together=together)
     if writes and not request.dry_run:
-        assert request.root is not None
         fail_without_elite(request.root)
 
 
@@ -302,7 +300,6 @@ def _on_ray(request: Request) -> None:
 
     config = request.config
     assert isinstance(config, RunConfig)
-    assert request.root is not None
     root, d = request.root.absolute(), config.distributed
     if d.islands > config.training.pop_size:
         raise ConfigError(
@@ -407,7 +404,6 @@ def _existing(request: Request) -> dict[str, Any] | None:
     from agilerl.runs.directory import check_not_in_use, read_run
 
     root = request.root
-    assert root is not None
     if request.begins:
         check_place(root, overwrite=request.overwrite)
         return None
@@ -419,7 +415,6 @@ def _existing(request: Request) -> dict[str, Any] | None:
 def _decided(request: Request, opened: ExitStack, terminal: Terminal) -> Job | None:
     """Decide, in the process that writes, what the run does; print and return None if it is already finished."""
     info, expected, root = _existing(request), request.config, request.root
-    assert root is not None
     assert not isinstance(expected, ConfigError)
     if info is None:
         assert expected is not None

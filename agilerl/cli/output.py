@@ -67,6 +67,14 @@ def columns(*headers: str, left: Collection[str] = ("",), gap: int = 3) -> Table
     return table
 
 
+def facts(rows: Iterable[tuple[str, str]]) -> Table:
+    """Return a table of names and what there is to say of each."""
+    table = columns("", "", gap=2)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def genes_text(values: Mapping[str, Any], digits: int = 3) -> str:
     """Return gene values as short text, e.g. ``lr=0.0021, group_size=8``."""
     return ", ".join(f"{k}={v:.{digits}g}" if isinstance(v, float) else f"{k}={v}" for k, v in values.items())
@@ -198,12 +206,13 @@ class _Output(io.TextIOWrapper):
 class _Console(Console):
     """A console whose texts cannot command the terminal, and that raises BrokenPipeError if the reader is gone.
 
-    Rich prints control characters of a text as they are, and would end the program. Sentences are not wrapped.
+    Rich prints control characters of a text as they are, and would end the program.
     """
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print a sentence as one line, which a terminal breaks and a pipe gets whole; other things as rich does."""
-        super().print(*objects, **{"soft_wrap": all(isinstance(one, str) for one in objects), **options})
+        """Print a sentence as one line into a pipe, broken between words on a terminal; other things as rich does."""
+        whole = not self.is_terminal and all(isinstance(one, str) for one in objects)
+        super().print(*objects, **{"soft_wrap": whole, **options})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
         """Yield the pieces of something to print; those that are commands of rich itself stay as they are."""

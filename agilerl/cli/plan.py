@@ -11,7 +11,7 @@ from typer import Option
 
 from agilerl.checks.arguments import counted
 from agilerl.cli.options import AllowCode, Arguments, AsJson, Price
-from agilerl.cli.output import columns, console, duration, tell_line
+from agilerl.cli.output import columns, console, duration, facts, tell_line
 from agilerl.cli.running import configuration
 from agilerl.config.named_files import check_allowed
 from agilerl.errors import ConfigError
@@ -52,7 +52,8 @@ def run_plan(
     # Imported after the arguments are checked: a typo should not cost seconds.
     import torch
 
-    from agilerl.cli.forecast import Device, Planned, seen_by_exam, whole_run
+    from agilerl.cli.forecast import Planned, device, length_of, seen_by_exam, whole_run
+    from agilerl.training.preflight import why_none
     from agilerl.training.resolved import resolve
 
     # The model and its rows
@@ -63,12 +64,11 @@ def run_plan(
     planned = Planned(resolved, allow_code)
     rows = planned.lengths(shape, prompt, completion)
     checkpointing = resolved.options.gradient_checkpointing
-    device = Device.of(kind, config.training.dtype)
-    machine, memory = device.machine, None if kind == "cpu" else device.machine.memory
-    usual = pass_tokens(shape, checkpointing=checkpointing, memory=memory)
-    load = planned.workload(rows, usual, row_multiple=device.row_multiple)
+    machine, costs = device(kind, config.training.dtype)
+    usual = pass_tokens(shape, checkpointing=checkpointing, memory=None if kind == "cpu" else machine.memory)
+    load = planned.workload(rows, usual, row_multiple=costs.row_multiple)
     # The layout and its command
-    capacity = proposed(shape, load, machine, device.costs, gpus, vllm=resolved.options.use_vllm)
+    capacity = proposed(shape, load, machine, costs, gpus, vllm=resolved.options.use_vllm)
     try:
         config.check_islands(islands := min(gpus, load.agents))
     except ConfigError as error:
@@ -88,12 +88,14 @@ def run_plan(
     questions = load.exam_prompts // config.training.eval_samples
     document: dict[str, Any] = {  # bytes, seconds, tokens
         "model": asdict(shape) | {"weight_bytes": shape.weight_bytes},
-        "machine": asdict(machine) | {"source": device.source, "costs": device.costs.origin},
+        "machine": asdict(machine) | {"costs": costs.origin},
         "workload": asdict(best.load),
         "assumed": list(rows.notes),
         "proposal": _facts(best) | {"overrides": settings, "command": _command(best, [*arguments, *settings, *allow])},
         "run": {"seconds": seconds, "agent_program": config.environment.agent},
         "unusual_rates": resolved.unusual_rates(shape.usual_rate),
+        "length": length_of(planned, rows, load),
+        "no_preflight": why_none(planned.scale(rows)),
         "exam": seen_by_exam(questions),
         "reasons": list(capacity.reasons),
         "others": [_facts(other) for other in capacity.others],
@@ -147,7 +149,6 @@ def overrides(best: Forecast, unit: int, *, has_micro_batch: bool, has_checkpoin
 
 
 def _command(best: Forecast, arguments: Sequence[str]) -> str:
-    """Return the command that starts the proposal."""
     processes = best.split.islands * best.split.processes
     machines = -(-processes // PER_MACHINE)
     nodes = f"--nnodes {machines} " if machines > 1 else ""
@@ -157,6 +158,8 @@ def _command(best: Forecast, arguments: Sequence[str]) -> str:
 
 def _print(document: dict[str, Any], capacity: Capacity) -> None:
     """Print the plan for a person."""
+    from agilerl.cli.forecast import schedule
+
     model, machine, best, load = document["model"], document["machine"], capacity.best, capacity.best.load
     program = document["run"]["agent_program"]
     rates = f"{machine['flops'] / 1e12:,.3g} TFLOP/s, {machine['bandwidth'] / 1e9:,.3g} GB/s"
@@ -172,16 +175,15 @@ def _print(document: dict[str, Any], capacity: Capacity) -> None:
         *(("", sentence) for sentence in document["assumed"]),
         *([("agent", f"{program}; each answer counts as one call of it")] if program else []),
         *(("rate", sentence) for sentence in document["unusual_rates"]),
+        ("length", schedule(document["length"], load.agents)),
+        *([("preflight", document["no_preflight"])] if document["no_preflight"] else []),
         ("exam", document["exam"]["sentence"]),
         ("layout", f"{named(best.split)}: {best.split.devices} of the devices"),
         ("start with", document["proposal"]["command"]),
         *(("" if number else "because", reason) for number, reason in enumerate(document["reasons"])),
     ]
-    table = columns("", "", left=("",), gap=2)
-    for row in rows:
-        table.add_row(*row)
     screen = console()
-    screen.print(table)
+    screen.print(facts(rows))
     tell_line(f"\nMemory of the fullest device: {gib(best.peak)} of {gib(SHARE * machine['memory'])} that may be used")
     table = columns("part", "size", left=("part",), gap=2)
     for name, size in best.memory.items():

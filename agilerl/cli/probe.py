@@ -160,16 +160,17 @@ def _checked(row: _Row, *, allow_code: bool) -> RunConfig:
 
 
 def _measure(row: _Row, bases: "Bases", questions: int, samples: int | None, *, allow_code: bool) -> None:
-    from agilerl.training.preflight import hints, population_of_one, problem
+    from agilerl.training.preflight import hints, problem, session_of_one
     from agilerl.training.probe import probe
 
     config = _checked(row, allow_code=allow_code)
-    population = population_of_one(config, bases, allow_code=allow_code)
+    session = session_of_one(config, bases, allow_code=allow_code)
+    population = session.population
     try:
         row.probe = probe(population, questions, samples)
         row.hints = hints(population, row.probe)
         if not row.probe.has_signal:
-            row.advice = problem(config.environment, config.algorithm["name"], population, row.probe)
+            row.advice = problem(session, row.probe)
     finally:
         # The next row may be of the same base, which must not keep this adapter.
         population.agents[0].clean_up()

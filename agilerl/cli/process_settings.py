@@ -6,6 +6,7 @@ change any result. ``AGILERL_PROCESS_SETTINGS=off`` turns all of them off.
 
 import gc
 import os
+import platform
 import sys
 
 from agilerl.errors import ConfigError
@@ -47,15 +48,12 @@ def loading_done() -> None:
         return
     was_enabled = any(_loading)
     _loading.clear()
-    if not _frozen:  # a second freeze would keep the first command's garbage forever
+    if not gc.get_freeze_count():  # a second freeze would keep the first command's garbage forever
         gc.freeze()
-        _frozen.append(True)
     if was_enabled:
         gc.enable()
 
 
-_frozen: list[bool] = []
-"""Not empty once everything loaded is exempt; asking the collector takes as long as counting all of it."""
 _loading: list[bool] = []
 """Whether garbage collection was on before :func:`apply`; empty if there is nothing to restore."""
 _debugging: list[bool] = [False]
@@ -84,15 +82,11 @@ def keep_memory() -> dict[str, int]:
     Settings that the user made with glibc's environment variables stay. Other allocators (macOS, Windows, musl) have
     no such settings, and nothing is done.
     """
-    if not sys.platform.startswith("linux") or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+    is_glibc = sys.platform.startswith("linux") and platform.libc_ver()[0] == "glibc"
+    if not is_glibc or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return {}
     import ctypes
 
-    try:
-        if not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
-            return {}
-        mallopt = ctypes.CDLL(None).mallopt
-    except (ValueError, OSError, AttributeError):  # musl does not know the name
-        return {}
+    mallopt = ctypes.CDLL(None).mallopt
     wanted = {name: (number, value) for name, (number, value, theirs) in _ALLOCATOR.items() if theirs not in os.environ}
     return {name: value for name, (number, value) in wanted.items() if mallopt(number, value) == 1}

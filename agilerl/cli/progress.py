@@ -1,8 +1,8 @@
 """What a run shows on the terminal: its plan, its progress (a live table, or plain lines elsewhere) and its result."""
 
 import math
+import re
 import shlex
-import sys
 import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from agilerl.checks.arguments import counted
-from agilerl.cli.forecast import Planned, expected_seconds, seen_by_exam
-from agilerl.cli.output import columns, duration, genes_text, json_line, one_line, shown_samples, told_apart
+from agilerl.cli.forecast import Planned, expected_seconds, is_too_short, schedule, seen_by_exam
+from agilerl.cli.output import columns, duration, facts, genes_text, json_line, one_line, shown_samples, told_apart
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
 from agilerl.envs.curation import few_rows
@@ -34,7 +34,7 @@ from agilerl.hpo.mutation import LEARNING_RATES
 from agilerl.hpo.strategies import UNITS
 from agilerl.planning.footprint import money, peak
 from agilerl.population import Population
-from agilerl.report.load import hyperparameter_at, load_run, number
+from agilerl.report.load import load_run, number
 from agilerl.runs import RunLayout
 from agilerl.runs.diagnosis import Observer, Symptom, advice, told
 from agilerl.runs.hacks import hacks_of_run
@@ -51,10 +51,10 @@ from agilerl.training.events import (
 )
 from agilerl.training.loop import planned_iterations, samples_per_iteration
 from agilerl.training.memory import estimate
-from agilerl.training.preflight import MOST, QUESTIONS, is_due
+from agilerl.training.preflight import MOST, QUESTIONS, is_due, why_none
 from agilerl.training.probe import finite
 from agilerl.training.records import metric_lines
-from agilerl.training.setup import Session
+from agilerl.training.setup import Session, steps_of_selection
 
 _CLEAR = 0.8
 """Probability of being better from which an exam tells two agents apart."""
@@ -136,10 +136,13 @@ def plan_document(
             "exam_prompts": len(population.places("exam")),
             "test_prompts": len(session.population.places("test")),
             "smallest_population": min(config.smallest_population, len(indices)),
+            "steps_of_selection": steps_of_selection(
+                session.scale, session.selection, len(indices), has_exam=e.eval_prompts is not None
+            ),
         },
         "expected_seconds": None
         if topology.world.size > 1 or not timed
-        else expected_seconds(Planned(session.resolved), fmean(lengths[0].prompts), completion),
+        else expected_seconds(Planned(session.resolved), population, completion),
         "exam": seen_by_exam(len(population.places("exam"))),
         "islands": {
             "processes_per_island": topology.island.size,
@@ -152,7 +155,7 @@ def plan_document(
         "sample": None
         if sampled is None
         else finite({key: getattr(sampled, key) for key in ("prompt", "answer", "score")}),
-        "without_effect": session.without_effect,
+        "without_effect": session.resolved.without_effect,
         "notes": session.notes,
         "results": str(out),
     }
@@ -162,10 +165,8 @@ def print_plan(
     session: Session, out: Path, console: Console, sampled: PreflightDone | None = None, *, timed: bool = False
 ) -> None:
     """Print the plan as a table; for the arguments see :func:`plan_document`."""
-    table = columns("", "", left=("",), gap=2)
+    table = facts(_plan_rows(plan_document(session, out, timed=timed), session, sampled))
     table.title, table.title_justify = "Plan", "left"
-    for name, text in _plan_rows(plan_document(session, out, timed=timed), session, sampled):
-        table.add_row(name, text)
     console.print(table)
     console.print()
 
@@ -183,7 +184,10 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     size = f"LoRA rank {adapter['rank']} on {counted(adapter['layers'], 'layer')}"
     yield "adapters", f"{size}: {adapter['parameters']:,} numbers each"
     # The task and its grading
-    yield "task", f"{plan['task']}, reward {session.task.grader}"
+    # The name of a function in a file does not say which file.
+    graders = (grader.name for grader in environment.graders or ())
+    where = next((name for name in graders if name.rpartition(":")[2] == session.task.grader), session.task.grader)
+    yield "task", f"{plan['task']}, reward {Path(where).name}"
     if (program := plan["agent_program"]) is not None:
         yield "agent", f"{program if isinstance(program, str) else shlex.join(program)} answers the questions"
     if plan["answers"]:
@@ -217,7 +221,8 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     for index, values in plan["population"].items():
         yield f"  agent {index}", genes_text(values) or f"{genes_text(rates)}, fixed".removeprefix(", ")
     if session.saved is None and agents < session.config.training.pop_size:
-        yield "", "no more, because an iteration of each would take over a tenth of the budget (training.pop_size)"
+        only = f"{counted(agents, 'agent')} only"
+        yield "", f"{only}, because an iteration of more would take over a tenth of the budget (training.pop_size)"
     for sentence in session.resolved.unusual_rates(usual) if usual else ():
         yield "rate", sentence
     yield "genes", ", ".join(f"{k} in {v}" for k, v in plan["genes"].items()) or "none: nothing evolves"
@@ -225,24 +230,22 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     completions = f"{_span(batch['group_size'])} completions = {_span(batch['completions_per_agent'])} for each agent"
     per_step = f"{_span(batch['rows_per_optimizer_step'])} an optimizer step"
     yield "batch", f"{counted(batch['prompts'], 'prompt')} x {completions}, {per_step}"
-    low, high = batch["prompt_tokens"]
     default = " (the default: raise algorithm.max_output_tokens for longer ones)" * session.resolved.bounds_completions
     yield (
         "tokens",
-        f"prompts {low}-{high}, completions up to {batch['completion_tokens_at_most']}{default}; at most "
-        f"{batch['tokens_per_iteration_at_most']:,} an iteration for all agents",
+        f"prompts {_span(batch['prompt_tokens'])}, completions up to {batch['completion_tokens_at_most']}{default}; "
+        f"at most {batch['tokens_per_iteration_at_most']:,} an iteration for all agents",
     )
     limits = " or ".join(
         f"{length[key]:,.15g} {unit}" for key, unit in (("max_tokens", "tokens"), ("max_seconds", "s")) if length[key]
     )
-    left, by_tokens = length["smallest_population"], length["ends_by_tokens"]
+    left = length["smallest_population"]
     most = length["iterations"] * (agents if left < agents else 1)
+    inherits = left < agents and not is_too_short(length)
     yield (
         "length",
-        f"{'about ' * by_tokens}{counted(length['iterations'], 'iteration')}{' of all agents' * (left < agents)}"
-        f"{' (more if answers are short)' * by_tokens}{', ending after ' * bool(limits)}{limits}, "
-        f"{_selections(length, most)}; exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
-        f"{f'; agents that stay inherit the iterations of those that leave (up to {most})' * (left < agents)}",
+        f"{schedule(length, agents, limits)}; exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
+        f"{f'; agents that stay inherit the iterations of those that leave (up to {most})' * inherits}",
     )
     # What it tells apart and takes
     if plan["compares"]:
@@ -269,23 +272,13 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         yield from trial(sampled)
     if plan["preflight"]:
         yield "preflight", f"before the first update agents answer {QUESTIONS} to {MOST} training questions"
+    elif session.saved is None and (none := why_none(session.scale)):
+        yield "preflight", none
     for sentence in plan["without_effect"]:
         yield "no effect", sentence
     for sentence in plan["notes"]:
         yield "note", sentence
     yield "results", plan["results"]
-
-
-def _selections(length: Mapping[str, Any], most: int) -> str:
-    """Return a phrase about when agents are selected, of which one may have ``most`` iterations."""
-    every, first = length["iterations_per_generation"], length["iterations_of_first_generation"]
-    known = not length["ends_by_tokens"]
-    if known and first >= length["iterations"]:  # what a last selection decides would never train
-        return f"no selection, as the first would come after {first}"
-    if first == every:
-        return f"selection every {every}"
-    left = counted(length["smallest_population"], "agent")
-    return f"first selection after {first}" + f", then every {every} with {left} left" * (not known or every < most)
 
 
 def sample_lines(event: PreflightDone) -> list[str]:
@@ -349,7 +342,7 @@ def watch(
     console.print("All agents of the run; those that left come last")
     console.print(view.table(max(_MOST_ROWS, len(session.population.everyone))))
     if summary.get("elite"):
-        console.print(view.explained_mark(summary["elite"]), soft_wrap=True)
+        console.print(view.explained_mark(summary["elite"]), soft_wrap=not console.is_terminal)
     console.print()
     symptoms = _symptoms(view.observer, session, view.out)
     if (gain := _gain(summary)) is not None and gain[1] >= _SURE:  # something was learned: only alarms count
@@ -358,7 +351,7 @@ def watch(
         console.print("What may keep agents from learning")
         for sentence, symptom in known.items():
             for line in [sentence, *shown_samples(symptom.samples)]:
-                console.print(f"  {line}", soft_wrap=True)
+                console.print(f"  {line}", soft_wrap=not console.is_terminal)
         console.print()
     _print_result(summary, view.out, console, _exam_sampling(session.population))
     return summary
@@ -509,25 +502,14 @@ class View:
                 self.bars.remove_task(self.phase)
                 self.phase = self.bars.add_task(event.name, total=total, whole="generation")
             case IterationDone():
-                self.iteration = event.iteration
-                self.observer.add(metric_lines(event))
-                self.bars.update(self.run, completed=event.progress)
-                self.bars.advance(self.phase)
-                for index, metrics in event.metrics.items():
-                    row = self.rows[index]
-                    row.metrics = metrics
-                    row.rewards += [metrics[self.what]] if self.what in metrics else []
-                if self.live is None:  # the table shows it
-                    self._line(self._iteration_line(event))
-                self._note_failures(event)
+                self._iterated(event)
             case ExamDone():
                 for index, fitness in event.fitness.items():
                     self.rows[index].fitness = fitness
                 first = ranking(event.fitness)[0]
                 self.best = first if event.fitness[first].is_finite else None
                 scores = ", ".join(f"{index}: {_score(f)}" for index, f in event.fitness.items())
-                if self.live is None:
-                    self._line(f"generation {event.generation}: exam {scores}")
+                self._log(f"generation {event.generation}: exam {scores}")
                 self._note_symptoms()
             case Evolved():
                 self._evolved(event)
@@ -541,7 +523,8 @@ class View:
 
     def _drawn(self) -> Group:
         """Return what the terminal shows; rich asks for it four times a second, so a signal is answered at once."""
-        return Group(self.shown, Text(self.stop.sentence, style="bold")) if self.stop.sentence else self.shown
+        # An empty last line for the ^C of Ctrl-C: at the end of a full one it would begin another, and shift the table.
+        return Group(self.shown, Text(self.stop.sentence, style="bold"))
 
     def _look(self) -> None:
         """Take down the agents that the population has."""
@@ -555,7 +538,7 @@ class View:
         for index, agent in run.agents.items():
             row = self.rows[index]
             row.parent = agent.parent
-            row.genes = {name: hyperparameter_at(agent, name, sys.maxsize, run) for name in agent.hyperparameters}
+            row.genes = agent.values()
             # NaN does not equal itself, and is left out.
             row.rewards = [value for line in agent.train if (value := number(line.get(self.what))) == value]
             if agent.exams:
@@ -592,21 +575,31 @@ class View:
         """Print a line of the log, above the table of a terminal, where it is broken between words."""
         self.console.print(text, soft_wrap=self.live is None)
 
-    def _iteration_line(self, event: IterationDone) -> str:
-        values = ", ".join(f"{i}: {m[self.what]:.3f}" for i, m in event.metrics.items() if self.what in m)
+    def _log(self, text: str) -> None:
+        """Print a line of what a terminal's table shows as well, where there is no such table."""
+        if self.live is None:
+            self._line(text)
+
+    def _iterated(self, event: IterationDone) -> None:
+        """Take down and log an iteration, with the first failure of each kind and agent."""
+        self.iteration = event.iteration
+        self.observer.add(metric_lines(event))
+        self.bars.update(self.run, completed=event.progress)
+        self.bars.advance(self.phase)
+        for index, metrics in event.metrics.items():
+            self.rows[index].metrics = metrics
+            self.rows[index].rewards += [metrics[self.what]] if self.what in metrics else []
         left = ""
         if (done := event.progress - self.resumed_at) > 0:  # at the speed of this process
             left = f", about {(perf_counter() - self.started) / done * (1 - event.progress):.0f} s left"
-        return f"iteration {event.iteration} ({event.progress:.0%}{left}): {self.what} {values}"
-
-    def _note_failures(self, event: IterationDone) -> None:
-        """Count failures for the table, and print the first of each agent."""
+        values = ", ".join(f"{i}: {m[self.what]:.3f}" for i, m in event.metrics.items() if self.what in m)
+        self._log(f"iteration {event.iteration} ({event.progress:.0%}{left}): {self.what} {values}")
         for index, outcome in event.failed.items():
             counts = self.rows[index].failures
             counts[outcome] += 1
-            if counts[outcome] == 1 and self.live is None:
+            if counts[outcome] == 1:
                 reason = f" ({REMEDIES[outcome]})" if outcome in REMEDIES else ""
-                self._line(f"iteration {event.iteration}: agent {index} {outcome}{reason}")
+                self._log(f"iteration {event.iteration}: agent {index} {outcome}{reason}")
 
     def _note_symptoms(self) -> None:
         """Print what may keep agents from learning, once for each agent."""
@@ -614,22 +607,24 @@ class View:
         new = {index: [s for s in each if (index, s.name) not in self.shown_symptoms] for index, each in known.items()}
         self.shown_symptoms |= {(index, symptom.name) for index, each in new.items() for symptom in each}
         self.notes = [Text(sentence) for sentence in told(known)]
-        for sentence in told(new) if self.live is None else ():
-            self._line(sentence)
+        for sentence in told(new):
+            self._log(sentence)
 
     def explained_mark(self, elite: Mapping[str, Any]) -> str:
         """Return a sentence about the agent with the mark: why it is the elite, and not one that looks as good."""
         index, step, population = elite["index"], elite["step"], self.session.population
         soup = ", mixed with the other candidates" if elite.get("soup", {}).get("is_elite") else ""
         sentence = f"* elite: agent {index} as it was after iteration {step}{soup}"
+        exams = {a.index: exam for a in population.everyone if (exam := self.rows[a.index].fitness) is not None}
         if step != self.iteration:
-            second = self.session.config.candidates > 1 and population.places("second")
-            panel = "a second panel of questions" if second else "its exam there"
-            return f"{sentence}: by {panel} it was better than the best of the last exam"
+            same = bool(exams) and ranking(exams)[0] == index
+            if self.session.config.candidates > 1 and population.places("second"):
+                rival = "it was at the end" if same else "the best of the last exam"
+                return f"{sentence}: by a second panel of questions it was better than {rival}"
+            return f"{sentence}, where its exam was better than {'its' if same else 'the best of the'} last one"
         sentence += ", the best of the last exam"
-        scores = {agent.index: self.rows[agent.index].fitness for agent in population.everyone}
-        best = scores.pop(index, None)
-        others = {i: f for i, f in scores.items() if f is not None and f.is_finite}
+        best = exams.pop(index, None)
+        others = {i: f for i, f in exams.items() if f.is_finite}
         near = [] if best is None else sorted(i for i, f in others.items() if probability_better(best, f) < _CLEAR)
         if best is None or not near:
             return sentence
@@ -756,7 +751,7 @@ def _gain(summary: Mapping[str, Any]) -> tuple[float, float] | None:
     Both took the same test, but a summary has no score of each question: as for independent tests, which is cautious.
     """
     base, elite = (summary["test"].get(who) for who in ("base", "elite"))
-    if base is None or elite is None or None in (base["mean"], elite["mean"]):
+    if base is None or elite is None or None in (base["mean"], elite["mean"]) or base["n"] != elite["n"]:
         return None
     gain, error = elite["mean"] - base["mean"], math.hypot(base["stderr"] or 0, elite["stderr"] or 0)
     # Without any spread the sign alone decides.
@@ -779,6 +774,8 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampl
         better, worse = gain[1] >= _SURE, gain[1] <= 1 - _SURE
         verdict = f"{'better' if better else 'worse'} than" if better or worse else "not clearly better than"
         console.print(f"The elite is {verdict} the base: {gain[0]:+.3f}")
+    elif len({result["n"] for result in summary["test"].values()}) > 1:
+        console.print("These means are not comparable, because not the same questions got a grade (n)")
     if elite is None:
         console.print("\nNo agent is fit (a finite fitness, and not sick), so there is no elite.")
     else:
@@ -794,9 +791,25 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampl
     console.print(f"{counted(generations, 'generation')}, {tokens:,} tokens, {summary['seconds']:.0f} s")
 
 
-def _common(texts: Sequence[Sequence[str]]) -> int:
-    """Return how many words all texts begin with; 0 if they are all alike."""
-    return next((k for k, words in enumerate(zip(*texts)) if len(set(words)) > 1), 0)
+_END = re.compile(r"[.?!:]\s|\n")
+"""The end of a sentence or of a line."""
+
+
+def _alike(texts: Sequence[str]) -> str:
+    """Return what all texts begin with."""
+    return texts[0][: next((k for k, at in enumerate(zip(*texts)) if len(set(at)) > 1), min(map(len, texts)))]
+
+
+def _without_alike(texts: Sequence[str]) -> list[str]:
+    """Return texts without the sentences and lines that all begin or end with; no expression is cut."""
+    if len(set(texts)) < 2:
+        return list(texts)
+    start = max((match.end() for match in _END.finditer(_alike(texts))), default=0)
+    rest = [text[start:] for text in texts]
+    last = _alike([text[::-1] for text in rest])[::-1]
+    end = next((len(last) - match.end() for match in _END.finditer(last)), 0)
+    before, after = "... " * (start > 0), " ..." * (end > 0)
+    return [f"{before}{text[: len(text) - end].strip()}{after}" for text in rest]
 
 
 def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> None:
@@ -807,11 +820,6 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
     def scored(answer: Mapping[str, Any]) -> str:
         return one_line(answer["text"], width) + ("" if answer["score"] is None else f" ({answer['score']:.3g})")
 
-    # The words that all questions begin and end with say nothing, if there is no room for them.
-    questions = [one["question"].split() for one in answers]
-    start = _common(questions)
-    # From behind, without the beginning that was found: the two must not overlap.
-    end = _common([question[start:][::-1] for question in questions])
     width = max(12, (console.width - 20) // 4)
     others = [
         Column("right", [one_line(one["answer"] or "-", width) for one in answers], "left"),
@@ -819,10 +827,10 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
     ]
     # Questions get the room that the answers leave.
     room = max(width, console.width - sum(column.width for column in others))
-    if all(len(one_line(one["question"], room + 1)) <= room for one in answers):
-        start = end = 0
-    before, after = "... " * (start > 0), " ..." * (end > 0)
-    asked = told_apart([f"{before}{' '.join(words[start : len(words) - end])}{after}" for words in questions], room)
+    questions = [one["question"] for one in answers]
+    if any(len(one_line(question, room + 1)) > room for question in questions):
+        questions = _without_alike(questions)
+    asked = told_apart(questions, room)
     console.print(f"\nThe first {len(answers)} test questions, with answers and scores")
     console.print(_fitted([Column("question", asked, "left"), *others], console.width))
     console.print()

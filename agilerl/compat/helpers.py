@@ -162,6 +162,7 @@ class AutoModelForCausalLMWithValueHead:
 # -- own loops --------------------------------------------------------------------------------------------------------
 
 
+Plugin = Annotated[Any, Having("an accelerate.DeepSpeedPlugin", ("deepspeed_config",))]
 Strategy = Annotated[
     Any, Having("a selection strategy", ("plan", "select"), "pass a TournamentSelection, for instance")
 ]
@@ -223,16 +224,13 @@ def aggregate_metrics_across_gpus(accelerator: Any, metric_tensor: Any = None) -
     return float(values.mean())
 
 
-def create_llm_accelerator(*, deepspeed_plugin: Any = None) -> Any:
+@checked
+def create_llm_accelerator(*, deepspeed_plugin: Plugin | None = None) -> Any:
     """Return an ``accelerate.Accelerator``, or None where there is neither a GPU nor a launcher to need one."""
     from accelerate import Accelerator, PartialState
 
     if deepspeed_plugin is None and not torch.cuda.is_available() and PartialState().num_processes == 1:
         return None
-    if deepspeed_plugin is not None and not hasattr(deepspeed_plugin, "deepspeed_config"):
-        raise ConfigError(
-            f"deepspeed_plugin: expected an accelerate.DeepSpeedPlugin, found {described(deepspeed_plugin)}"
-        )
     return Accelerator(deepspeed_plugin=deepspeed_plugin)
 
 

@@ -32,7 +32,6 @@ from agilerl.checks.arguments import (
     checked,
     described,
     nearest,
-    reason,
     taken,
 )
 from agilerl.compat.gyms import DataGym, Gym, PreferenceGym, ReasoningGym, SFTGym
@@ -40,12 +39,13 @@ from agilerl.compat.tokenized import TokenObservationWrapper
 from agilerl.data import Trajectory
 from agilerl.envs.datasets import CuratedTask, DatasetTask
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.errors import AgileRLError, ConfigError, EnvError
+from agilerl.errors import ConfigError, EnvError
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import quarantined
 from agilerl.hpo.mutation import Mutations
 from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
+from agilerl.training.custom_selection import reported
 from agilerl.training.events import Event, Evolved, ExamDone, IterationDone
 from agilerl.training.loop import Loop, evolve
 from agilerl.training.progress import Progress
@@ -238,8 +238,40 @@ def finetune_llm_multiturn(
     ``reset`` and ``step`` speak text. An iteration plays ``init_hp["BATCH_SIZE"]`` seeds (by default the first agent's
     ``batch_size`` divided by its ``group_size``, at least one), ``group_size`` times each.
     """
-    agents = _checked(pop, "reasoning")
-    task, tokenizer = _episodes(agents, max_turns, env_factory, dict(env_config or {}), options)
+    agents, config = _checked(pop, "reasoning"), dict(env_config or {})
+    settings: dict[str, Any] = {}
+    limits: list[int | None] = []
+    tokenizers = [agents[0].runtime.tokenizer]
+
+    def plain(**given: Any) -> Any:
+        env = env_factory(**given)
+        if not isinstance(env, TokenObservationWrapper):
+            return env
+        settings.update(env.settings)
+        tokenizers.append(env.tokenizer)
+        limits.append(env.max_model_len)
+        return env.env
+
+    # Messages name the factory.
+    plain.__name__ = getattr(env_factory, "__name__", "env_factory")
+    # Made first: the wrapper that the factory returns has settings of the task, which then plays in it.
+    first = [EpisodeTask(plain, config, max_turns=max_turns, test_episodes=0).take()]
+    task = EpisodeTask(
+        lambda **given: first.pop() if first else plain(**given),
+        config,
+        max_turns=max_turns,
+        exam_episodes=options.eval_loop or EXAM,
+        test_episodes=0,
+        seed=agents[0].config.seed,
+        step_timeout=options.io_timeout_s,
+        **settings,
+    )
+    for limit in filter(None, limits):
+        for agent in agents:
+            if limit < agent.context_length:
+                agent.set_hyperparameters({"max_model_len": limit})
+    known = [one for one in tokenizers if one is not None]
+    tokenizer = known[0] if known else load_tokenizer(agents[0].runtime.base.source)
     return _Training(agents, task, tokenizer, options, init_hp=init_hp).run()
 
 
@@ -305,12 +337,8 @@ def _gym(kind: Any, env: Any, env_fn: Any) -> Any:
     """Return the environment that is given, or made; raises ConfigError unless it is of this kind."""
     if (env is None) == (env_fn is None):
         raise ConfigError(f"expected exactly one of env and env_fn, found {'neither' if env is None else 'both'}")
-    try:
+    with reported("env_fn could not make an environment", EnvError):
         gym = env if env is not None else env_fn()
-    except AgileRLError:
-        raise
-    except Exception as error:  # a factory may raise anything; report its reason
-        raise EnvError(f"env_fn could not make an environment: {reason(error)}") from error
     if not isinstance(gym, kind):
         raise ConfigError(f"expected a {kind.__name__} as the environment, found {described(gym)}")
     return gym
@@ -327,49 +355,6 @@ def _from_data(
     gym: DataGym = _gym(kind, env, env_fn)
     agents = _checked(pop, gym.kind)
     return _Training(agents, gym.task, gym.tokenizer, options, gym=gym, shared=env is not None, init_hp=init_hp).run()
-
-
-def _episodes(
-    agents: Sequence[LLMAlgorithm],
-    max_turns: int,
-    env_factory: Callable[..., Any],
-    env_config: dict[str, Any],
-    options: LoopOptions,
-) -> tuple[EpisodeTask, Any]:
-    """Return the environment as a task, and the tokenizer."""
-    settings: dict[str, Any] = {}
-    limits: list[int | None] = []
-    tokenizers = [agents[0].runtime.tokenizer]
-
-    def plain(**given: Any) -> Any:
-        env = env_factory(**given)
-        if not isinstance(env, TokenObservationWrapper):
-            return env
-        settings.update(env.settings)
-        tokenizers.append(env.tokenizer)
-        limits.append(env.max_model_len)
-        return env.env
-
-    # Messages name the factory.
-    plain.__name__ = getattr(env_factory, "__name__", "env_factory")
-    # Made first: the wrapper that the factory returns has settings of the task, which then plays in it.
-    first = [EpisodeTask(plain, env_config, max_turns=max_turns, test_episodes=0).take()]
-    task = EpisodeTask(
-        lambda **given: first.pop() if first else plain(**given),
-        env_config,
-        max_turns=max_turns,
-        exam_episodes=options.eval_loop or EXAM,
-        test_episodes=0,
-        seed=agents[0].config.seed,
-        step_timeout=options.io_timeout_s,
-        **settings,
-    )
-    for limit in filter(None, limits):
-        for agent in agents:
-            if limit < agent.context_length:
-                agent.set_hyperparameters({"max_model_len": limit})
-    known = [one for one in tokenizers if one is not None]
-    return task, known[0] if known else load_tokenizer(agents[0].runtime.base.source)
 
 
 # -- the loop ---------------------------------------------------------------------------------------------------------

@@ -15,8 +15,9 @@ from agilerl.data.checks import one_row
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.episode_task import Episode, EpisodeTask
 from agilerl.envs.prompts import ChatFormat, completion_length, decode_completions, end_token_ids
-from agilerl.errors import AgileRLError, ConfigError, EnvError
+from agilerl.errors import EnvError
 from agilerl.text.padding import decoded, padded
+from agilerl.training.custom_selection import reported
 
 Prompt = dict[str, Any]
 """``input_ids`` and ``attention_mask`` [1, P] int64, and ``text``."""
@@ -152,17 +153,7 @@ class TokenObservationWrapper:
 
     def examine(self, agent: Any, episodes: int) -> np.ndarray:
         """Return the returns of that many greedy episodes, from seeds that training never reaches."""
-        returns: list[float] = []
-        for number in range(episodes):
-            prompt, _ = self.reset(_EXAM_SEED + number)
-            total, done = 0.0, False
-            while not done:
-                action = agent.get_action([prompt], training=False)
-                agent.tokens["evaluated"] += int(action.action_masks[0].sum())
-                prompt, reward, terminated, truncated, _ = self.step(action.completion_ids[0])
-                total, done = total + reward, terminated or truncated
-            returns.append(total)
-        return np.array(returns)
+        return SyncMultiTurnVecEnv(lambda: self, 1, 1).examine(agent, episodes)
 
     def close(self) -> None:
         """Close the environment; ``reset`` and ``step`` raise EnvError afterwards. A second call does nothing."""
@@ -267,24 +258,11 @@ class SyncMultiTurnVecEnv:
         Environments that come without a wrapper get one with this ``tokenizer``.
 
         Raises:
-            ConfigError: a size below 1, or a factory that returns no TokenObservationWrapper if there is no tokenizer.
+            ConfigError: a size below 1, a factory that fails, or one that returns no wrapper if there is no tokenizer.
         """
         self.batch_size, self.group_size = batch_size, group_size
-        try:
-            envs: list[Any] = [env_factory(**(env_config or {})) for _ in range(batch_size * group_size)]
-        except AgileRLError:
-            raise
-        except Exception as error:  # a factory may raise anything; report its reason
-            raise ConfigError(
-                f"env_factory could not make an environment with {dict(env_config or {}) or 'no settings'}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-        bare = next((env for env in envs if not isinstance(env, TokenObservationWrapper)), None)
-        if bare is not None and tokenizer is None:
-            raise ConfigError(
-                f"expected env_factory to return a TokenObservationWrapper, found {type(bare).__name__}; pass "
-                "tokenizer= to have it wrapped"
-            )
+        with reported(f"env_factory could not make an environment with {dict(env_config or {}) or 'no settings'}"):
+            envs = [env_factory(**(env_config or {})) for _ in range(batch_size * group_size)]
         self.envs = [
             env
             if isinstance(env, TokenObservationWrapper)

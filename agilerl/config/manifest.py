@@ -1,17 +1,13 @@
 """The manifest: read from a file, overridden, checked."""
 
 import copy
-import types
 from collections.abc import Mapping, Sequence
-from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Union, cast, get_args, get_origin
-
-from pydantic import BaseModel
+from typing import Any, cast
 
 from agilerl import hooks
-from agilerl.checks.arguments import checked, nearest, shown
+from agilerl.checks.arguments import checked, shown
 from agilerl.config.named_files import locate
 from agilerl.config.plain_yaml import parse_yaml
 from agilerl.config.run import RunConfig, unknown_section
@@ -171,7 +167,8 @@ def _refuse_meaningless(config: RunConfig) -> None:
 
 def _read(path: Path | None) -> dict[str, Any]:
     if path is None:
-        return copy.deepcopy(_embedded())
+        text = (resources.files("agilerl.config") / "default.yaml").read_text(encoding="utf-8")
+        return cast("dict[str, Any]", parse_yaml(text, "the embedded default"))
     name = f"the manifest {shown(str(path))}"
     values = parse_yaml(_text(path, name), name)
     if values is None:
@@ -182,12 +179,6 @@ def _read(path: Path | None) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{name} must be a mapping of sections, found {shown(values)}")
     return values
-
-
-@cache
-def _embedded() -> dict[str, Any]:
-    text = (resources.files("agilerl.config") / "default.yaml").read_text(encoding="utf-8")
-    return cast("dict[str, Any]", parse_yaml(text, "the embedded default"))
 
 
 def _put_replay(values: dict[str, Any], path: Path) -> None:
@@ -232,29 +223,15 @@ def _split(override: str) -> tuple[list[str], Any]:
 
 
 def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
-    model: Any = RunConfig
-    for depth, key in enumerate(keys):
-        path = ".".join(keys[: depth + 1])
-        fields = getattr(model, "model_fields", None)
-        if fields is not None and key not in fields:
-            whole = ".".join(keys)
-            hint = (hooks.hint(whole, value) or nearest(key, fields)) if depth else unknown_section(whole, value)
-            raise ConfigError(f"unknown key {shown(path)}; {hint}")
-        model = None if fields is None else _nested(fields[key].annotation)
-        if depth < len(keys) - 1:
-            # A section without content is None in YAML.
-            if values.get(key) is None:
-                values[key] = {}
-            if not isinstance(values[key], dict):
-                raise ConfigError(f"{path} holds {shown(values[key])}, so it has no key {shown(keys[depth + 1])}")
-            values = values[key]
+    if keys[0] not in RunConfig.model_fields:
+        raise ConfigError(f"unknown key {shown(keys[0])}; {unknown_section('.'.join(keys), value)}")
+    for depth, key in enumerate(keys[:-1], 1):
+        # A section without content is None in YAML.
+        if values.get(key) is None:
+            values[key] = {}
+        if not isinstance(values[key], dict):
+            raise ConfigError(
+                f"{'.'.join(keys[:depth])} holds {shown(values[key])}, so it has no key {shown(keys[depth])}"
+            )
+        values = values[key]
     values[keys[-1]] = value
-
-
-def _nested(annotation: Any) -> Any:
-    """Return the pydantic model inside an annotation, if there is one."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Union, types.UnionType):
-        return next((n for n in map(_nested, get_args(annotation)) if n is not None), None)
-    return None

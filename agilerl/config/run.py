@@ -157,11 +157,11 @@ class RunConfig(Section):
     @property
     def most_islands(self) -> int:
         """Islands that have an agent each for the whole run; agents that share must be on one."""
-        return 1 if self.sharing.distillation or self.sharing.experience else self.smallest_population
+        return 1 if self.sharing else self.smallest_population
 
     def check_islands(self, islands: int) -> None:
         """Raise ConfigError for settings that a run on this many islands cannot keep."""
-        if islands > 1 and (self.sharing.distillation or self.sharing.experience):
+        if islands > 1 and self.sharing:
             raise ConfigError(
                 f"sharing is for agents of one island, found {islands} islands; set sharing.distillation and "
                 "sharing.experience to 0, or run in one process"

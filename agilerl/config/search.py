@@ -10,12 +10,7 @@ from agilerl.checks.validation import Needs
 from agilerl.config import Section
 from agilerl.config.training import Seed, check_known
 from agilerl.config.vllm import server_url
-from agilerl.hpo.strategies import (
-    ANNEALED,
-    OBJECTIVE_STRATEGIES,
-    SETTINGS,
-    defaults_of,
-)
+from agilerl.hpo.strategies import ANNEALED, OBJECTIVE_STRATEGIES, SETTINGS, defaults_of
 from agilerl.safety.custom_code import names_code
 
 _FRONT = 2

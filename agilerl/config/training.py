@@ -10,9 +10,7 @@ from agilerl.checks.arguments import nearest, shown
 from agilerl.checks.validation import Needs
 from agilerl.config import Section
 from agilerl.config.environment import Params
-from agilerl.hpo.strategies import (
-    LRSchedule,
-)
+from agilerl.hpo.strategies import LRSchedule
 from agilerl.safety.custom_code import names_code
 from agilerl.sizes import MAX_ROWS
 

@@ -201,10 +201,9 @@ def how_to_install_vllm() -> str:
 
 def lora_capacity(rank: int) -> int:
     """Return the smallest rank that vLLM reserves room for and that holds ``rank``; ConfigError if there is none."""
-    for capacity in LORA_RANKS:
-        if rank <= capacity:
-            return capacity
-    raise ConfigError(f"vLLM holds adapters of at most rank {LORA_RANKS[-1]}, found rank {rank}; lower it")
+    if rank > LORA_RANKS[-1]:
+        raise ConfigError(f"vLLM holds adapters of at most rank {LORA_RANKS[-1]}, found rank {rank}; lower it")
+    return next(capacity for capacity in LORA_RANKS if rank <= capacity)
 
 
 def adapter_options(folders: Mapping[str, str], room: int) -> list[str]:

@@ -1,6 +1,6 @@
 """A population on several islands: each has one base and trains a share of the agents; selection is joint."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -14,7 +14,7 @@ from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.guard import Vitals
-from agilerl.hpo.mutation import Member, Mutation, inherited
+from agilerl.hpo.mutation import Mutation, Mutations, inherited
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.hpo.selection import Plan
 from agilerl.population import AgentFacts, Checkup, Known, Population
@@ -171,9 +171,11 @@ class IslandPopulation(Population):
         self.next_index += len(plan.births)
         return self.exchange.merged({agent.index: dict(agent.hyperparameters) for agent in agents})
 
-    def _mutate(self, plan: Callable[[Sequence[Member]], list[Mutation]]) -> list[Mutation]:
+    def _mutate(self, plan: Plan, mutations: Mutations, generation: int, seed: int) -> list[Mutation]:
         # An agent's mutation does not depend on other agents, so each island plans its own.
-        parts = self.exchange.all([mutation.to_dict() for mutation in super()._mutate(plan)])
+        parts = self.exchange.all(
+            [mutation.to_dict() for mutation in super()._mutate(plan, mutations, generation, seed)]
+        )
         self._learn_of_all()
         return [Mutation.from_dict(mutation) for part in parts for mutation in part]
 

@@ -26,8 +26,6 @@ from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError, h
 from agilerl.runs.stopping import Interrupted, StopRequest
 from agilerl.safety.addresses import ALLOWED
 
-SUPPORTED = (2, 40)
-"""Oldest supported version of Ray."""
 _POLL_SECONDS = 0.5
 _ANSWER_SECONDS = 5.0
 _PLACEMENT_SECONDS = 120.0
@@ -79,7 +77,7 @@ def launch(
 
     ``works[k]`` is the work of attempt k; the last one is used for all further attempts. ``stop`` gives a context in
     which signals ask the run to stop. ``serve`` is the command line of a vLLM server. Raises ConfigError if Ray is not
-    installed or too old, EngineError if the cluster has no room or too many processes were lost.
+    installed, EngineError if the cluster has no room or too many processes were lost.
     """
     ray = _ray()
     with _connected(ray, config) as cluster, stop() as request:
@@ -124,9 +122,6 @@ def _ray() -> Any:
         import ray
     except ImportError as error:
         raise ConfigError(f"distributed.backend=ray needs Ray: {how_to_install('ray')}") from error
-    version: str = ray.__version__
-    if tuple(int(part) for part in version.split(".")[:2]) < SUPPORTED:
-        raise ConfigError(f"distributed.backend=ray needs Ray {SUPPORTED[0]}.{SUPPORTED[1]} or newer, found {version}")
     return ray
 
 

@@ -12,21 +12,14 @@ from random import Random
 from typing import Any
 
 
-class _Dataset:
-    def __init__(self, config: Any) -> None:
-        self.config, self.seed, self.size = config, config.seed, config.size
-
-    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
-        """Return 1 for the right answer, its share of the text if the text has more than it, else 0."""
-        right: str = entry["answer"]
-        if not answer or right not in answer:
-            return 0.0
-        return len(right) / len(answer)
+def _share(answer: str | None, right: str) -> float:
+    """Return 1 for the right answer, its share of the text if the text has more than it, else 0."""
+    return len(right) / len(answer) if answer and right in answer else 0.0
 
 
 @dataclass
-class GCDConfig:
-    """How many numbers, and from which range."""
+class GCD:
+    """Greatest common divisors; numbers without one above 1 are drawn again, twice at most."""
 
     min_numbers: int = 2
     max_numbers: int = 2
@@ -35,29 +28,25 @@ class GCDConfig:
     seed: int | None = None
     size: int = 500
 
-    def validate(self) -> None:
+    def __post_init__(self) -> None:
         """Raise ValueError for ranges that are empty or too low."""
         _check(self.min_numbers >= 2, "min_numbers must be at least 2")
         _check(self.max_numbers >= self.min_numbers, "max_numbers must be >= min_numbers")
         _check(self.min_value >= 1, "min_value must be positive")
         _check(self.max_value > self.min_value, "max_value must be > min_value")
 
-
-class GCD(_Dataset):
-    """Greatest common divisors; numbers without one above 1 are drawn again, twice at most."""
-
     def __getitem__(self, index: int) -> dict[str, Any]:
         # As in reasoning_gym, where each index has its own generator.
-        c, rng = self.config, Random(self.seed + index)
+        rng = Random((self.seed or 0) + index)
         for _ in range(3):
-            count = rng.randint(c.min_numbers, c.max_numbers)
-            numbers = [rng.randint(c.min_value, c.max_value) for _ in range(count)]
+            count = rng.randint(self.min_numbers, self.max_numbers)
+            numbers = [rng.randint(self.min_value, self.max_value) for _ in range(count)]
             divisor = math.gcd(*numbers)
             if divisor > 1:
                 break
-        listed = ", ".join(map(str, numbers))
+        ranges = {"num_terms": (self.min_numbers, self.max_numbers), "value": (self.min_value, self.max_value)}
         return {
-            "question": f"Find the Greatest Common Divisor (GCD) of these numbers: {listed}. "
+            "question": f"Find the Greatest Common Divisor (GCD) of these numbers: {', '.join(map(str, numbers))}. "
             "Give only the GCD as your final answer.",
             "answer": str(divisor),
             "metadata": {
@@ -65,15 +54,19 @@ class GCD(_Dataset):
                 "source_index": index,
                 "numbers": numbers,
                 "result": divisor,
-                "num_terms": len(numbers),
-                "difficulty": {"num_terms": (c.min_numbers, c.max_numbers), "value": (c.min_value, c.max_value)},
+                "num_terms": count,
+                "difficulty": ranges,
             },
         }
 
+    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
+        """Return the score of an answer, from 0 to 1."""
+        return _share(answer, entry["answer"])
+
 
 @dataclass
-class ChainSumConfig:
-    """How many terms, and of how many digits."""
+class ChainSum:
+    """Sums and differences."""
 
     min_terms: int = 2
     max_terms: int = 6
@@ -83,28 +76,27 @@ class ChainSumConfig:
     seed: int | None = None
     size: int = 500
 
-    def validate(self) -> None:
+    def __post_init__(self) -> None:
         """Raise ValueError for ranges that are empty or too low."""
         _check(self.min_terms > 0, "min_terms must be positive")
         _check(self.max_terms >= self.min_terms, "max_terms must be >= min_terms")
         _check(self.min_digits > 0, "min_digits must be positive")
         _check(self.max_digits >= self.min_digits, "max_digits must be >= min_digits")
 
-
-class ChainSum(_Dataset):
-    """Sums and differences."""
-
     def __getitem__(self, index: int) -> dict[str, Any]:
-        c, rng = self.config, Random(self.seed + index)
-        count = rng.randint(c.min_terms, c.max_terms)
-        digits = rng.randint(c.min_digits, c.max_digits)
+        rng = Random((self.seed or 0) + index)
+        count = rng.randint(self.min_terms, self.max_terms)
+        digits = rng.randint(self.min_digits, self.max_digits)
         highest = 10**digits - 1
         # A single digit may be 0; several begin with another one.
-        lowest = -highest if c.allow_negation else 0 if digits == 1 else 10 ** (digits - 1)
+        lowest = -highest if self.allow_negation else 0 if digits == 1 else 10 ** (digits - 1)
         terms = [rng.randint(lowest, highest) for _ in range(count)]
-        signs = [rng.choice(["+", "-"]) for _ in range(count - 1)]
-        expression = str(terms[0]) + "".join(f" {sign} {term}" for sign, term in zip(signs, terms[1:], strict=True))
-        total = terms[0] + sum(term if sign == "+" else -term for sign, term in zip(signs, terms[1:], strict=True))
+        expression, total = str(terms[0]), terms[0]
+        for term in terms[1:]:
+            sign = rng.choice(["+", "-"])
+            expression += f" {sign} {term}"
+            total += term if sign == "+" else -term
+        ranges = {"num_terms": (self.min_terms, self.max_terms), "num_digits": (self.min_digits, self.max_digits)}
         return {
             "question": f"State the final answer to the following arithmetic problem: {expression} =",
             "answer": str(total),
@@ -114,31 +106,28 @@ class ChainSum(_Dataset):
                 "num_terms": count,
                 "num_digits": digits,
                 "expression": expression,
-                "difficulty": {"num_terms": (c.min_terms, c.max_terms), "num_digits": (c.min_digits, c.max_digits)},
+                "difficulty": ranges,
             },
         }
 
     def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float:
-        """Score as other datasets, without commas; an equal number in other words, such as +01.0, is right too."""
+        """Score without commas; an equal number in other words, such as +01.0, is right too."""
         plain = (answer or "").replace(",", "")
         try:
             if Decimal(plain) == Decimal(entry["answer"]):
                 return 1.0
         except InvalidOperation:
             pass
-        return super().score_answer(plain, entry)
+        return _share(plain, entry["answer"])
 
 
-DATASETS: dict[str, tuple[type, type]] = {"gcd": (GCD, GCDConfig), "chain_sum": (ChainSum, ChainSumConfig)}
-"""The class of a dataset and that of its parameters, by name."""
+DATASETS: dict[str, tuple[type, type]] = {"gcd": (GCD, GCD), "chain_sum": (ChainSum, ChainSum)}
+"""The class of a dataset and that whose fields are its parameters, by name, as in reasoning_gym's registry."""
 
 
-def create_dataset(name: str, **params: Any) -> _Dataset:
+def create_dataset(name: str, **params: Any) -> Any:
     """Return a dataset with parameters; raises ValueError for values that it refuses."""
-    dataset, parameters = DATASETS[name]
-    config = parameters(**params)
-    config.validate()
-    return dataset(config)  # type: ignore[no-any-return]
+    return DATASETS[name][0](**params)
 
 
 def _check(fits: bool, rule: str) -> None:

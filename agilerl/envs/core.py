@@ -15,8 +15,8 @@ import numpy as np
 from agilerl.checks.arguments import Hint, checked
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import ConfigError, EnvError, RewardError
-from agilerl.rewards.grader import Grades, grades_of, run_calls, score_or_error
-from agilerl.rewards.waiting import WaitingGrader, speaks_for
+from agilerl.rewards.grader import Grader, Grades, close, grade, grades_of, run_calls, score_or_error, setup
+from agilerl.rewards.waiting import WaitingGrader, speaks_for, waiting_parts
 from agilerl.streams import stream
 
 Split = Literal["train", "exam", "test"]
@@ -252,6 +252,43 @@ class TaskWrapper(Task):
         self.task.fit(tokenizer, max_tokens)
         # Its sizes change with the rows that it leaves out.
         self._describe()
+
+
+class TaskWithGraders(Task):
+    """A task that is graded by ``_grader``; in exams and tests by ``fitness_grader``, if it has one."""
+
+    _grader: Grader
+    fitness_grader: Grader | None = None
+
+    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
+        """Return the training grader's reward."""
+        return self.rewards([completion], [row])[0]
+
+    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+        """Return the training grades; a completion on which the grader fails gets none and is counted."""
+        return grade(self._grader, completions, rows)
+
+    def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+        """Return the exam grades."""
+        if self.fitness_grader is None:
+            return self.grade(completions, rows)
+        return grade(self.fitness_grader, completions, rows)
+
+    def waiting(self, *, exam: bool) -> list[WaitingGrader]:
+        """Return the parts of the grader that may begin early."""
+        return waiting_parts(self.fitness_grader if exam and self.fitness_grader is not None else self._grader)
+
+    def prepare(self) -> None:
+        """Set up the graders."""
+        super().prepare()
+        setup(self._grader)
+        setup(self.fitness_grader)  # None has nothing to set up
+
+    def close(self) -> None:
+        """Close the graders."""
+        close(self._grader)
+        close(self.fitness_grader)
+        super().close()
 
 
 def waiting_graders(task: Task, *, exam: bool) -> list[WaitingGrader]:

@@ -38,11 +38,17 @@ class RowFaultError(EnvError):
 
 
 class MissingColumnError(EnvError):
-    """Rows lack a column that they need."""
+    """Rows of the dataset ``name`` lack a column that they need: one of ``wanted``, the usual one first."""
 
-    def __init__(self, column: str, sentence: str) -> None:
-        super().__init__(sentence)
-        self.column = column
+    def __init__(self, wanted: Sequence[str], columns: Sequence[str], name: str) -> None:
+        self.column = wanted[0]
+        guess = renamed(columns).get(self.column)
+        hint = f"did you mean {guess!r}?" if guess else nearest(self.column, columns)
+        hint = f" {hint}" if hint.startswith("did") else ""
+        super().__init__(
+            f"expected the column {' or '.join(wanted)} in {name}, found {', '.join(sorted(columns))};{hint} rename a "
+            f"column with columns: {{{self.column}: {guess or '<its name>'}}}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +157,13 @@ def form_of(
         return replace(form_of(columns, "sft", name, response=response), labelled=True)
     paired = {"chosen", "rejected"} <= set(columns)
     if purpose == "unpaired" and not paired:
-        raise _missing(["label"], columns, name)
+        raise MissingColumnError(["label"], columns, name)
     if purpose in ("preference", "unpaired"):
         if not paired:
-            raise _missing(["rejected" if "chosen" in columns else "chosen"], columns, name)
+            raise MissingColumnError(["rejected" if "chosen" in columns else "chosen"], columns, name)
         return Form(_first(("prompt", "question"), columns), "chosen", pairs=True)
     if response not in (None, "target", *columns) and "messages" not in columns:
-        raise _missing([str(response)], columns, name)
+        raise MissingColumnError([str(response)], columns, name)
     if purpose == "sft":
         prompts, needs = ["messages", "prompt", "question"], "text"
         responses = [*([response] if response else []), "completion", "answer", "chosen"]
@@ -174,11 +180,11 @@ def form_of(
             "with SFTGym, whose test is their likelihood, or rename columns to prompt and completion"
         )
     if prompt is None:
-        raise _missing(prompts if purpose == "sft" else ["question", "prompt", "messages"], columns, name)
+        raise MissingColumnError(prompts if purpose == "sft" else ["question", "prompt", "messages"], columns, name)
     if prompt == "messages":
         return Form(prompt, prompt, "text" if needs == "text" else "no", learned=learned)
     if answer is None and needs != "no":
-        raise _missing(responses, columns, name)
+        raise MissingColumnError(responses, columns, name)
     return Form(prompt, answer, needs)
 
 
@@ -205,17 +211,6 @@ def renamed(columns: Sequence[str]) -> dict[str, str]:
             guess = _first(names, lower) or (ending[0] if len(ending) == 1 else None)
             guesses |= {} if guess is None else {new: lower[guess]}
     return guesses
-
-
-def _missing(wanted: Sequence[str], columns: Sequence[str], name: str) -> MissingColumnError:
-    guess = renamed(columns).get(wanted[0])
-    hint = f"did you mean {guess!r}?" if guess else nearest(wanted[0], columns)
-    hint = f" {hint}" if hint.startswith("did") else ""
-    return MissingColumnError(
-        wanted[0],
-        f"expected the column {' or '.join(wanted)} in {name}, found {', '.join(sorted(columns))};{hint} rename a "
-        f"column with columns: {{{wanted[0]}: {guess or '<its name>'}}}",
-    )
 
 
 # -- the values of a row ----------------------------------------------------------------------------------------------

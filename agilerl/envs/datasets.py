@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, get_args
 
 from agilerl.checks.arguments import Count, Seed, Whole, checked, counted
-from agilerl.envs.core import Message, Row, Split, Task, TrainingOrder, warn_of_fewer
+from agilerl.envs.core import Message, Row, Split, TaskWithGraders, TrainingOrder, warn_of_fewer
 from agilerl.envs.curation import (
     BadRows,
     Form,
@@ -25,8 +25,7 @@ from agilerl.envs.curation import (
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.combine import CombinedGrader, Graders, as_grader
-from agilerl.rewards.grader import OF_A_BATCH, Grader, Grades, close, exact_match, grade, grader_name, setup
-from agilerl.rewards.waiting import WaitingGrader, waiting_parts
+from agilerl.rewards.grader import OF_A_BATCH, Grader, exact_match, grader_name
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 PLAIN = ({"role": "user", "content": "{question}"},)
@@ -35,7 +34,7 @@ PLAIN = ({"role": "user", "content": "{question}"},)
 Template = Sequence[Mapping[str, str]]
 
 
-class DatasetTask(Task):
+class DatasetTask(TaskWithGraders):
     """Rows of three datasets, one for each split, used as they are.
 
     A row has ``question`` and ``answer``, or ``prompt`` (a text or a conversation; with ``completion`` or ``answer``,
@@ -133,26 +132,6 @@ class DatasetTask(Task):
         """Return the row's worse response."""
         return self._form.read(row).rejected if self._form.pairs else super().counterexample(row)
 
-    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
-        """Return what the reward function says."""
-        return self.rewards([completion], [row])[0]
-
-    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
-        """Call the reward function for all completions; one on which it fails gets no grade and is counted."""
-        return grade(self._grader, completions, rows)
-
-    def waiting(self, *, exam: bool) -> list[WaitingGrader]:
-        """Return the parts of the reward function that may begin early."""
-        return waiting_parts(self._grader)
-
-    def prepare(self) -> None:
-        """Set up the grader."""
-        setup(self._grader)
-
-    def close(self) -> None:
-        """Close the grader."""
-        close(self._grader)
-
     def _converse(self, row: Mapping[str, Any], sample: Sample) -> list[Message]:
         if not isinstance(sample.prompt, str):
             return sample.prompt
@@ -232,14 +211,13 @@ class CuratedTask(DatasetTask):
             warn_of_fewer(self.name, self._asked, sizes, rows)
 
 
-def fill_template(text: str, row: Mapping[str, Any]) -> str:
-    """Replace ``{column}`` by the row's value; braces that name no column stay, as do braces inside values."""
-    return PLACEHOLDER.sub(lambda match: str(row[match[1]]) if match[1] in row else match[0], text)
-
-
 def filled(template: Template, row: Mapping[str, Any]) -> list[Message]:
-    """Return a template's messages with the row's columns filled in."""
-    return [{"role": m["role"], "content": fill_template(m["content"], row)} for m in template]
+    """Return a template's messages with the row's columns filled in; other braces stay, as do those inside values."""
+
+    def value(match: re.Match[str]) -> str:
+        return str(row[match[1]]) if match[1] in row else match[0]
+
+    return [{"role": m["role"], "content": PLACEHOLDER.sub(value, m["content"])} for m in template]
 
 
 def checked_template(template: Template | None, columns: Iterable[str]) -> Template:

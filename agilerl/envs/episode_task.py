@@ -1,10 +1,11 @@
 """Multi-turn episodes: one at the level of tokens, and the task that plays those of a run."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from time import monotonic
 from types import MappingProxyType, TracebackType
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -357,7 +358,9 @@ class EpisodeTask:
         for question in places[:_TRIED]:
             episode, sizes = self.episode(self.chat(tokenizer), context_length, 1), []
             for call in (partial(episode.begin, question.row["seed"]), partial(episode.act, nothing, "")):
-                (error,) = call_all([call], self.step_timeout)
+                with Stepping(self.step_timeout) as stepping:
+                    stepping.add(call)
+                    (error,) = stepping.results()
                 if error is not None:
                     raise EnvError(f"{self.name} failed in the first turn of an episode: {reason(error)}") from error
                 sizes.append(len(episode.prompt_ids))
@@ -432,24 +435,11 @@ _POLL = 0.05
 """Polling interval in seconds while calls are running."""
 
 
-def call_all(calls: Sequence[Callable[[], object]], timeout: float | None) -> list[Exception | None]:
-    """Make all calls and return what each raised, or None.
-
-    Args:
-        calls: functions without arguments that do not share state.
-        timeout: seconds for each call, from its own start; None calls them in sequence in this thread. A call that
-            takes longer counts as a TimeoutError: its thread is abandoned and its later results are lost.
-    """
-    with Stepping(timeout) as stepping:
-        for call in calls:
-            stepping.add(call)
-        return stepping.results()
-
-
 class Stepping:
-    """Calls that share no state, made in threads as they are added; the meaning of ``timeout`` is that of ``call_all``.
+    """Calls that share no state, made in threads as they are added; meanwhile the caller may do something else.
 
-    Whoever adds a call may do something else until ``results``. Without a timeout nothing is called before that.
+    ``timeout``: seconds for each call, from its own start. A call that takes longer counts as a TimeoutError: its
+    thread is abandoned and its later results are lost. With None, ``results`` makes the calls in its own thread.
     """
 
     def __init__(self, timeout: float | None, workers: int = _WORKERS) -> None:
@@ -481,34 +471,21 @@ class Stepping:
 
     def results(self) -> list[Exception | None]:
         """Return what each call raised, or None, in the order of ``add``, when all have ended or run out of time."""
-        if self.timeout is None:
+        if (timeout := self.timeout) is None:
             return [self._timed(number)[0] for number in range(len(self._calls))]
-        results: list[Exception | None] = []
         hanging: set[int] = set()
-        for number, outcome in enumerate(self._outcomes):
-            error, seconds = None, float("inf")
-            while number not in hanging:
-                try:
-                    # In short waits, since any call may run out of time while this one is waited for.
-                    error, seconds = outcome.result(min(_POLL, self.timeout))
-                    break
-                except TimeoutError:
-                    hanging |= self._give_up(self.timeout, hanging)
-            # It may have ended too late before anybody looked.
-            late = TimeoutError(f"no answer within {self.timeout:g} seconds")
-            results.append(error if seconds <= self.timeout else late)
-        return results
-
-    def _give_up(self, timeout: float, known: set[int]) -> set[int]:
-        """Return the calls that have run out of time since, each with a new thread in place of its own."""
-        now = monotonic()
-        # A copy, as threads add to it at any time.
-        hanging = {number for number, start in dict(self._started).items() if now - start > timeout} - known
-        # A call that has just ended is late, but its thread is free.
-        hanging = {number for number in hanging if not self._outcomes[number].done()}
-        for _ in hanging:
-            self._threads.add()
-        return hanging
+        while running := {n: call for n, call in enumerate(self._outcomes) if n not in hanging and not call.done()}:
+            # In short waits, since any call may run out of time while the others are waited for.
+            wait(running.values(), _POLL)
+            now = monotonic()
+            for number, outcome in running.items():
+                if not outcome.done() and now - self._started.get(number, now) > timeout:
+                    hanging.add(number)
+                    self._threads.add()  # in place of the one that hangs
+        ended = [(None, inf) if n in hanging else outcome.result() for n, outcome in enumerate(self._outcomes)]
+        # A call may also have ended too late before anybody looked.
+        late = TimeoutError(f"no answer within {timeout:g} seconds")
+        return [error if seconds <= timeout else late for error, seconds in ended]
 
     def _timed(self, number: int) -> tuple[Exception | None, float]:
         start, caught = monotonic(), None

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agilerl.checks.arguments import checked, nearest, shown
-from agilerl.envs.core import AnyTask, Task, TaskWrapper, waiting_graders
+from agilerl.envs.core import AnyTask, Task, TaskWithGraders, TaskWrapper, waiting_graders
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError
 from agilerl.rewards.combine import CombinedGrader, Graders, as_grader
-from agilerl.rewards.grader import BaseGrader, Grades, close, grade, grader_name, setup
-from agilerl.rewards.waiting import WaitingGrader, waiting_parts
+from agilerl.rewards.grader import BaseGrader, Grades, grader_name
+from agilerl.rewards.waiting import WaitingGrader
 
 
 class TaskGrader(BaseGrader):
@@ -36,7 +36,7 @@ class TaskGrader(BaseGrader):
         return waiting_graders(self.task, exam=False)
 
 
-class GradedTask(TaskWrapper):
+class GradedTask(TaskWithGraders, TaskWrapper):
     """The questions of a task, graded by ``grader`` in training and by ``fitness_grader`` in exams and tests.
 
     Without a ``fitness_grader``, exams are graded as in training. With one, selection compares agents by a measure that
@@ -63,34 +63,6 @@ class GradedTask(TaskWrapper):
     def weights(self) -> Mapping[str, float]:
         """Weights of the training reward's parts, by name; empty unless it is a ``CombinedGrader``."""
         return self._grader.weights if isinstance(self._grader, CombinedGrader) else {}
-
-    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
-        """Return the training grader's reward."""
-        return self.grade([completion], [row]).rewards[0]
-
-    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
-        """Return the training grades."""
-        return grade(self._grader, completions, rows)
-
-    def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
-        """Return the exam grades."""
-        return grade(self._grader if self.fitness_grader is None else self.fitness_grader, completions, rows)
-
-    def waiting(self, *, exam: bool) -> list[WaitingGrader]:
-        """Return the parts of the grader that may begin early."""
-        return waiting_parts(self.fitness_grader if exam and self.fitness_grader is not None else self._grader)
-
-    def prepare(self) -> None:
-        """Prepare the task and set up the graders."""
-        super().prepare()
-        setup(self._grader)
-        setup(self.fitness_grader)  # None has nothing to set up
-
-    def close(self) -> None:
-        """Close the graders and the task."""
-        close(self._grader)
-        close(self.fitness_grader)
-        super().close()
 
 
 def all_weights(task: Task | EpisodeTask, weights: Mapping[str, float]) -> dict[str, float] | None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from typing import Any, Literal
 
@@ -33,8 +34,14 @@ class _Drawn:
     failures: int = 0
 
 
-_PANELS: dict[str, _Drawn] = {}
-"""Few distinct questions take many draws (gcd: 40,000, half a second), and a command asks for the same ones twice."""
+KEPT_DATASETS = 4
+
+
+@lru_cache(maxsize=KEPT_DATASETS)
+def _drawn(name: str, params: str, seed: int, holdout: str) -> _Drawn:
+    """Return what has been drawn for the panels of such tasks in this process, to which more may be added."""
+    # Few distinct questions take many draws (gcd: 40,000, half a second), and a command asks for the same ones twice.
+    return _Drawn()
 
 
 # -- training that gets harder: reasoning_gym's curricula -------------------------------------------------------------
@@ -115,7 +122,6 @@ def _at_level(level: int, name: str, params: Mapping[str, Any], rising: Mapping[
 
 CHUNK = 1000
 """Problems of one reasoning_gym dataset object; some build a table of this size, so it must not be huge."""
-KEPT_DATASETS = 4
 MOST_ATTEMPTS = 512
 """Redraws of one training problem before giving up."""
 PATIENCE = 2000
@@ -278,7 +284,8 @@ class ReasoningGymTask(Task):
         """Draw the exam and the test unless they are drawn; smaller ones, if allowed, where there are too few."""
         if self._panel:
             return
-        asked, drawn = (self.exam_prompts, self.test_prompts), self._drawn()
+        asked = (self.exam_prompts, self.test_prompts)
+        drawn = _drawn(self.name, repr(self.levels[self._last]), self.seed, self.holdout)
         rows = drawn.rows
         with quiet():
             # With n of N questions known, a new one takes N / (N - n) draws: 20 n without any means that few are left.
@@ -312,13 +319,6 @@ class ReasoningGymTask(Task):
             sizes = smaller
         self.exam_prompts, self.test_prompts = sizes
         self._panel = {question: dict(row) for question, row in islice(rows.items(), sum(sizes))}
-
-    def _drawn(self) -> _Drawn:
-        """Return what has been drawn for the panels of such a task in this process, to which more may be added."""
-        key = repr((self.name, self.levels[self._last], self.seed, self.holdout))
-        while key not in _PANELS and len(_PANELS) >= KEPT_DATASETS:
-            del _PANELS[next(iter(_PANELS))]
-        return _PANELS.setdefault(key, _Drawn())
 
     def _draw(self, purpose: str, number: int, level: int) -> Row:
         (chunk, index), params = divmod(number, CHUNK), self.levels[level]

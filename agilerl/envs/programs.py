@@ -143,17 +143,15 @@ def client(base_url: str, api_key: str, timeout: float | None, *, asynchronous: 
             f"environment.agent: functions get a client of the package openai; {how_to_install('agents')}"
         ) from error
     # The address is this machine's: without certificates, a client takes a millisecond instead of thirty.
-    if asynchronous:
-        http: Any = httpx.AsyncClient(verify=False, timeout=timeout, trust_env=False)
-        return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http, max_retries=0)
-    http = httpx.Client(verify=False, timeout=timeout, trust_env=False)
-    return openai.OpenAI(base_url=base_url, api_key=api_key, http_client=http, max_retries=0)
+    http: Any = httpx.AsyncClient if asynchronous else httpx.Client
+    kind: Any = openai.AsyncOpenAI if asynchronous else openai.OpenAI
+    http_client = http(verify=False, timeout=timeout, trust_env=False)
+    return kind(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
 
 
 async def _awaited(program: Callable[..., Any], row: Mapping[str, Any], url: str, key: str, timeout: float) -> Any:
-    async with client(url, key, timeout, asynchronous=True) as asynchronous:
-        async with asyncio.timeout(timeout):
-            return await program(asynchronous, deepcopy(dict(row)))
+    async with client(url, key, timeout, asynchronous=True) as asynchronous, asyncio.timeout(timeout):
+        return await program(asynchronous, deepcopy(dict(row)))
 
 
 def _command(command: Sequence[str], row: Mapping[str, Any], base_url: str, api_key: str, timeout: float) -> str:

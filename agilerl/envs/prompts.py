@@ -241,7 +241,7 @@ def _apply_template(
 
 
 def _ids(encoded: Any) -> list[int]:
-    """Return the ids of a BatchEncoding (transformers 5) or of a plain list (transformers 4)."""
+    """Return the ids of a BatchEncoding, or of the plain list of a tokenizer of another kind."""
     return [int(token) for token in (encoded["input_ids"] if isinstance(encoded, Mapping) else encoded)]
 
 

@@ -5,12 +5,14 @@ found to do neither (``IN_THIS_PROCESS``) run here; all others, including those 
 """
 
 import ast
+import json
 import os
 import re
 import threading
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from agilerl.config.environment import EnvironmentConfig
@@ -42,19 +44,10 @@ PATIENCE = 60.0
 """Seconds for one answer on a busy machine."""
 MEMORY = 2 * 2**30
 
-_LOCK = threading.RLock()
+_LOCKS: dict[int, "threading.RLock"] = {}
+"""By process id: after a fork, a thread that held the lock does not exist to release it."""
 _SHARED: weakref.WeakValueDictionary[int, IsolatedGrader] = weakref.WeakValueDictionary()
 """This process's worker, by process id; all tasks share it, and it ends with the last of them."""
-
-
-def _forget_the_lock() -> None:
-    """Make a new lock after a fork: a thread that held the old one does not exist here to release it."""
-    global _LOCK
-    _LOCK = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):  # Windows does not fork
-    os.register_at_fork(after_in_child=_forget_the_lock)
 
 
 class Scorers:
@@ -105,7 +98,7 @@ class Scorers:
             # Of datasets with the same name a composite keeps the last.
             params = next(spec["config"] for spec in reversed(params["datasets"]) if spec["name"] == source)
         columns = {"dataset": [source], "params": [encoded(params)], "entry": [encoded(row)]}
-        with _LOCK:
+        with _LOCKS.setdefault(os.getpid(), threading.RLock()):
             (outcome,) = self._shared()([""], [answer], **columns)
         if isinstance(outcome, Exception):
             raise outcome
@@ -343,38 +336,8 @@ def shortcuts(config: EnvironmentConfig) -> Iterator[str]:
             yield f"{answer} earns {mean:.2f} on {dataset} (chance {chance:.2f}; measured with default parameters)"
 
 
-# The best-paying answer by task and reward, with its mean reward and that of chance, the right answer of another
-# question; written by ``benchmarking/degenerate.py --write``.
-SHORTCUTS: Mapping[str, Mapping[str, tuple[str, float, float]]] = {
-    "game_of_life": {"exact": ("the commonest answer", 0.13, 0.02)},
-    "gcd": {"exact": ("`2`", 0.29, 0.17)},
-    "gsm_symbolic": {"exact": ("the right answer amid nonsense", 1.0, 0.0)},
-    "knight_swap": {"exact": ("`No`", 0.22, 0.02), "score": ("`No`", 0.22, 0.02)},
-    "knights_knaves": {"exact": ("the right answer after numbers", 1.0, 0.0)},
-    "letter_counting": {"exact": ("`1`", 0.4, 0.17), "score": ("`1`", 0.4, 0.17)},
-    "maze": {"exact": ("`5`", 0.38, 0.27), "score": ("`5`", 0.38, 0.27)},
-    "number_format": {
-        "exact": ("the question's last number", 0.13, 0.0),
-        "score": ("the question's last number", 0.13, 0.0),
-    },
-    "number_sequence": {
-        "exact": ("the question's last number", 0.35, 0.1),
-        "score": ("the question's last number", 0.35, 0.11),
-    },
-    "polynomial_equations": {"exact": ("`0`", 0.23, 0.06), "score": ("`0`", 0.34, 0.1)},
-    "prime_factorization": {
-        "exact": ("the question's first number", 0.15, 0.0),
-        "score": ("the question's first number", 0.57, 0.01),
-    },
-    "propositional_logic": {"score": ("`1e400`", 0.11, 0.0)},
-    "rotten_oranges": {"exact": ("`-1`", 0.32, 0.16), "score": ("`-1`", 0.32, 0.16)},
-    "self_reference": {"exact": ("`2`", 0.37, 0.25), "score": ("`2`", 0.37, 0.25)},
-    "shortest_path": {"exact": ("`infeasible`", 0.36, 0.13), "score": ("`infeasible`", 0.36, 0.13)},
-    "sokoban": {"exact": ("the right answer amid nonsense", 0.53, 0.01)},
-    "string_manipulation": {
-        "exact": ("the question's last line", 0.24, 0.0),
-        "score": ("the question's last line", 0.31, 0.01),
-    },
-    "syllogism": {"exact": ("`Yes`", 0.65, 0.48), "score": ("`Yes`", 0.65, 0.48)},
-    "word_sorting": {"score": ("the question's last line", 0.13, 0.0)},
-}
+SHORTCUTS: Mapping[str, Mapping[str, Sequence[Any]]] = json.loads(
+    Path(__file__).with_name("shortcuts.json").read_text()
+)
+"""The best-paying answer by task and reward, with its mean reward and that of chance, the right answer of another
+question; written by ``benchmarking/degenerate.py --write``."""

@@ -63,7 +63,9 @@ def _part(name: str, rows: Any, columns: Iterable[Any], lines: Sequence[int] = (
 
 
 def _of_dicts(name: str, rows: Sequence[Any], lines: Sequence[int] = ()) -> Part:
-    """Return rows in memory; raises EnvError for one that is no mapping."""
+    """Return rows in memory, tuples as pairs of answers; raises EnvError for one that is neither that nor a mapping."""
+    if any(isinstance(row, tuple) for row in rows):
+        rows = [dict(zip(_PAIRS[len(row)], row)) if type(row) is tuple and len(row) in _PAIRS else row for row in rows]
     part = _part(name, rows, (), lines)
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -199,7 +201,7 @@ def _renamed(part: Part, columns: Mapping[str, str]) -> Part:
         if old not in known and new in known and old in _READ:
             new, old = old, new  # AgileRL's manifests have them the other way round
         if old not in known:
-            raise EnvError(f"expected the column {shown(old)} in {part.name} to rename to {new}; {nearest(old, known)}")
+            raise EnvError(f"{part.name} has no column {shown(old)}; {nearest(old, known)}")
         if old in renamed:
             raise EnvError(f"columns gives the column {old} of {part.name} two names; give it one")
         renamed[old] = new
@@ -356,7 +358,7 @@ def _read(source: Any, split: str, config: str | None, name: str, limit: int | N
         if isinstance(source, Path) or names_a_file(source):
             return read_file(Path(source).expanduser())
         dataset, name = _load_from_hub(source, split, config, stream=limit is not None), f"{source} ({split})"
-        return _of_datasets(dataset, name) if limit is None else _listed(_streamed(dataset, name, limit), name)
+        return _of_datasets(dataset, name) if limit is None else _of_dicts(name, _streamed(dataset, name, limit))
     if isinstance(source, Mapping):
         if split not in source:
             raise EnvError(f"expected the split {split} in {name}, found {sorted(map(str, source))}; pass one of them")
@@ -365,18 +367,18 @@ def _read(source: Any, split: str, config: str | None, name: str, limit: int | N
         size = len(source)
     except TypeError as error:
         if isinstance(source, Iterable):
-            return _listed(_streamed(source, name, limit), name)
+            return _of_dicts(name, _streamed(source, name, limit))
         raise EnvError(
             f"expected a dataset, a sequence of dicts, a file or a hub name as {name}, found {described(source)}"
         ) from error
     if hasattr(source, "iterrows") and hasattr(source, "to_dict"):  # pandas; what it calls missing is None
         # As objects first: a column of numbers would turn None into NaN again.
         frame = source.astype(object).where(source.notna(), None).to_dict("records")
-        source = [{str(column): _plain(value) for column, value in row.items()} for row in frame]
+        source = [{str(k): v.tolist() if hasattr(v, "tolist") else v for k, v in row.items()} for row in frame]
     elif not isinstance(source, Sequence) and not hasattr(source, "column_names") and hasattr(source, "__getitem__"):
         # torch's datasets have only a length and items
         source = _streamed((source[number] for number in range(size)), name, size)
-    return _listed(source, name) if isinstance(source, Sequence) else _of_datasets(source, name)
+    return _of_dicts(name, source) if isinstance(source, Sequence) else _of_datasets(source, name)
 
 
 def _streamed(source: Iterable[Any], name: str, limit: int | None) -> list[Any]:
@@ -395,18 +397,6 @@ def _streamed(source: Iterable[Any], name: str, limit: int | None) -> list[Any]:
         )
         del rows[MOST_STREAMED:]
     return rows
-
-
-def _listed(rows: Sequence[Any], name: str) -> Part:
-    """Return rows in memory; tuples are pairs of answers, with or without their prompt."""
-    if any(isinstance(row, tuple) for row in rows):
-        rows = [dict(zip(_PAIRS[len(row)], row)) if type(row) is tuple and len(row) in _PAIRS else row for row in rows]
-    return _of_dicts(name, rows)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of numpy, however nested, as Python's."""
-    return _plain(value.tolist()) if hasattr(value, "tolist") else value
 
 
 def _of_datasets(dataset: Any, name: str) -> Part:

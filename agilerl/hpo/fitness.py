@@ -92,11 +92,8 @@ class Fitness:
 
     def to_dict(self) -> dict[str, Any]:
         """Return mean, stderr and n for a JSON line, and the costs if any; numbers that are not finite become None."""
-        values = {
-            "mean": self.mean if math.isfinite(self.mean) else None,
-            "stderr": self.stderr if math.isfinite(self.stderr) else None,
-            "n": self.n,
-        }
+        known = {"mean": self.mean, "stderr": self.stderr, "n": self.n}
+        values = {name: number if math.isfinite(number) else None for name, number in known.items()}
         costs = {name: cost.to_dict() for name, cost in self.costs.items()}
         return {**values, "costs": costs} if costs else values
 

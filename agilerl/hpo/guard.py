@@ -133,7 +133,6 @@ def replaced_by_elite(plan: Plan, before: Sequence[int], sick: Collection[int]) 
 
 
 def _late(vitals: Vitals) -> Vitals:
-    """Return the later half of the iterations."""
     # Counted by the lengths: rewards are left out where agents weigh graders differently.
     size = max(_LEAST, -(-len(vitals.length) // 2))
     return Vitals(vitals.entropy[-size:], vitals.length[-size:], vitals.reward[-size:], vitals.reward_before)

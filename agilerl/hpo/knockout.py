@@ -109,7 +109,8 @@ class PulseSelection(Strategy):
         else:
             verdicts[present] = f"kept: P = {sure:.3f} < {self.challenge:g} that agent {best} is better"
             winner = present
-            verdicts[best] = f"left: not surely better than agent {present}, P = {sure:.3f} < {self.challenge:g}"
+            how = "not better" if sure < 0.5 else "not surely better"
+            verdicts[best] = f"left: {how} than agent {present}, P = {sure:.3f} < {self.challenge:g}"
         verdicts |= contest.places([winner], verdicts)
         return winner
 
@@ -221,7 +222,8 @@ class KnockoutSelection(Strategy):
             # The agent that is not beaten stays beside the others or, if places decide, in the rival's place.
             kept.append(index)
             if not evidently:
-                verdicts[rival] = f"left: not surely better than agent {self.seeded}, {proof}"
+                how = "not better" if proof.probability < 0.5 else "not surely better"
+                verdicts[rival] = f"left: {how} than agent {self.seeded}, {proof}"
                 kept.remove(rival)
         return kept
 

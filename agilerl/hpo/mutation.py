@@ -5,13 +5,12 @@ import math
 import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from typing import Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 
 from agilerl.checks.arguments import Count, NotNegative, Positive, Seed, Share, Whole, checked
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, warn_once
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.streams import stream
 
@@ -258,7 +257,10 @@ class Mutations:
         # Sorted: the order of the declarations must not decide which gene a draw means.
         names = sorted(member.genes)
         if self.genes_per_mutation > len(names):
-            _say_that_all_move(self.genes_per_mutation, len(names))
+            warn_once(
+                f"genes_per_mutation={self.genes_per_mutation}, but only {len(names)} hyperparameters evolve: every "
+                "mutation moves all of them"
+            )
         count = min(self.genes_per_mutation, len(names))
         chosen = sorted(int(position) for position in rng.choice(len(names), count, replace=False))
         changes = []
@@ -283,14 +285,6 @@ class Mutations:
             return Mutation(member.index, details={"reason": f"rank {member.rank} has no neighbour in [{low}, {high}]"})
         new = options[int(rng.integers(len(options)))]
         return Mutation(member.index, "rank", (Change("rank", member.rank, new),))
-
-
-@cache  # once a process, not once a mutation
-def _say_that_all_move(wanted: int, known: int) -> None:
-    warnings.warn(
-        f"genes_per_mutation={wanted}, but only {known} hyperparameters evolve: every mutation moves all of them",
-        stacklevel=2,
-    )
 
 
 def inherited(agent: int, before: Mapping[str, Value], donor: int, values: Mapping[str, Value]) -> Mutation:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from agilerl.checks.arguments import Positive, Share, Within, check_fields, nearest
+from agilerl.checks.arguments import Hint, Positive, Share, Within, check_fields, nearest, taken
 from agilerl.errors import ConfigError
 
 Value = float | int | str | bool
@@ -191,11 +191,7 @@ class HyperparameterConfig(dict[str, RLParameter]):
 
     def __init__(self, **parameters: RLParameter) -> None:
         for name, parameter in parameters.items():
-            if not isinstance(parameter, RLParameter):
-                raise ConfigError(
-                    f"HyperparameterConfig: {name} must be an RLParameter(min, max), found {parameter!r}; "
-                    f"write {_keyword(name)}."
-                )
+            taken(Annotated[RLParameter, Hint(f"write {_keyword(name)}")], parameter, "HyperparameterConfig", name)
         super().__init__(parameters)
 
     def names(self) -> list[str]:

@@ -74,7 +74,6 @@ def stretched(schedule: Mapping[str, Any], tokens: Count) -> dict[str, Any]:
 
 
 def _genes_of(schedule: Mapping[str, Any]) -> Mapping[str, Sequence[Mapping[str, Any]]]:
-    """Return the genes' steps of a schedule, checked."""
     genes = taken(Mapping[str, Sequence[Mapping[str, Any]]], schedule.get("genes"), "the schedule", "genes")
     for name, steps in genes.items():
         places = [taken(Whole, step.get("tokens"), "the schedule", f"the tokens of {name}") for step in steps]

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from agilerl.checks.arguments import Count, Seed, checked
 from agilerl.hpo.mutation import LEARNING_RATES
@@ -69,15 +69,12 @@ def initial_hyperparameters(
     members = [dict(base) for _ in range(size)]
     if init == "same" or not genes or size == 1:
         return members
-    for member, point in zip(members[1:], _sobol(len(genes), size - 1, seed), strict=True):
-        member.update({gene.name: gene.from_unit(float(u)) for gene, u in zip(genes.values(), point, strict=True)})
-    return members
-
-
-def _sobol(dimensions: int, count: int, seed: int) -> Any:
     # Imported when used: scipy.stats takes most of a second, and only the start of a run needs it.
     from scipy.stats import qmc
 
-    sampler = qmc.Sobol(dimensions, scramble=True, rng=stream(seed, "initial spread"))
+    sampler = qmc.Sobol(len(genes), scramble=True, rng=stream(seed, "initial spread"))
     # Sobol points are balanced in powers of two only, so the next power is drawn and cut.
-    return sampler.random_base2(max(count - 1, 0).bit_length())[:count]
+    points = sampler.random_base2((size - 2).bit_length())
+    for member, point in zip(members[1:], points):
+        member.update({gene.name: gene.from_unit(float(u)) for gene, u in zip(genes.values(), point, strict=True)})
+    return members

@@ -55,7 +55,12 @@ class TournamentSelection(Strategy):
         fitness, finite = contest.fitness, contest.finite
         if not finite:
             return contest.unchanged()
-        wins = Counter(self._winners(finite, len(fitness) - int(self.elitism), contest.generation, contest.seed))
+        rng = stream(contest.seed, "selection", contest.generation)
+        # Fewer agents may be sound than a tournament has places.
+        size = min(self.tournament_size, len(finite))
+        draws = [rng.choice(len(finite), size, replace=False) for _ in range(len(fitness) - int(self.elitism))]
+        # They are ranked, so the lowest position wins.
+        wins = Counter(finite[int(np.min(draw))] for draw in draws)
         if self.elitism:
             # The elite keeps one place without a tournament; every tournament it wins adds a clone.
             wins[finite[0]] += 1
@@ -87,11 +92,3 @@ class TournamentSelection(Strategy):
         proof = evidence(fitness[parent], fitness[dead], float(self.gate))
         verdicts[dead] = proof.about_replacing(parent)
         return proof.is_enough
-
-    def _winners(self, finite: list[int], count: int, generation: int, seed: int) -> list[int]:
-        """Return the winner of each tournament; ``finite`` is ranked, so the lowest position wins."""
-        rng = stream(seed, "selection", generation)
-        # Fewer agents may be sound than a tournament has places.
-        size = min(self.tournament_size, len(finite))
-        draws = [rng.choice(len(finite), size, replace=False) for _ in range(count)]
-        return [finite[int(np.min(draw))] for draw in draws]

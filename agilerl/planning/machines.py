@@ -1,17 +1,16 @@
 """Devices to plan for: a table of data-sheet numbers and, separately, how close each phase comes to its floor."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from agilerl.checks.arguments import nearest
 from agilerl.errors import ConfigError
-
-_GB, _TB, _TERA = 1e9, 1e12, 1e12
+from agilerl.sizes import CPU_ROWS
 
 
 @dataclass(frozen=True)
 class Machine:
-    """One device, with the rates that large operations reach on it."""
+    """One device, with the rates that large operations reach on it; in ``GPUS`` with those that its vendor states."""
 
     name: str
     flops: float
@@ -24,34 +23,30 @@ class Machine:
     """Bytes per second to another device, one direction."""
     disk: float = 1e9
     """Bytes per second written and synchronised."""
+    source: str = ""
+    """Where the rates come from."""
 
 
-@dataclass(frozen=True)
-class DataSheet:
-    """What a vendor states for a device, without structured sparsity."""
-
-    flops: float
-    """Peak operations per second of dense bf16 matrix products with fp32 sums."""
-    memory: float
-    """Bytes."""
-    bandwidth: float
-    """Bytes per second."""
-    link: float
-    """Bytes per second to other devices of the machine, one direction: half of what data sheets state."""
-    source: str
+def _sheet(name: str, teraflops: float, terabytes: float, gigabytes: float, link: float, source: str) -> Machine:
+    """Return a GPU by its data sheet: dense bf16 products, bandwidth, memory, half of the link's rate in GB/s."""
+    return Machine(name, teraflops * 1e12, terabytes * 1e12, gigabytes * 1e9, link * 1e9, source=f"NVIDIA {source}")
 
 
-GPUS: dict[str, DataSheet] = {
-    "b200": DataSheet(2250 * _TERA, 180 * _GB, 8.0 * _TB, 900 * _GB, "NVIDIA HGX B200 data sheet (4.5 PFLOPS sparse)"),
-    "h200": DataSheet(989 * _TERA, 141 * _GB, 4.8 * _TB, 450 * _GB, "NVIDIA H200 SXM data sheet (1,979 sparse)"),
-    "h100": DataSheet(989 * _TERA, 80 * _GB, 3.35 * _TB, 450 * _GB, "NVIDIA H100 SXM data sheet (1,979 sparse)"),
-    "h100-pcie": DataSheet(756 * _TERA, 80 * _GB, 2.0 * _TB, 64 * _GB, "NVIDIA H100 PCIe data sheet (1,513 sparse)"),
-    "a100-80": DataSheet(312 * _TERA, 80 * _GB, 2.039 * _TB, 300 * _GB, "NVIDIA A100 80GB SXM data sheet"),
-    "a100-40": DataSheet(312 * _TERA, 40 * _GB, 1.555 * _TB, 300 * _GB, "NVIDIA A100 40GB SXM data sheet"),
-    "l40s": DataSheet(362 * _TERA, 48 * _GB, 0.864 * _TB, 32 * _GB, "NVIDIA L40S data sheet (733 sparse), PCIe 4 x16"),
-    "a10": DataSheet(125 * _TERA, 24 * _GB, 0.6 * _TB, 32 * _GB, "NVIDIA A10 data sheet, PCIe 4 x16"),
-    "l4": DataSheet(121 * _TERA, 24 * _GB, 0.3 * _TB, 32 * _GB, "NVIDIA L4 data sheet (242 sparse), PCIe 4 x16"),
+GPUS = {
+    sheet.name: sheet
+    for sheet in (
+        _sheet("b200", 2250, 8.0, 180, 900, "HGX B200 data sheet (4.5 PFLOPS sparse)"),
+        _sheet("h200", 989, 4.8, 141, 450, "H200 SXM data sheet (1,979 sparse)"),
+        _sheet("h100", 989, 3.35, 80, 450, "H100 SXM data sheet (1,979 sparse)"),
+        _sheet("h100-pcie", 756, 2.0, 80, 64, "H100 PCIe data sheet (1,513 sparse)"),
+        _sheet("a100-80", 312, 2.039, 80, 300, "A100 80GB SXM data sheet"),
+        _sheet("a100-40", 312, 1.555, 40, 300, "A100 40GB SXM data sheet"),
+        _sheet("l40s", 362, 0.864, 48, 32, "L40S data sheet (733 sparse), PCIe 4 x16"),
+        _sheet("a10", 125, 0.6, 24, 32, "A10 data sheet, PCIe 4 x16"),
+        _sheet("l4", 121, 0.3, 24, 32, "L4 data sheet (242 sparse), PCIe 4 x16"),
+    )
 }
+"""What the vendor states, without structured sparsity; rates of links in one direction, half of what sheets state."""
 
 PER_MACHINE = 8
 """GPUs per machine; a larger island sends over the network."""
@@ -79,6 +74,8 @@ class Costs:
 
     phases: Mapping[str, PhaseCost]
     origin: str
+    row_multiple: int = 1
+    """Batches of decoded rows are padded to a multiple of this."""
 
 
 GPU_COSTS = Costs(
@@ -109,6 +106,7 @@ CPU_COSTS = Costs(
         "checkpoint": PhaseCost(1.6, 0.0, 0.0),
     },
     "measured on one CPU thread, on five models of 0.2 to 12 million parameters",
+    row_multiple=CPU_ROWS,
 )
 """From ``benchmarking/roofline.py --calibrate``; docs/plan.md shows the errors on other models."""
 
@@ -118,10 +116,11 @@ def gpu(name: str) -> Machine:
     if name not in GPUS:
         raise ConfigError(f"--gpu={name!r} is unknown; {nearest(name, [*GPUS, 'cpu'])}")
     sheet = GPUS[name]
-    return Machine(
-        name,
+    return replace(
+        sheet,
         flops=sheet.flops * MATMUL_SHARE,
         bandwidth=sheet.bandwidth * COPY_SHARE,
-        memory=sheet.memory,
         link=sheet.link * LINK_SHARE,
+        source=f"{sheet.source}; {MATMUL_SHARE:.0%} of its matmul and {COPY_SHARE:.0%} of its copy rate, as an H200 "
+        "reached",
     )

@@ -156,7 +156,7 @@ def _inspect(name: str, evaluation: Mapping[str, Any], moment: str) -> dict[str,
     identity = _sha256(f"{moment}{model}{name}")[:22]
     metrics = {name: {"name": name, "value": greedy[name]} for name in ("mean", "stderr") if greedy[name] is not None}
     samples = [
-        _inspect_sample(number, epoch, one["question"], str(one["answer"] or ""), answer, model)
+        _inspect_sample(number, epoch, one, answer, model)
         for number, one in enumerate(evaluation["answers"], start=1)
         for epoch, answer in enumerate([one["adapter"]["greedy"], *one["adapter"]["samples"]], start=1)
     ]
@@ -191,7 +191,7 @@ def _inspect(name: str, evaluation: Mapping[str, Any], moment: str) -> dict[str,
 
 
 def _inspect_sample(
-    number: int, epoch: int, question: str, target: str, answer: Mapping[str, Any], model: str
+    number: int, epoch: int, one: Mapping[str, Any], answer: Mapping[str, Any], model: str
 ) -> dict[str, Any]:
     message = {"role": "assistant", "content": answer["text"], "source": "generate"}
     stop = _STOPS.get(answer["finish_reason"], _UNKNOWN)
@@ -199,9 +199,9 @@ def _inspect_sample(
     return {
         "id": number,
         "epoch": epoch,
-        "input": question,
-        "target": target,
-        "messages": [{"role": "user", "content": question, "source": "input"}, message],
+        "input": one["question"],
+        "target": str(one["answer"] or ""),
+        "messages": [{"role": "user", "content": one["question"], "source": "input"}, message],
         "output": {"model": model, "choices": [{"message": message, "stop_reason": stop}]},
         "scores": scored,
         "metadata": {"greedy": epoch == 1, "tokens": answer["length"]},

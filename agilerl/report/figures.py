@@ -2,17 +2,18 @@
 
 import html
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from agilerl.checks.arguments import counted
+from agilerl.hpo.mutation import LEARNING_RATES
 from agilerl.hpo.strategies import UNITS
 from agilerl.report import life
 from agilerl.report.life import short_value
-from agilerl.report.load import AgentRecord, Family, RunRecord, Score, front_exams, hyperparameter_at, number, number_or
+from agilerl.report.load import AgentRecord, Exam, RunRecord, Score, front_exams, number, number_or
 
 T = TypeVar("T")
 Figure = dict[str, Any]
@@ -103,38 +104,29 @@ def _figure(
     return {"data": data, "layout": layout}
 
 
-def _scatter(mode: str, points: Sequence[Sequence[Any]], **more: Any) -> Trace:
-    """Return a trace through points, of which only the first two numbers count."""
-    x, y = [_rounded(point[0]) for point in points], [_rounded(point[1]) for point in points]
+def _trace(kind: str, points: Iterable[Sequence[Any]], **more: Any) -> Trace:
+    """Return a trace of points, of which only the first two values count."""
+    pairs = [(_rounded(point[0]), _rounded(point[1])) for point in points]
     silent = {} if "hovertemplate" in more else {"hoverinfo": "skip"}
-    return {"type": "scatter", "mode": mode, "x": x, "y": y, **more} | silent
+    return {"type": kind, "x": [x for x, _ in pairs], "y": [y for _, y in pairs], **more} | silent
+
+
+def _scatter(mode: str, points: Iterable[Sequence[Any]], **more: Any) -> Trace:
+    return _trace("scatter", points, mode=mode, **more)
 
 
 def _of_agent(
-    agent: AgentRecord, family: Family, points: Sequence[Sequence[Any]], hover: str, *, mode: str, **more: Any
+    agent: AgentRecord, run: RunRecord, points: Sequence[Sequence[Any]], hover: str, *, mode: str, **more: Any
 ) -> Trace:
     """Return an agent's trace in its colour."""
     values = {
         "name": f"agent {agent.index}",
         "line": {"color": agent_colour(agent.index), "width": 2},
         "marker": {"color": agent_colour(agent.index), "size": 7},
-        "meta": {"agent": agent.index, "winning": agent.index in family.line},
-        **({"hovertemplate": f"agent {agent.index}{hover}<extra></extra>"} if hover else {}),
+        "meta": {"agent": agent.index, "winning": agent.index in run.family.line},
+        "hovertemplate": f"agent {agent.index}{hover}<extra></extra>",
     }
     return _scatter(mode, points, **{**values, **more})
-
-
-def _bars(heights: Mapping[Any, float], colour: Any, hover: str, **more: Any) -> Trace:
-    """Return a bar for each name or number; ``colour`` is one of all, or a list."""
-    y, marker = [_rounded(height) for height in heights.values()], {"color": colour}
-    return {
-        "type": "bar",
-        "x": list(heights),
-        "y": y,
-        "marker": marker,
-        "hovertemplate": f"{hover}<extra></extra>",
-        **more,
-    }
 
 
 def _last_before(run: RunRecord, agent: AgentRecord, points: Points, x: float) -> Point | None:
@@ -150,12 +142,12 @@ def _last_before(run: RunRecord, agent: AgentRecord, points: Points, x: float) -
     return None
 
 
-def _exam_points(agent: AgentRecord) -> list[Point]:
-    """Return (step, mean, generation, standard error, n) of an agent's finite exams."""
+def _exam_points(agent: AgentRecord, x: Callable[[Exam], float] = lambda exam: exam.step) -> list[Point]:
+    """Return (x, mean, generation, standard error, n) of an agent's exams, where the first two are finite."""
     return [
-        (e.step, e.score.mean, e.generation, number_or(e.score.stderr, 0.0), e.score.n)
+        (x(e), e.score.mean, e.generation, number_or(e.score.stderr, 0.0), e.score.n)
         for e in agent.exams
-        if e.score.is_finite
+        if e.score.is_finite and math.isfinite(x(e))
     ]
 
 
@@ -209,12 +201,12 @@ def evenly(items: Sequence[T], most: int) -> list[T]:
 # -- curves over steps and generations --------------------------------------------------------------------------------
 
 
-def _curves(run: RunRecord, family: Family, points: Points, hover: str, axes: tuple[str, str], **more: Any) -> Figure:
+def _curves(run: RunRecord, points: Points, hover: str, axes: tuple[str, str], **more: Any) -> Figure:
     """Draw a line for each agent, a dotted one from each parent to its child, and a broad one under the winner's.
 
     Without an agent that has points the figure has no data.
     """
-    lines, inherited, path, winning = [], list[Point](), list[Point](), set(family.line_nodes())
+    lines, inherited, path, winning = [], list[Point](), list[Point](), set(run.family.line_nodes())
     for agent in run.agents.values():
         every = points(agent)
         if not (known := _without_gaps(every)):
@@ -226,25 +218,27 @@ def _curves(run: RunRecord, family: Family, points: Points, hover: str, axes: tu
         thinned = evenly(every, _MOST_POINTS)
         details = {"customdata": [point[2:] for point in thinned]} if "customdata" in hover else {}
         mode = "lines" if len(known) >= _MANY else "lines+markers"
-        lines.append(_of_agent(agent, family, thinned, hover, mode=mode, **details))
+        lines.append(_of_agent(agent, run, thinned, hover, mode=mode, **details))
     if not lines:
         return _figure([], *axes, **more)
     path.sort(key=lambda point: point[0])
     pen = _scatter("lines", path, line={"color": "rgba(245,190,40,0.45)", "width": 10})
     dotted = _scatter("lines", inherited, line={"color": _GREY, "width": 1, "dash": "dot"}, meta={"inheritance": True})
+    if not any(value for line in lines for value in line["y"]):  # plotly would draw a constant 0 from -1 to 1
+        more["yaxis"] = {**more.get("yaxis", {}), "range": [-0.05, 1]}
     return _figure([pen, dotted, *lines], *axes, **more)
 
 
-def fitness_figure(run: RunRecord, family: Family) -> Figure | None:
+def fitness_figure(run: RunRecord) -> Figure | None:
     """Draw the fitness of each agent over steps with a band of one standard error; None if there is no fitness."""
     hover = "<br>iteration %{x}<br>%{y:.4f} ± %{customdata[1]:.4f}<br>n %{customdata[2]}"
-    figure = _curves(run, family, _exam_points, hover, ("iteration", "fitness"), height=380)
+    figure = _curves(run, _exam_points, hover, ("iteration", "fitness"), height=380)
     bands = []
     for agent in run.agents.values():
         if points := _exam_points(agent):
             before = _last_before(run, agent, _exam_points, points[0][0])
-            bands.append(_band(points if before is None else [before, *points], agent_colour(agent.index, 0.16)))
-            bands[-1]["meta"] = {"agent": agent.index, "winning": agent.index in family.line}
+            points = points if before is None else [before, *points]
+            bands.append(_band(points, agent.index, agent=agent.index, winning=agent.index in run.family.line))
     if bands and "base" in run.tests and (score := run.tests["base"][1]).is_finite:
         steps = [step for line in figure["data"] for step in line["x"] if step is not None]
         hover = f"the base on the test: {life.plus(score, '.4f', '.4f')}<extra></extra>"
@@ -256,114 +250,105 @@ def fitness_figure(run: RunRecord, family: Family) -> Figure | None:
     return figure if bands else None
 
 
-def _band(points: Sequence[Point], colour: str) -> Trace:
-    """Return an area of one standard error on either side of exams."""
+def _band(points: Sequence[Point], index: int, **meta: Any) -> Trace:
+    """Return an area of one standard error on either side of exams, in the colour of an agent."""
+    colour = agent_colour(index, 0.16)
     ends = [(x, *Score(y, error, n).band) for x, y, _, error, n in points]
     outline = [(x, high) for x, _, high in ends] + [(x, low) for x, low, _ in reversed(ends)]
     # Of a single exam the band is a vertical line, which must be as broad as the mark to be seen.
     line = {"color": colour, "width": 1 if len(points) > 1 else 7}
-    return _scatter("lines", outline, fill="toself", fillcolor=colour, line=line)
+    return _scatter("lines", outline, fill="toself", fillcolor=colour, line=line, meta=meta, showlegend=False)
 
 
-def overlay_figure(runs: Mapping[str, tuple[RunRecord, Family]]) -> Figure | None:
+def overlay_figure(runs: Mapping[str, RunRecord]) -> Figure | None:
     """Draw the fitness along the winning lineage of each run, by the runs' names; None if no agent has one."""
     data = []
-    for position, (name, (run, family)) in enumerate(runs.items()):
-        winning = set(family.line_nodes())
-        points = [p for index in family.line for p in _exam_points(run.agents[index]) if (index, p[2]) in winning]
+    for position, (name, run) in enumerate(runs.items()):
+        winning = set(run.family.line_nodes())
+        points = [p for index in run.family.line for p in _exam_points(run.agents[index]) if (index, p[2]) in winning]
         if points:
-            meta = {"meta": {"run": position}}
             hover = f"{plain(name)}<br>%{{x}}<br>%{{y:.4f}} ± %{{customdata[1]:.4f}}<extra></extra>"
             line = {"color": agent_colour(position), "width": 3}
             more = {"name": plain(name), "customdata": [p[2:] for p in points], "hovertemplate": hover, "line": line}
-            data += [
-                _band(points, agent_colour(position, 0.16)) | {"showlegend": False} | meta,
-                _scatter("lines+markers", points, **more) | meta,
-            ]
+            data.append(_band(points, position, run=position))
+            data.append(_scatter("lines+markers", points, meta={"run": position}, **more))
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
     return _figure(data, "iteration", "fitness", height=380, showlegend=True, legend=legend) if data else None
 
 
-def scatter_figure(
-    run: RunRecord, family: Family, points: Points, name: str, *, unit: str = "", rings: Sequence[Point] = ()
+def _scatter_figure(
+    run: RunRecord, name: str, x: Callable[[AgentRecord, Exam], float], unit: str = ""
 ) -> Figure | None:
-    """Draw each agent's fitness against another number, its last exam full and the earlier ones pale.
-
-    ``rings`` are the points of agents to be marked, each with the agent. None if no agent has a point.
-    """
+    """Draw each agent's fitness against another number, its last exam full and the earlier ones pale; None if empty."""
     data = []
     hover = (
         f", generation %{{customdata[0]}}<br>fitness %{{y:.4f}} ± %{{customdata[1]:.4f}}<br>{plain(name)} %{{x:.4g}}"
     )
     for agent in run.agents.values():
-        if exams := _without_gaps(points(agent)):
+        if exams := _exam_points(agent, partial(x, agent)):
             earlier, pale = len(exams) - 1, agent_colour(agent.index, 0.45)
             marker = {"size": [6] * earlier + [10], "color": [pale] * earlier + [agent_colour(agent.index)]}
             line = {"color": agent_colour(agent.index, 0.25), "width": 1}
             marks = {"marker": marker, "line": line, "customdata": [exam[2:] for exam in exams]}
-            data.append(_of_agent(agent, family, exams, hover, mode="lines+markers", **marks))
+            data.append(_of_agent(agent, run, exams, hover, mode="lines+markers", **marks))
     if not data:
         return None
-    xaxis = _value_axis([x for trace in data for x in trace["x"]])
-    marker = {"symbol": "circle-open", "size": 18, "color": "#e8a91c", "line": {"width": 3}}
-    names = {"name": "front", "text": [str(ring[2]) for ring in rings], "textposition": "top center"}
-    ring = [_scatter("markers+text", rings, marker=marker, **names)] if rings else []
-    return _figure([*data, *ring], f"{plain(name)}{unit}", "fitness", height=300, xaxis=xaxis)
+    xaxis = _value_axis([value for trace in data for value in trace["x"]])
+    return _figure(data, f"{plain(name)}{unit}", "fitness", height=300, xaxis=xaxis)
 
 
-def objective_figure(run: RunRecord, family: Family, cost: str) -> Figure | None:
+def objective_figure(run: RunRecord, cost: str) -> Figure | None:
     """Draw each agent's exams, fitness against a cost, and mark the front; None if no exam has both."""
 
-    def points(agent: AgentRecord) -> list[Point]:
-        exams = [exam for exam in agent.exams if cost in exam.costs and exam.costs[cost].is_finite]
-        return [(e.costs[cost].mean, e.score.mean, e.generation, number_or(e.score.stderr, 0.0)) for e in exams]
+    def value(_: AgentRecord, exam: Exam) -> float:
+        return exam.costs[cost].mean if cost in exam.costs else math.nan
 
-    front = [(e.costs[cost].mean, e.score.mean, i) for i, e in front_exams(run).items() if cost in e.costs]
-    return scatter_figure(run, family, points, cost, unit=f" ({UNITS.get(cost, '')})", rings=front)
+    figure = _scatter_figure(run, cost, value, f" ({UNITS.get(cost, '')})")
+    rings = [(e.costs[cost].mean, e.score.mean, i) for i, e in front_exams(run).items() if cost in e.costs]
+    if figure is not None and rings:
+        marker = {"symbol": "circle-open", "size": 18, "color": "#e8a91c", "line": {"width": 3}}
+        names = {"name": "front", "text": [str(ring[2]) for ring in rings], "textposition": "top center"}
+        figure["data"].append(_scatter("markers+text", rings, marker=marker, **names))
+    return figure
 
 
-def gene_figure(run: RunRecord, family: Family, name: str) -> Figure | None:
+def gene_figure(run: RunRecord, name: str) -> Figure | None:
     """Draw each exam against the value of a hyperparameter that the agent was trained with; None if it has none."""
-
-    def points(agent: AgentRecord) -> list[Point]:
-        values = [number(hyperparameter_at(agent, name, exam.generation - 1, run)) for exam in agent.exams]
-        exams = [
-            (value, e.score.mean, e.generation, number_or(e.score.stderr, 0.0)) for value, e in zip(values, agent.exams)
-        ]
-        return [point for point in exams if math.isfinite(point[0])]
-
-    return scatter_figure(run, family, points, name)
+    return _scatter_figure(run, name, lambda agent, e: number(agent.values(e.generation - 1).get(name)))
 
 
 def hyperparameter_names(run: RunRecord) -> tuple[list[str], dict[str, Any]]:
     """Return the hyperparameters that differ between agents or generations, and those that never do."""
     names = dict.fromkeys(name for agent in run.agents.values() for name in agent.hyperparameters)
     moving, constant = [], {}
+    training: Mapping[str, Any] = run.info["config"].get("training") or {}
     for name in names:
         values = {
-            repr(hyperparameter_at(agent, name, generation, run))
+            repr(agent.values(generation).get(name))
             for agent in run.agents.values()
-            for generation in [*agent.generations, sys.maxsize]
+            for generation in [*agent.generations, math.inf]
         }
         if len(values) > 1:
             moving.append(name)
         else:
-            constant[name] = next(iter(run.agents.values())).hyperparameters.get(name)
+            value, course = next(iter(run.agents.values())).hyperparameters.get(name), training.get("lr_schedule") or {}
+            annealed = name in LEARNING_RATES and course.get("name", "constant") != "constant"
+            constant[name] = f"{value} (before annealing)" if annealed else value
     return moving, constant
 
 
-def hyperparameter_figure(run: RunRecord, family: Family, name: str) -> Figure:
+def hyperparameter_figure(run: RunRecord, name: str) -> Figure:
     """Draw the values of one hyperparameter that each agent was trained with in each generation."""
 
     def points(agent: AgentRecord) -> list[Point]:
         # A selection changes values after its generation was trained.
-        return [(g, _drawable(hyperparameter_at(agent, name, g - 1, run)), g) for g in family.spans[agent.index]]
+        return [(g, _drawable(agent.values(g - 1).get(name)), g) for g in run.family.spans[agent.index]]
 
-    last = max((generation for span in family.spans.values() for generation in span), default=1)
+    last = max((generation for span in run.family.spans.values() for generation in span), default=1)
     values = [value for agent in run.agents.values() for _, value, _ in points(agent) if value is not None]
     axes = {"xaxis": {"dtick": _tick(last)}, "yaxis": _value_axis(values)}
     return _curves(
-        run, family, points, f"<br>generation %{{x}}<br>{plain(name)} %{{y}}", ("generation", ""), height=260, **axes
+        run, points, f"<br>generation %{{x}}<br>{plain(name)} %{{y}}", ("generation", ""), height=260, **axes
     )
 
 
@@ -405,7 +390,7 @@ def importance(run: RunRecord, names: Sequence[str]) -> dict[str, tuple[float, i
     for name in names:
         ranked, freedom = [], 0
         for generation, gains in exam_gains(run).items():
-            pairs = [(number(hyperparameter_at(agent, name, generation - 1, run)), gain) for agent, gain in gains]
+            pairs = [(number(agent.values(generation - 1).get(name)), gain) for agent, gain in gains]
             pairs = [pair for pair in pairs if math.isfinite(pair[0])]
             if len({value for value, _ in pairs}) > 1 and len({gain for _, gain in pairs}) > 1:
                 # Centred, and scaled by their number, so that generations of different sizes count alike.
@@ -429,13 +414,14 @@ def importance_figure(run: RunRecord, names: Sequence[str]) -> Figure | None:
     clear = [abs(rho) > 2 / math.sqrt(freedom) for rho, freedom in correlations.values()]
     colours = [agent_colour(0, 1.0 if is_clear else 0.3) for is_clear in clear]
     heights = {plain(name): rho for name, (rho, _) in correlations.items()}
-    hover = "%{x}<br>rank correlation %{y:.2f}<br>%{customdata[0]} degrees of freedom"
-    bar = _bars(heights, colours, hover, customdata=[[freedom] for _, freedom in correlations.values()])
+    hover = "%{x}<br>rank correlation %{y:.2f}<br>%{customdata[0]} degrees of freedom<extra></extra>"
+    freedoms = [[freedom] for _, freedom in correlations.values()]
+    bar = _trace("bar", heights.items(), marker={"color": colours}, hovertemplate=hover, customdata=freedoms)
     yaxis = {"range": [-1.05, 1.05], "zeroline": True}
     return _figure([bar], "", "rank correlation", height=300, xaxis={"type": "category"}, yaxis=yaxis)
 
 
-def parallel_figure(run: RunRecord, family: Family, names: Sequence[str]) -> Figure | None:
+def parallel_figure(run: RunRecord, names: Sequence[str]) -> Figure | None:
     """Draw each agent as a line across its last hyperparameters to its last fitness; None if no agent has both."""
     columns: dict[str, dict[int, float]] = {name: {} for name in [*names, "fitness"]}
     for index, agent in run.agents.items():
@@ -443,7 +429,7 @@ def parallel_figure(run: RunRecord, family: Family, names: Sequence[str]) -> Fig
         if exams:
             columns["fitness"][index] = exams[-1].score.mean
             for name in names:
-                value = number(hyperparameter_at(agent, name, exams[-1].generation - 1, run))
+                value = number(agent.values(exams[-1].generation - 1).get(name))
                 if math.isfinite(value):
                     columns[name][index] = value
     columns = {name: values for name, values in columns.items() if values}
@@ -456,7 +442,7 @@ def parallel_figure(run: RunRecord, family: Family, names: Sequence[str]) -> Fig
         values = [[plain(name), short_value(columns[name][index])] for _, name in inside]
         if len(inside) > 1:
             hover = "<br>%{customdata[0]} %{customdata[1]}"
-            data.append(_of_agent(run.agents[index], family, points, hover, mode="lines+markers", customdata=values))
+            data.append(_of_agent(run.agents[index], run, points, hover, mode="lines+markers", customdata=values))
     if not data or len(columns) < 3:  # of one hyperparameter gene_figure shows more
         return None
     marks = [
@@ -489,7 +475,7 @@ def _heights(values: Mapping[int, float]) -> dict[int, float]:
     return {index: _share(value, low, high) for index, value in values.items()}
 
 
-def curve_figure(run: RunRecord, family: Family, metric: str) -> Figure | None:
+def curve_figure(run: RunRecord, metric: str) -> Figure | None:
     """Draw one train metric over steps, one line per agent; None if no agent has a finite value of it."""
 
     def points(agent: AgentRecord) -> list[Point]:
@@ -497,7 +483,7 @@ def curve_figure(run: RunRecord, family: Family, metric: str) -> Figure | None:
 
     rates = [line[metric] for agent in run.agents.values() for line in agent.train if metric in line]
     yaxis = _value_axis(rates) if metric == "learning_rate" else {}
-    figure = _curves(run, family, points, "<br>iteration %{x}<br>%{y:.4g}", ("iteration", ""), height=240, yaxis=yaxis)
+    figure = _curves(run, points, "<br>iteration %{x}<br>%{y:.4g}", ("iteration", ""), height=240, yaxis=yaxis)
     return figure if figure["data"] else None
 
 
@@ -546,11 +532,11 @@ def phase_seconds(run: RunRecord) -> dict[str, dict[int, float]]:
 def time_figure(run: RunRecord) -> Figure | None:
     """Draw the seconds of each phase, summed over a generation, as stacked bars; None if nothing was timed."""
     phases = phase_seconds(run)
-    hover = "<br>generation %{x}<br>%{y:.2f} s"
-    data = [
-        _bars(seconds, agent_colour(_PHASES.index(phase)), f"{phase}{hover}", name=phase)
-        for phase, seconds in phases.items()
-    ]
+    data = []
+    for phase, seconds in phases.items():
+        hover = f"{phase}<br>generation %{{x}}<br>%{{y:.2f}} s<extra></extra>"
+        marker = {"color": agent_colour(_PHASES.index(phase))}
+        data.append(_trace("bar", seconds.items(), marker=marker, hovertemplate=hover, name=phase))
     if not data:
         return None
     xaxis = {"dtick": _tick(max(generation for seconds in phases.values() for generation in seconds))}
@@ -567,7 +553,7 @@ def _by_step(run: RunRecord, key: str) -> dict[tuple[int, int], float]:
     """
     values: dict[tuple[int, int], list[float]] = defaultdict(list)
     lines = [line for agent in run.agents.values() for line in agent.train]
-    for line in [*lines, *run.exam_lines, *run.evolutions]:
+    for line in [*lines, *run.timed]:
         value = number(line.get(key))
         if math.isfinite(value) and "step" in line:
             values[int(number_or(line.get("generation"), 0)), line["step"]].append(value)
@@ -582,18 +568,18 @@ _COLUMN_WIDTH = 104
 _LABEL_CHARACTERS = 17
 
 
-def tree_width(family: Family) -> int:
+def tree_width(run: RunRecord) -> int:
     """Return the width in pixels below which the tree is not legible; on narrower screens the page scrolls it."""
-    columns = len({generation for span in family.spans.values() for generation in span})
+    columns = len({generation for span in run.family.spans.values() for generation in span})
     return 90 + _COLUMN_WIDTH * columns
 
 
-def tree_figure(run: RunRecord, family: Family) -> Figure | None:
+def tree_figure(run: RunRecord) -> Figure | None:
     """Draw births, deaths and mutations, the winning lineage highlighted; None without agents."""
     if not run.agents:
         return None
-    rows, spans = family.rows, family.spans
-    winning = [(generation, rows[agent]) for agent, generation in family.line_nodes()]
+    rows, spans = run.family.rows, run.family.spans
+    winning = [(generation, rows[agent]) for agent, generation in run.family.line_nodes()]
     lives = [
         _edges(pairwise([(generation, rows[index]) for generation in span]), agent_colour(index), 4)
         for index, span in spans.items()
@@ -613,16 +599,16 @@ def tree_figure(run: RunRecord, family: Family) -> Figure | None:
             _edges(pairwise(winning), "rgba(245,190,40,0.55)", 16),
             *lives,
             _edges(births, "rgba(135,140,150,0.9)", 1.8),
-            *_circles(run, family),
-            _departures(run, family),
-            _stars(run, family),
+            *_circles(run),
+            _departures(run),
+            _stars(run),
         ],
         "generation",
-        height=70 + _ROW_HEIGHT * max(family.height, 1),
+        height=70 + _ROW_HEIGHT * max(run.family.height, 1),
         margin={"l": 16, "r": 16, "t": 4, "b": 42},
         xaxis={"dtick": 1 if last - first < 40 else 5, "range": [first - 0.5, last + 0.5], "showgrid": False},
         # From high to low: row 0 is at the top.
-        yaxis={"visible": False, "range": [family.height - 0.35, -0.5], "fixedrange": True},
+        yaxis={"visible": False, "range": [run.family.height - 0.35, -0.5], "fixedrange": True},
     )
 
 
@@ -636,13 +622,13 @@ def _edges(edges: Iterable[tuple[Point, Point]], colour: str, width: float) -> T
     return _scatter("lines", points, line={"color": colour, "width": width})
 
 
-def _circles(run: RunRecord, family: Family) -> list[Trace]:
+def _circles(run: RunRecord) -> list[Trace]:
     """An agent in a generation; below it its fitness, and what changed at its birth."""
     finite = [exam.score.mean for agent in run.agents.values() for exam in agent.exams if exam.score.is_finite]
     low, high = min(finite, default=0.0), max(finite, default=1.0)
     nodes, labels = [], []
-    for index, span in family.spans.items():
-        agent, row = run.agents[index], family.rows[index]
+    for index, span in run.family.spans.items():
+        agent, row = run.agents[index], run.family.rows[index]
         exams = {exam.generation: exam for exam in agent.exams}
         (_, birth), *later = life.events(agent)
         for before, generation in zip([-1, *span], span):
@@ -689,27 +675,24 @@ def _fitting(text: str, most: int) -> str:
     return plain(text if len(text) <= most else text[: most - 1] + "…")
 
 
-def _departures(run: RunRecord, family: Family) -> Trace:
+def _departures(run: RunRecord) -> Trace:
     marks = [
-        (
-            family.spans[index][-1] + 0.2,
-            family.rows[index] - 0.25,
-            f"agent {index} {plain(life.departure(agent.reason))}",
-        )
-        for index, agent in run.agents.items()
+        (run.family.spans[i][-1] + 0.2, run.family.rows[i] - 0.25, f"agent {i} {plain(life.departure(agent.reason))}")
+        for i, agent in run.agents.items()
         if agent.died is not None
     ]
     return _marks(marks, symbol="x-thin", size=8, line={"width": 2, "color": "rgba(205,75,75,0.95)"})
 
 
-def _stars(run: RunRecord, family: Family) -> Trace:
+def _stars(run: RunRecord) -> Trace:
     elites = dict(run.elites)
-    if run.is_finished and family.winner is not None:
-        elites.setdefault(family.spans[family.winner][-1], family.winner)  # No selection follows the last exam.
+    if run.is_finished and run.family.winner is not None:
+        # No selection follows the last exam.
+        elites.setdefault(run.family.spans[run.family.winner][-1], run.family.winner)
     marks = [
-        (generation, family.rows[index] - 0.29, f"agent {index} is the elite of generation {generation}")
+        (generation, run.family.rows[index] - 0.29, f"agent {index} is the elite of generation {generation}")
         for generation, index in elites.items()
-        if generation in family.spans.get(index, ())
+        if generation in run.family.spans.get(index, ())
     ]
     return _marks(marks, symbol="star", size=11, color="#e8a91c")
 

@@ -1,14 +1,13 @@
 """What happened to an agent, and why: its birth, what changed, how its exams went, what made it leave."""
 
 import math
-import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from agilerl.checks.arguments import counted
-from agilerl.report.load import AgentRecord, RunRecord, Score, hyperparameter_at
+from agilerl.report.load import AgentRecord, RunRecord, Score
 
 
 def lives(run: RunRecord) -> list[dict[str, Any]]:
@@ -23,9 +22,7 @@ def lives(run: RunRecord) -> list[dict[str, Any]]:
             "left": agent.died,
             "reason": agent.reason,
             "iterations": len(agent.train),
-            "hyperparameters": {
-                name: hyperparameter_at(agent, name, sys.maxsize, run) for name in sorted(agent.hyperparameters)
-            },
+            "hyperparameters": agent.values(),
             "exams": [
                 {"generation": exam.generation, "step": exam.step, **asdict(exam.score)}
                 | {"place": ranks[exam.generation, index]}
@@ -62,11 +59,13 @@ def _with_exams(
     exams = []
     for exam in agent.exams:
         scores = standings[exam.generation]
+        rank = ranks[exam.generation, agent.index]
+        alike = [i for i in sorted(scores) if ranks[exam.generation, i] == rank and i != agent.index]
         best = min(scores, key=lambda i: (ranks[exam.generation, i], i))
-        tied = ranks[exam.generation, best] == ranks[exam.generation, agent.index]
-        ahead = f", as agent {best}" if tied else f"; the best, agent {best}, had {plus(scores[best])}"
-        ahead = "" if best == agent.index else ahead
-        where = f", place {ranks[exam.generation, agent.index]} of {len(scores)}{ahead}" if len(scores) > 1 else ""
+        ahead = f"; the best, agent {best}, had {plus(scores[best])}" * (rank > 1)
+        tie = f" (a tie with agent{'s' * (len(alike) > 1)} {', '.join(map(str, alike))})" * bool(alike)
+        places = f"places {rank} to {rank + len(alike)}" if alike else f"place {rank}"
+        where = f", {places} of {len(scores)}{tie}{ahead}" * (len(scores) > 1)
         exams.append((exam.generation, f"exam {plus(exam.score)}{where}"))
     yield birth
     # An exam comes before what the selection after it did. Both parts are in order, and sorting keeps it.

@@ -47,28 +47,6 @@ def _changed(run: Path) -> float:
     return max((file.stat().st_mtime for file in files if file.exists()), default=0.0)
 
 
-class _Reports:
-    """Reports of runs, each rendered again only if its run has something new."""
-
-    def __init__(self, price: float | None) -> None:
-        self._price, self._lock = price, Lock()
-        self._pages: dict[Path, tuple[tuple[float, str], float, str]] = {}
-        """By run: when it last wrote and its status on the page, when that may be rendered again, the page."""
-
-    def page(self, run: Path) -> str:
-        """Return the report of a run; rendering takes at most a tenth of a core from the run."""
-        with self._lock:  # browsers ask for pages at the same time
-            with as_written(run):
-                state, now = (_changed(run), RunLayout(run).status), time.monotonic()
-            shown_state, again, page = self._pages.get(run, (None, 0.0, ""))
-            if state != shown_state and now >= again:
-                # The lock is held meanwhile: of two browsers that ask at once, the second gets the page of the first.
-                record = load_run(run, self._price)
-                page = render([record], None if record.is_finished else RELOAD)
-                self._pages[run] = state, now + 9 * (time.monotonic() - now), page
-            return page
-
-
 def _rows(runs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
     """Yield what the list of runs says about each."""
     for name, path in runs.items():
@@ -100,7 +78,9 @@ class Watch(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, folder: Path, port: int = 0, price: float | None = None) -> None:
-        self.folder, self.reports = folder, _Reports(price)
+        self.folder, self._price, self._lock = folder, price, Lock()
+        self._pages: dict[Path, tuple[tuple[float, str], float, str]] = {}
+        """By run: when it last wrote and its status on the page, when that may be rendered again, the page."""
         if not folder.is_dir():
             raise CheckpointError(f"expected a run directory or a folder for runs, found none at {shown(str(folder))}")
         try:
@@ -114,6 +94,19 @@ class Watch(ThreadingHTTPServer):
     def url(self) -> str:
         """The address of the first page."""
         return f"http://127.0.0.1:{self.server_port}/"
+
+    def page(self, run: Path) -> str:
+        """Return the report of a run, rendered again only for something new, in at most a tenth of a core's time."""
+        with self._lock:  # browsers ask for pages at the same time
+            with as_written(run):
+                state, now = (_changed(run), RunLayout(run).status), time.monotonic()
+            shown_state, again, page = self._pages.get(run, (None, 0.0, ""))
+            if state != shown_state and now >= again:
+                # The lock is held meanwhile: of two browsers that ask at once, the second gets the page of the first.
+                record = load_run(run, self._price)
+                page = render([record], None if record.is_finished else RELOAD)
+                self._pages[run] = state, now + 9 * (time.monotonic() - now), page
+            return page
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print the traceback of an error, but not that a browser has left."""
@@ -137,7 +130,7 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             # A name is one of those that were found, so no path leads out of the folder.
             if name in runs:
-                self._answer(200, self.server.reports.page(runs[name]), "text/html")
+                self._answer(200, self.server.page(runs[name]), "text/html")
             elif name == ".":
                 page = compiled("runs.html.jinja").render(
                     folder=self.server.folder, rows=list(_rows(runs)), style=resource("style.css.jinja"), reload=RELOAD

@@ -8,6 +8,7 @@ import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,20 @@ class AgentRecord:
         trained = {int(line["generation"]) for line in self.train if "generation" in line}
         return sorted(trained | {exam.generation for exam in self.exams})
 
+    def values(self, generation: float = math.inf) -> dict[str, Any]:
+        """Return the hyperparameters after the selection of a generation, by name; by default the last ones."""
+        values = dict(sorted(self.hyperparameters.items()))
+        for mutation in self.mutations:
+            if mutation["generation"] <= generation:
+                changes = mutation.get("changes") or []
+                values |= {change["gene"]: change.get("new") for change in changes if change.get("gene") in values}
+        return values
+
+    def first_values(self) -> dict[str, Any]:
+        """Return the hyperparameters that it was first trained with: a child's after the mutation at its birth."""
+        # A founder trains with its first values before any selection, which -1 stands for.
+        return self.values(-1 if self.parent is None or self.born is None else self.born)
+
     @property
     def trouble(self) -> dict[str, list[int]]:
         """Steps at which the outcome was not ``ok``, by outcome."""
@@ -124,9 +139,8 @@ class RunRecord:
     summary: dict[str, Any]
     """summary.json; empty while the run is running."""
     agents: dict[int, AgentRecord]
-    evolutions: list[dict[str, Any]]
-    exam_lines: list[dict[str, Any]]
-    """Eval lines, for their timing; the scores are in ``agents``."""
+    timed: list[Line]
+    """Lines of exams and selections, for their times; the scores are in ``agents``."""
     tests: dict[str, tuple[int | None, Score]]
     """Agent and score of "base", "elite" and "median_first_generation", as far as they are known."""
     elites: dict[int, int]
@@ -140,10 +154,17 @@ class RunRecord:
     symptoms: dict[str, Symptom] = field(default_factory=dict)
     """What may keep the agents of the last generation from learning, by a sentence that names these."""
 
-    @property
-    def name(self) -> str:
-        """The directory's name."""
-        return self.path.resolve().name or str(self.path)
+    @cached_property
+    def family(self) -> "Family":
+        """Who descends from whom, laid out in rows; the run need not be finished, nor its events complete."""
+        spans, winner = _spans(self.agents), _winner(self)
+        line: list[int] = []
+        agent = winner
+        # A damaged lineage may run in a circle.
+        while agent is not None and agent not in line:
+            line.insert(0, agent)
+            agent = None if self.agents[agent].untrained else self.agents[agent].parent
+        return Family(winner, line, spans, _rows(self.agents, spans, line))
 
     @property
     def is_finished(self) -> bool:
@@ -181,8 +202,10 @@ def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
         if settings.get("selection_strategy.name") != "tournament":
             settings.pop("selection_strategy.tournament_size", None)  # recorded for every strategy, used by one
         questions = max((exam.score.n for agent in run.agents.values() for exam in agent.exams), default=0)
-        had = {"training.pop_size": run.founders, "environment.eval_prompts": questions}
-        settings |= {name: count for name, count in had.items() if count}
+        settings |= {"training.pop_size": run.founders} if run.founders else {}
+        if questions:  # where grading failed, fewer than were asked
+            settings[_GRADED] = questions
+            settings.pop("environment.eval_prompts", None)
         files = (run.info.get("files") or {}).values()
         columns.append(settings | {f"{_DIGEST}{Path(n).name}": sha[:12] for kind in files for n, sha in kind.items()})
     rows = {name: [column.get(name) for column in columns] for name in sorted({n for c in columns for n in c})}
@@ -193,12 +216,13 @@ def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
 def derived(runs: Sequence["RunRecord"], differ: Iterable[str]) -> list[str]:
     """Return those of the settings that differ which no run was given: they follow from others, or from the budget."""
     given = {name for run in runs for name, _ in flat(run.info.get("given") or run.info["config"])}
+    sections = {section for run in runs for section in run.info["config"]}
 
     def was_given(name: str) -> bool:
         # Lists are given whole; an empty mapping of one run may be filled in another.
         return any(f"{a}.".startswith(f"{b}.") for other in given for a, b in ((name, other), (other, name)))
 
-    return [name for name in differ if not name.startswith(_DIGEST) and not was_given(name)]
+    return [name for name in differ if name.partition(".")[0] in sections and not was_given(name)]
 
 
 def why_not_comparable(differ: Iterable[str]) -> str:
@@ -217,11 +241,11 @@ def other_questions(runs: Sequence["RunRecord"], differ: Iterable[str]) -> list[
     if not settings.get("environment.dataset"):
         names.append("training.seed")
         # Generated questions go to the exam first.
-        names += ["environment.eval_prompts", "environment.holdout"] * (not settings.get("environment.env_id"))
-    return [name for name in differ if name in names]
+        names += [_GRADED, "environment.holdout"] * (not settings.get("environment.env_id"))
+    return ["the size of the exam" if name == _GRADED else name for name in differ if name in names]
 
 
-_DIGEST = "sha256 of "
+_DIGEST, _GRADED = "sha256 of ", "exam questions graded"
 
 _SCORED = re.compile(
     rf"{_DIGEST}.*|environment\.(task|params|env_id|columns|curriculum|reward|graders|fitness_grader"
@@ -255,8 +279,7 @@ def load_run(path: Path, price: float | None = None) -> RunRecord:
             status=layout.status,
             summary=summary,
             agents=dict(sorted(agents.items())),
-            evolutions=[line for line in kinds["evolution"] if _whole(line.get("generation")) is not None],
-            exam_lines=kinds["eval"],
+            timed=[*kinds["eval"], *kinds["evolution"]],
             tests=_tests(kinds["test"], summary),
             elites=elites,
             seconds=number_or(summary.get("seconds"), max(elapsed, default=math.nan)),
@@ -392,7 +415,6 @@ def _tests(lines: Iterable[Line], summary: Line) -> dict[str, tuple[int | None, 
     tests = {
         who: (_whole(entry.get("agent", elite if who == "elite" else None)), score_of(entry))
         for who, entry in (summary.get("test") or {}).items()
-        if isinstance(entry, dict)
     }
     for line in lines:
         tests[str(line.get("who"))] = _whole(line.get("agent")), score_of(line, "eval/", "reward_mean")
@@ -473,19 +495,6 @@ class Family:
         ]
 
 
-def trace_family(run: RunRecord) -> Family:
-    """Lay out the agents of a run; the run need not be finished, nor its events complete."""
-    spans = _spans(run.agents)
-    winner = _winner(run)
-    line: list[int] = []
-    agent = winner
-    # A damaged lineage may run in a circle.
-    while agent is not None and agent not in line:
-        line.insert(0, agent)
-        agent = None if run.agents[agent].untrained else run.agents[agent].parent
-    return Family(winner, line, spans, _rows(run.agents, spans, line))
-
-
 def cost_names(run: RunRecord) -> list[str]:
     """Return the objectives of the exams besides the reward."""
     return list(dict.fromkeys(name for agent in run.agents.values() for exam in agent.exams for name in exam.costs))
@@ -513,27 +522,6 @@ def summary_front(run: RunRecord) -> dict[int, dict[str, Any]]:
     front = run.summary.get("front")
     members = [member for member in front if isinstance(member, dict)] if isinstance(front, list) else []
     return {index: member for member in members if (index := _whole(member.get("agent"))) is not None}
-
-
-def hyperparameter_at(agent: AgentRecord, name: str, generation: int, run: RunRecord) -> Any:
-    """Return the value an agent had in a generation, from its birth, its mutations and the evolution lines."""
-    value = agent.hyperparameters.get(name)
-    for mutation in agent.mutations:
-        if mutation["generation"] <= generation:
-            for change in mutation.get("changes") or []:
-                if change.get("gene") == name:
-                    value = change.get("new")
-    # What an evolution line gives as in force counts more than what mutations lead to.
-    for evolution in run.evolutions:
-        if evolution["generation"] <= generation:
-            value = evolution.get(f"evo/hp/{name}/{agent.index}", value)
-    return value
-
-
-def first_value(agent: AgentRecord, name: str, run: RunRecord) -> Any:
-    """Return the value that an agent was first trained with: a child's after the mutation at its birth."""
-    # A founder trains with its first values before any selection, which -1 stands for.
-    return hyperparameter_at(agent, name, -1 if agent.parent is None or agent.born is None else agent.born, run)
 
 
 def _spans(agents: dict[int, AgentRecord]) -> dict[int, list[int]]:

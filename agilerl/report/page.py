@@ -5,8 +5,6 @@ import gzip
 import hashlib
 import math
 import os
-import re
-import sys
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -27,21 +25,17 @@ from agilerl.report import figures, life
 from agilerl.report.figures import agent_colour, evenly
 from agilerl.report.life import short_value
 from agilerl.report.load import (
-    Family,
     RunRecord,
     check_different,
     cost_names,
     derived,
     differences,
-    first_value,
     front_exams,
-    hyperparameter_at,
     load_run,
     number,
     number_or,
     summary_front,
     task_of,
-    trace_family,
     why_not_comparable,
 )
 from agilerl.runs import RunLayout
@@ -81,8 +75,8 @@ def render(runs: Sequence[RunRecord], reload: int | None = None) -> str:
     for position, (run, name) in enumerate(zip(runs, names)):
         with as_written(run.path):
             views.append({"name": name, **_view(position, run)})
-    overlay = figures.overlay_figure({name: (view["record"], view["family"]) for name, view in zip(names, views)})
-    library, script = resource("plotly/plotly-basic.min.js"), inline_script(resource("script.js.jinja"))
+    overlay = figures.overlay_figure(dict(zip(names, runs)))
+    library, script = resource("plotly/plotly-basic.min.js"), resource("script.js.jinja")
     return compiled("page.html.jinja").render(
         title="agilerl: " + ", ".join(names),
         runs=views,
@@ -92,7 +86,7 @@ def render(runs: Sequence[RunRecord], reload: int | None = None) -> str:
         overlay={"overlay": overlay} if overlay and len(runs) > 1 else {},
         style=resource("style.css.jinja"),
         library=packed(library),
-        script=Markup(script),
+        script=script,
         policy=_content_policy(library, script),
     )
 
@@ -141,52 +135,41 @@ def packed(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
-def inline_script(code: str) -> str:
-    """Return JavaScript that a script element can hold: a closing tag inside a string would end it early."""
-    return re.sub(r"</(script)", r"<\\/\1", code, flags=re.IGNORECASE)
-
-
 def _view(position: int, run: RunRecord) -> dict[str, Any]:
     """Return everything that the template shows about one run."""
-    family = trace_family(run)
     moving, constant = figures.hyperparameter_names(run)
     charts: dict[str, figures.Figure] = {}
     labels: dict[str, str] = {}
 
-    def draw(key: str, title: str, figure: figures.Figure | None) -> None:
-        if figure is not None:
-            charts[f"{key}-{position}"] = figure
-            labels[f"{key}-{position}"] = figures.described(title, figure)
+    def draw(key: str, title: str, figure: figures.Figure | None) -> str:
+        """Return the id of a chart in the page; "" if there is none."""
+        if figure is None:
+            return ""
+        identity = f"{key}-{position}"
+        charts[identity], labels[identity] = figure, figures.described(title, figure)
+        return identity
 
     def draw_all(key: str, drawn: Iterable[tuple[str, figures.Figure | None]]) -> dict[str, str]:
-        """Return where charts are in the page, by their titles."""
-        ids = {}
-        for count, (title, figure) in enumerate(drawn):
-            draw(f"{key}{count}", title, figure)
-            if figure is not None:
-                ids[title] = f"{key}{count}-{position}"
-        return ids
+        ids = {title: draw(f"{key}{count}", title, figure) for count, (title, figure) in enumerate(drawn)}
+        return {title: identity for title, identity in ids.items() if identity}
 
-    draw("fitness", "Fitness by iteration", figures.fitness_figure(run, family))
-    draw("tree", "Family tree; the table Lineage says the same", figures.tree_figure(run, family))
+    draw("fitness", "Fitness by iteration", figures.fitness_figure(run))
+    draw("tree", "Family tree; the table Lineage says the same", figures.tree_figure(run))
     draw("importance", "Rank correlation with the gain that followed", figures.importance_figure(run, moving))
-    draw("parallel", "Each agent's last values and its last fitness", figures.parallel_figure(run, family, moving))
+    draw("parallel", "Each agent's last values and its last fitness", figures.parallel_figure(run, moving))
     draw("throughput", "Tokens per second by iteration", figures.throughput_figure(run))
     draw("time", "Seconds of each phase by generation", figures.time_figure(run))
-    curves = ((title, figures.curve_figure(run, family, metric)) for metric, title in figures.CURVES.items())
-    genes = ((name, figures.hyperparameter_figure(run, family, name)) for name in moving)
-    scatters = ((name, figures.gene_figure(run, family, name)) for name in moving)
-    costs = ((name, figures.objective_figure(run, family, name)) for name in cost_names(run))
-    lineage = lineage_table(run, family)
+    curves = ((title, figures.curve_figure(run, metric)) for metric, title in figures.CURVES.items())
+    genes = ((name, figures.hyperparameter_figure(run, name)) for name in moving)
+    scatters = ((name, figures.gene_figure(run, name)) for name in moving)
+    costs = ((name, figures.objective_figure(run, name)) for name in cost_names(run))
     return {
         "position": position,
         "record": run,
-        "family": family,
         "samples": sample_groups(run),
-        "verdict": verdict(run, family),
+        "verdict": verdict(run),
         "facts": facts(run),
         "answers": _answers(run),
-        "agents": agent_pages(run, family, lineage),
         "phases": phase_table(run),
         "curves": draw_all("curve", curves),
         "hyperparameters": draw_all("hyper", genes),
@@ -194,11 +177,11 @@ def _view(position: int, run: RunRecord) -> dict[str, Any]:
         "objectives": draw_all("objective", costs),
         "charts": charts,
         "labels": labels,
-        "front": front_table(run, family),
+        "front": front_table(run),
         "constant": constant,
         "clock": figures.clock(run),
-        "tree_width": figures.tree_width(family),
-        "lineage": lineage,
+        "tree_width": figures.tree_width(run),
+        "lineage": lineage_table(run),
         "configuration": configuration(run),
     }
 
@@ -296,7 +279,7 @@ _WHO = {
 }
 
 
-def verdict(run: RunRecord, family: Family) -> dict[str, Any]:
+def verdict(run: RunRecord) -> dict[str, Any]:
     """Return {sentence, unit, bars, zero}: what the run achieved on test problems that selection never used.
 
     Bars begin at zero, which is ``zero`` percent from the left if a mean is negative.
@@ -330,13 +313,13 @@ def verdict(run: RunRecord, family: Family) -> dict[str, Any]:
         )
     unit = "test accuracy" if accuracy else "mean test reward"
     zero = round(percent(0.0), 2) if bottom < 0 else None
-    return {"sentence": _sentence(run, family, accuracy), "unit": unit, "bars": bars, "zero": zero}
+    return {"sentence": _sentence(run, accuracy), "unit": unit, "bars": bars, "zero": zero}
 
 
-def _sentence(run: RunRecord, family: Family, accuracy: bool) -> str:
+def _sentence(run: RunRecord, accuracy: bool) -> str:
     if "base" not in run.tests or "elite" not in run.tests:
-        best = run.agents[family.winner].best if family.winner is not None else None
-        so_far = f" So far agent {family.winner} leads with a fitness of {life.plus(best.score)}." if best else ""
+        best = run.agents[run.family.winner].best if run.family.winner is not None else None
+        so_far = f" So far agent {run.family.winner} leads with a fitness of {life.plus(best.score)}." if best else ""
         missing = "The elite has not been tested yet." if "base" in run.tests else "There are no test results yet."
         return missing + so_far
     base, (agent, elite) = run.tests["base"][1], run.tests["elite"]
@@ -345,6 +328,8 @@ def _sentence(run: RunRecord, family: Family, accuracy: bool) -> str:
     error = math.hypot(elite.stderr, base.stderr)
     if not math.isfinite(gain):
         return f"{who} or the base has no finite test result."
+    if base.n != elite.n:
+        return f"{who} and the base are not comparable: {elite.n} and {base.n} of their answers got a grade."
     if math.isfinite(error) and abs(gain) <= 2 * error:
         return f"{who} is not clearly different from the base: the gap is within two standard errors."
     better = "better" if gain > 0 else "worse"
@@ -355,11 +340,9 @@ def _sentence(run: RunRecord, family: Family, accuracy: bool) -> str:
 
 def _answers(run: RunRecord) -> list[list[str]]:
     """Return cells for the first test questions: question, right answer, the base's answer, the elite's."""
-    answers = run.summary.get("answers")
-    entries = [entry for entry in answers if isinstance(entry, dict)] if isinstance(answers, list) else []
 
-    def scored(answer: Any) -> str:
-        if not isinstance(answer, dict):
+    def scored(answer: Mapping[str, Any] | None) -> str:
+        if answer is None:
             return "–"
         score = number(answer.get("score"))
         return f"{answer.get('text', '')}{f' ({score:.3g})' if math.isfinite(score) else ''}"
@@ -369,7 +352,7 @@ def _answers(run: RunRecord) -> list[list[str]]:
             *(_cut(str(entry.get(key) or "–")) for key in ("question", "answer")),
             *(_cut(scored(entry.get(who))) for who in ("base", "elite")),
         ]
-        for entry in entries[:10]
+        for entry in run.summary.get("answers", [])[:10]
     ]
 
 
@@ -399,33 +382,35 @@ def facts(run: RunRecord) -> dict[str, str]:
         "Model": network.get("pretrained_model_name_or_path"),
         "Hardware": ", ".join(devices)
         or (f"{hardware['cpu']}, {hardware.get('cores')} cores" if hardware.get("cpu") else ""),
-        "Command": " ".join(map(str, info["command"])),
+        # Browsers break lines after a hyphen: "-", "-out".
+        "Command": Markup(" ").join(Markup('<span class="word">{}</span>').format(word) for word in info["command"]),
     }
-    return {label: str(text) for label, text in named.items() if text}
+    return {label: text if isinstance(text, str) else str(text) for label, text in named.items() if text}
 
 
 def configuration(run: RunRecord) -> dict[str, str]:
     """Return the foldable texts at the end of a report: configuration, versions, hardware."""
-    texts = {"Configuration": run.info["config"], "Versions": run.info["versions"]}
-    if run.info.get("hardware"):
-        texts["Hardware"] = run.info["hardware"]
-    if run.summary:
-        texts["Summary"] = run.summary
+    info = run.info
+    texts = {"Configuration": info["config"], "Versions": info["versions"], "Hardware": info.get("hardware")}
+    texts["Summary"] = run.summary
     return {
-        title: yaml.safe_dump(value, sort_keys=True, allow_unicode=True, width=100) for title, value in texts.items()
+        title: yaml.safe_dump(value, sort_keys=True, allow_unicode=True, width=100)
+        for title, value in texts.items()
+        if value
     }
 
 
-def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
-    """Return one row per agent, in the order of birth."""
-    elite, why = life.chosen(run)
+def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
+    """Return what the page says about each agent, in its table and when it is clicked, in the order of birth."""
+    (elite, why), places = life.chosen(run), life.places(run)
     return [
         {
             "agent": index,
             "colour": agent_colour(index),
-            "winning": index in family.line,
+            "winning": index in run.family.line,
+            "winner": index == run.family.winner,
             "parent": life.parents(agent),
-            "lived": f"{family.spans[index][0]} to {family.spans[index][-1]}",
+            "lived": f"{run.family.spans[index][0]} to {run.family.spans[index][-1]}",
             "left": (why if index == elite else "")
             if agent.died is None
             else f"{agent.died}: {agent.reason.removeprefix('left: ')}".rstrip(": "),
@@ -433,36 +418,12 @@ def lineage_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
             "fitness": life.plus(agent.best.score) if agent.best else "none" if not agent.exams else "not finite",
             "steps": ", ".join([str(len(agent.train)), *(f"{len(at)} {what}" for what, at in agent.trouble.items())]),
             "trained": f"{int(tokens):,}" if math.isfinite(tokens := agent.tokens.get("trained", math.nan)) else "",
-            "hyperparameters": _genes({name: first_value(agent, name, run) for name in agent.hyperparameters}),
-        }
-        for index, agent in run.agents.items()
-    ]
-
-
-def _genes(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {short_value(value)}" for name, value in sorted(values.items()))
-
-
-def agent_pages(run: RunRecord, family: Family, lineage: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what the page shows about an agent that is clicked; ``lineage`` are the rows of the table."""
-    places = life.places(run)
-    labels = {"Generations": "lived", "Best fitness": "fitness", "Iterations": "steps", "Tokens trained": "trained"}
-    return [
-        {
-            "agent": index,
-            "colour": row["colour"],
-            "winner": index == family.winner,
-            "facts": [[label, row[key]] for label, key in labels.items() if row[key]],
+            "hyperparameters": _genes(agent.first_values()),
             "parents": [parent for parent in (agent.parent, agent.mate) if parent in run.agents],
             "children": [i for i, other in run.agents.items() if index in (other.parent, other.mate)],
             "genes": [
-                [
-                    name,
-                    *map(
-                        short_value, (first_value(agent, name, run), hyperparameter_at(agent, name, sys.maxsize, run))
-                    ),
-                ]
-                for name in sorted(agent.hyperparameters)
+                [name, short_value(first), short_value(last)]
+                for (name, first), last in zip(agent.first_values().items(), agent.values().values())
             ],
             "events": [list(event) for event in life.events(agent)],
             "exams": [
@@ -470,8 +431,12 @@ def agent_pages(run: RunRecord, family: Family, lineage: Sequence[Mapping[str, A
                 for exam in agent.exams
             ],
         }
-        for (index, agent), row in zip(run.agents.items(), lineage)
+        for index, agent in run.agents.items()
     ]
+
+
+def _genes(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {short_value(value)}" for name, value in values.items())
 
 
 def phase_table(run: RunRecord) -> list[tuple[str, str, str]]:
@@ -481,22 +446,17 @@ def phase_table(run: RunRecord) -> list[tuple[str, str, str]]:
     return [(phase, f"{seconds:,.4g} s", f"{100 * (seconds / total):.1f} %") for phase, seconds in phases.items()]
 
 
-def front_table(run: RunRecord, family: Family) -> list[dict[str, Any]]:
+def front_table(run: RunRecord) -> list[dict[str, Any]]:
     """Return one row per agent on the front of the last generation, best reward first."""
     listed = summary_front(run)
     return [
         {
             "agent": index,
             "colour": agent_colour(index),
-            "winning": index == family.winner,
+            "winning": index == run.family.winner,
             "reward": life.plus(exam.score),
             "costs": [life.plus(exam.costs[name], ".4g", ".2g") for name in cost_names(run)],
-            "hyperparameters": _genes(
-                {
-                    name: hyperparameter_at(run.agents[index], name, exam.generation - 1, run)
-                    for name in run.agents[index].hyperparameters
-                }
-            ),
+            "hyperparameters": _genes(run.agents[index].values(exam.generation - 1)),
             "adapter": str(listed.get(index, {}).get("adapter", "")),
         }
         for index, exam in front_exams(run).items()

@@ -16,7 +16,7 @@ from itertools import cycle
 from typing import Any
 
 from agilerl.checks.arguments import checked
-from agilerl.errors import ConfigError, RewardError
+from agilerl.errors import RewardError
 from agilerl.rewards.grader import Grader, ScoreOrError, attempt_grader, close, grader_name, setup
 
 ODD_TEXTS = (
@@ -133,11 +133,6 @@ GRADER_CHECKS: tuple[Callable[[GraderCase], None], ...] = (
 @checked
 def check_grader(grader: Grader, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return what is wrong with a grader, in sentences; an empty list if it passes every check."""
-    if not completions or len(completions) != len(rows):
-        raise ConfigError(
-            f"check_grader: expected a row for each of one completion or more, found {len(completions)} completions "
-            f"and {len(rows)} rows"
-        )
     case, mistakes = GraderCase(grader, completions, rows), []
     for check in GRADER_CHECKS:
         try:

@@ -94,8 +94,6 @@ def attempt_grader(
     Raises RewardError if the error does not belong to single completions: the grader asks for something the rows do not
     have, or did not return a list of the right length.
     """
-    if not callable(grader):
-        raise RewardError(f"expected a function or another grader, found {described(grader)}")
     if len(rows) != len(completions):
         raise RewardError(f"expected one row per completion, found {len(rows)} rows for {len(completions)} completions")
     if not completions:
@@ -233,10 +231,6 @@ def _parameters(grader: Grader) -> dict[str, inspect.Parameter]:
     return {key: p for key, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
-def _required(parameters: Mapping[str, inspect.Parameter]) -> list[str]:
-    return [key for key, p in parameters.items() if p.default is p.empty]
-
-
 def select(name: str, grader: Grader, offered: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a function takes of what is offered, by name; raises RewardError if it asks for something else."""
     return {key: offered[key] for key in _selected(name, grader, offered)}
@@ -245,7 +239,7 @@ def select(name: str, grader: Grader, offered: Mapping[str, Any]) -> dict[str, A
 def _selected(name: str, grader: Grader, offered: Mapping[str, Any]) -> list[str]:
     """Return the names of what a grader takes of what there is: rows may have thousands of columns."""
     parameters = _parameters(grader)
-    missing = [key for key in _required(parameters) if key not in offered]
+    missing = [key for key, p in parameters.items() if p.default is p.empty and key not in offered]
     if missing:
         more = f" and {len(offered) - _NAMED} more" if len(offered) > _NAMED else ""
         raise RewardError(
@@ -266,9 +260,10 @@ def _single_call(name: str, grader: Grader, text: str, row: Mapping[str, Any], p
     if (state := getattr(row, "state", None)) is not None:
         offered["trainer_state"] = state
     parameters = _parameters(grader)
-    required, kinds = _required(parameters), {key: p.kind for key, p in parameters.items()}
-    positional = [key for key in required if kinds[key] is not inspect.Parameter.KEYWORD_ONLY]
-    fits_by_name = inspect.Parameter.POSITIONAL_ONLY not in kinds.values() and set(required) <= set(offered)
+    required = [key for key, p in parameters.items() if p.default is p.empty]
+    positional = [key for key in required if parameters[key].kind is not inspect.Parameter.KEYWORD_ONLY]
+    by_position = any(p.kind is p.POSITIONAL_ONLY for p in parameters.values())
+    fits_by_name = not by_position and set(required) <= set(offered)
     if len(positional) == len(required) == len(POSITIONAL) and not fits_by_name:
         return partial(grader, *map(offered.get, POSITIONAL))
     return partial(grader, **select(name, grader, offered))

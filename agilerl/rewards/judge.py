@@ -395,12 +395,22 @@ class PairwiseJudgeGrader(JudgeGrader):
         self.setup()
         pairs = self._pairs(rows, prompts)
         texts = [(completions[i], completions[j] if j is not None else str(rows[i]["answer"])) for i, j in pairs]
-        wins = self._wins([(i, prompts[i], *both) for (i, _), both in zip(pairs, texts)], rows)
+        bodies = [
+            self.body(prompts[i], {**rows[i], "completion_a": a, "completion_b": b})
+            for (i, _), (first, second) in zip(pairs, texts)
+            if first != second
+            for a, b in ((first, second), (second, first))
+        ]
+        answers: Iterator[Any] = iter(self.answers(bodies))
         scores: list[list[ScoreOrError]] = [[] for _ in completions]
-        for (i, j), win in zip(pairs, wins):
-            scores[i].append(win)
+        for (i, j), (first, second) in zip(pairs, texts):
+            both = (0.5, 0.5) if first == second else (next(answers), next(answers))
+            failure = next((answer for answer in both if isinstance(answer, RewardError)), None)
+            # The second score is that of the second answer, which was in the first place then.
+            win = 0.0 if failure else (both[0] + 1.0 - both[1]) / 2
+            scores[i].append(failure or win)
             if j is not None:
-                scores[j].append(win if isinstance(win, RewardError) else 1.0 - float(win or 0.0))
+                scores[j].append(failure or 1.0 - win)
         return [_mean(of_one) for of_one in scores]
 
     def _pairs(self, rows: Sequence[Mapping[str, Any]], prompts: Sequence[str]) -> list[tuple[int, int | None]]:
@@ -420,28 +430,6 @@ class PairwiseJudgeGrader(JudgeGrader):
             # Once around the circle a completion meets itself, a set of one. Sorted, because sets have no order.
             pairs += [(group[min(two)], group[max(two)]) for two in sorted(met, key=sorted) if len(two) == 2]
         return pairs
-
-    def _wins(
-        self, pairs: Sequence[tuple[int, str, str, str]], rows: Sequence[Mapping[str, Any]]
-    ) -> list[ScoreOrError]:
-        """Return what the first answer of each pair (row, prompt, two answers) earns, from both orders."""
-        bodies = [
-            self.body(prompt, {**rows[row], "completion_a": a, "completion_b": b})
-            for row, prompt, first, second in pairs
-            if first != second
-            for a, b in ((first, second), (second, first))
-        ]
-        answers = iter(self.answers(bodies))
-        wins: list[ScoreOrError] = []
-        for _, _, first, second in pairs:
-            both = (0.5, 0.5) if first == second else (next(answers), next(answers))
-            failure = next((answer for answer in both if isinstance(answer, Exception)), None)
-            if failure is not None:
-                wins.append(failure if isinstance(failure, RewardError) else RewardError(str(failure)))
-            else:
-                # The second score is that of the second answer, which was in the first place then.
-                wins.append((float(both[0]) + 1.0 - float(both[1])) / 2)  # type: ignore[arg-type]
-        return wins
 
     def _parsed(self, reply: str) -> float:
         """Return what the answer in the first place earns."""

@@ -1,7 +1,7 @@
 """Sampled completions of a run: one Parquet file per step, never overwritten."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -42,11 +42,8 @@ class CompletionRecord:
 
 
 _TEXTS = ("prompt", "completion", "answer")
-_SCHEMA = pa.schema(
-    [(name, pa.int64()) for name in ("generation", "step", "agent", "group", "sample")]
-    + [(name, pa.string()) for name in _TEXTS]
-    + [("reward", pa.float64()), ("length", pa.int64()), ("finish_reason", pa.string())]
-)
+_TYPES: dict[Any, Any] = {int: pa.int64(), str: pa.string(), float | None: pa.float64()}
+_SCHEMA = pa.schema([(f.name, _TYPES[f.type]) for f in fields(CompletionRecord) if f.name != "failure"])
 
 
 def write_completions(folder: Path, step: int, records: Sequence[CompletionRecord]) -> Path:
@@ -55,7 +52,8 @@ def write_completions(folder: Path, step: int, records: Sequence[CompletionRecor
     Writing the same rows again changes nothing; raises CheckpointError if the file holds different rows.
     """
     columns = {name: [getattr(record, name) for record in records] for name in _SCHEMA.names}
-    columns |= {name: list(map(_clean, columns[name])) for name in _TEXTS}
+    # A tokenizer may decode half a character into a lone surrogate, which UTF-8 cannot hold.
+    columns |= {name: [text.encode("utf-8", "replace").decode() for text in columns[name]] for name in _TEXTS}
     buffer = BytesIO()
     # Through memory: the bytes are compared with those of an earlier attempt, and written atomically.
     pq.write_table(pa.Table.from_pydict(columns, schema=_SCHEMA), buffer, compression="zstd")
@@ -116,8 +114,3 @@ def discard_completions(folder: Path, *, after: int) -> None:
 
 def _file(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}.parquet"
-
-
-def _clean(text: str) -> str:
-    # A tokenizer may decode half a character into a lone surrogate, which UTF-8 cannot hold.
-    return text.encode("utf-8", "replace").decode()

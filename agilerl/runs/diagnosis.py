@@ -139,7 +139,13 @@ def _constant_reward(window: _Window) -> str:
     # Not 0: the mean and the spread of equal rewards, such as 0.1, carry rounding.
     if min(len(spread), len(reward)) < FEWEST or max(spread) > 1e-9 or max(reward) - min(reward) > 1e-9:
         return ""
-    return f"every completion of the last {len(spread)} iterations earned {reward[-1]:.3g}"
+    every, earned = f"of the last {len(spread)} iterations", f"earned {reward[-1]:.3g}"
+    if ungraded := window.mean("completions/ungraded", least=0.005):
+        none = "" if _failing_grader(window) else " (the grader returned None, where a wrong answer needs 0.0)"
+        return f"{ungraded:.0%} of the completions {every} got no grade{none}, and all others {earned}"
+    if reward[-1] <= 0:
+        return f"every completion {every} {earned}, so no answer is right, or the grader misses them"
+    return f"every completion {every} {earned}, so the task is solved, or the grader is too generous"
 
 
 def _equal_groups(window: _Window) -> str:
@@ -212,8 +218,8 @@ _RULES: Mapping[str, tuple[Callable[[_Window], str], str]] = {
     ),
     "constant reward": (
         _constant_reward,
-        "nothing can be learned from equal rewards; read some completions in the report. If they are right, the task "
-        "is solved, or the grader misses them (agilerl check); else begin with easier questions, or with SFT",
+        "nothing can be learned from equal rewards; read some completions in the report, try the grader (agilerl "
+        "check), or choose questions that are sometimes answered right",
     ),
     "equal groups": (
         _equal_groups,

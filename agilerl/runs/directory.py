@@ -24,7 +24,7 @@ from agilerl.checks.arguments import Location, Seed, checked, shown
 from agilerl.checks.redaction import redacted
 from agilerl.errors import AgileRLError, CheckpointError, WriteError
 from agilerl.runs import strict_json
-from agilerl.runs.atomic import PLAIN_FILE, is_leftover, listed, remove_leftovers, write_json
+from agilerl.runs.atomic import PLAIN_FILE, is_leftover, listed, remove_leftovers, write_json, writing
 from agilerl.runs.journal import Closing, read_lines
 from agilerl.safety.bounds import check_links, memory_bytes
 
@@ -185,10 +185,8 @@ class RunDirectory(RunLayout, Closing):
                 info |= {"given": given, "given_sha256": _sha256(given)}
             run = cls(root, lock, info)
             for folder in (run.completions, run.checkpoints):
-                try:
+                with writing(folder, "No run was started"):
                     folder.mkdir(exist_ok=True)
-                except OSError as error:
-                    raise WriteError(f"{folder} could not be created: {error.strerror or error}.") from error
             # Written last: this file makes the directory a run.
             write_json(run.run_json, info)
         except BaseException:
@@ -382,7 +380,8 @@ def check_vacant(root: Path, *, locked: bool = False, overwrite: bool = False) -
         if not locked:
             check_not_in_use(root)
         raise CheckpointError(
-            f"{root} holds an unfinished run; resume it, or choose another directory (train --overwrite deletes it)."
+            f"{root} holds an unfinished run; resume it with: agilerl resume {shlex.quote(str(root))} - or choose "
+            "another directory (train --overwrite deletes it)."
         )
     if foreign := [path.name for path in listed(root) if not _is_of_interrupted_start(path)]:
         raise CheckpointError(
@@ -396,17 +395,13 @@ def _check_deletable(root: Path, *, locked: bool) -> None:
         raise CheckpointError(f"{root} is a link; to overwrite the run that it leads to, give that directory.")
     read_run(root)
     _check_plain(root)
-    if foreign := [path.name for path in listed(root) if not _is_part(path)]:
+    if foreign := [path.name for path in listed(root) if path.name not in _PARTS and not is_leftover(path)]:
         raise CheckpointError(
             f"{root} holds {shown(foreign[0])}, which is not part of a run, so the run is not overwritten; move that "
             "elsewhere, or choose another directory."
         )
     if not locked:
         check_not_in_use(root)
-
-
-def _is_part(path: Path) -> bool:
-    return path.name in _PARTS or is_leftover(path)
 
 
 def delete_run(root: Path) -> None:
@@ -558,12 +553,18 @@ def collect_versions() -> dict[str, str | None]:
 
 def collect_hardware() -> dict[str, Any]:
     """Return the machine: ``cores`` are those of this process, ``cuda`` {name, memory_bytes, capability} each."""
+    import torch  # slow to import, and only needed here
+
+    indices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    devices = [torch.cuda.get_device_properties(index) for index in indices]
     return {
         "platform": platform.platform(),
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": memory_bytes(),
-        "cuda": _cuda_devices(),
+        "cuda": [
+            {"name": d.name, "memory_bytes": d.total_memory, "capability": f"{d.major}.{d.minor}"} for d in devices
+        ],
     }
 
 
@@ -574,14 +575,3 @@ def _cpu_model() -> str:
             if key.strip() == "model name":
                 return value.strip()
     return platform.processor() or platform.machine()
-
-
-def _cuda_devices() -> list[dict[str, Any]]:
-    try:
-        import torch  # Slow to import, and only needed here.
-    except ImportError:
-        return []
-    if not torch.cuda.is_available():
-        return []
-    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [{"name": d.name, "memory_bytes": d.total_memory, "capability": f"{d.major}.{d.minor}"} for d in devices]

@@ -200,14 +200,13 @@ def damaged_lines(path: Path, keep: int, sha256: str | None) -> str:
         if keep == 0 or (sha256 is not None and _digest(path, keep).hexdigest() == sha256):
             return ""
         with open(path, "rb") as file:
-            number = 0
-            while (position := file.tell()) < keep:
-                number += 1
-                line = file.readline(min(_LINE_BYTES, keep - position))
-                try:
-                    _parse_line(path, number, line)
-                except CheckpointError as error:
-                    return str(error).rstrip(".")
+            # They end with a newline, after which there is nothing to parse.
+            lines = file.read(keep).split(b"\n")[:-1]
+    try:
+        for number, line in enumerate(lines, start=1):
+            _parse_line(path, number, line)
+    except CheckpointError as error:
+        return str(error).rstrip(".")
     if sha256 is None:
         return ""
     return f"the lines of {path} are not what was written: something in its first {keep:,} bytes was changed"

@@ -1,5 +1,6 @@
 """Bounds on untrusted files: sizes, kinds of files, regular expressions."""
 
+import math
 import os
 import stat
 import time
@@ -16,14 +17,11 @@ _PATTERN = 10_000
 _REPEATS = 100_000
 
 
-def memory_bytes() -> int | None:
-    """Return the memory of the machine, or of its container if that allows less; None if unknown."""
-    limits = [_container_limit()]
-    try:
-        limits.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (AttributeError, ValueError, OSError):  # Windows has no sysconf
-        limits.append(None)
-    return min((limit for limit in limits if limit), default=None)
+def memory_bytes() -> int:
+    """Return the memory of the machine, or of its container if that allows less."""
+    import psutil  # as elsewhere, only where it is used
+
+    return int(min(psutil.virtual_memory().total, _container_limit() or math.inf))
 
 
 def _container_limit() -> int | None:

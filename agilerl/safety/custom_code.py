@@ -52,34 +52,27 @@ def torch_restored() -> Iterator[None]:
     if torch is None or not hasattr(torch, "get_default_device"):  # without the attribute, it is just being imported
         yield
         return
-    before = _settings(torch)
+    settings: list[tuple[Callable[[], Any], Callable[[Any], object]]] = [
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+        (torch.get_default_dtype, torch.set_default_dtype),
+        # None, not "cpu": a named device stays active as a mode that every call passes through.
+        (torch.get_default_device, lambda device: torch.set_default_device(None if device.type == "cpu" else device)),
+        (
+            lambda: (
+                torch.are_deterministic_algorithms_enabled(),
+                torch.is_deterministic_algorithms_warn_only_enabled(),
+            ),
+            lambda flags: torch.use_deterministic_algorithms(flags[0], warn_only=flags[1]),
+        ),
+        (torch.get_num_threads, torch.set_num_threads),
+    ]
+    before = [read() for read, _ in settings]
     try:
         yield
     finally:
-        setters: dict[str, Callable[[Any], object]] = {
-            "grad": torch.set_grad_enabled,
-            "dtype": torch.set_default_dtype,
-            # None, not "cpu": a named device stays active as a mode that every call passes through.
-            "device": lambda device: torch.set_default_device(None if device.type == "cpu" else device),
-            "deterministic": lambda flags: torch.use_deterministic_algorithms(flags[0], warn_only=flags[1]),
-            "threads": torch.set_num_threads,
-        }
-        for name, value in _settings(torch).items():
-            if value != before[name]:
-                setters[name](before[name])
-
-
-def _settings(torch: Any) -> dict[str, Any]:
-    return {
-        "grad": torch.is_grad_enabled(),
-        "dtype": torch.get_default_dtype(),
-        "device": torch.get_default_device(),
-        "deterministic": (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        ),
-        "threads": torch.get_num_threads(),
-    }
+        for (read, put_back), value in zip(settings, before):
+            if read() != value:
+                put_back(value)
 
 
 # -- what graders print -----------------------------------------------------------------------------------------------

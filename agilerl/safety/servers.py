@@ -152,12 +152,7 @@ class Server:
             ) from None
 
     def send(
-        self,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        *,
-        tokens: int = 0,
-        seconds: float | None = None,
+        self, path: str, body: Mapping[str, Any] | None = None, *, tokens: int = 0, seconds: float | None = None
     ) -> bytes:
         """Return the bytes of an answer, after retries; with ``seconds``, of an answer in this time or never."""
         method, arguments = "GET" if body is None else "POST", dict[str, Any]()

@@ -129,14 +129,15 @@ def write_checkpoint(folder: Path, population: Population, progress: Progress, p
         index = state.counters["index"]
         _write_state(state, agent_folder(folder, index), runtime)
         # In the files of all other agents the reader takes numbers that are not finite for damage.
-        broken += [] if _is_finite(state) else [index]
+        if not all(bool(torch.isfinite(tensor).all()) for tensor in tensors(state).values()):
+            broken.append(index)  # a sick agent, which keeps its own until it is replaced
+    clock = {"seconds": progress.seconds, **asdict(positions)}
     values = {
         "progress": progress.to_dict(),
         "next_index": population.next_index,
         "agents": [agent.index for agent in population.everyone],
         "not_finite": broken,
-        "lineage_bytes": positions.lineage_bytes,
-        "lineage_sha256": positions.lineage_sha256,
+        **{name: clock.pop(name) for name in ("lineage_bytes", "lineage_sha256")},
         "memory": asdict(runtime.limits),
         "bank_rank": runtime.store.max_rank,
     }
@@ -146,12 +147,6 @@ def write_checkpoint(folder: Path, population: Population, progress: Progress, p
     for rank, kept in enumerate(progress.kept[1:], start=2):
         if kept.state is not None:
             _write_state(kept.state, folder / f"{_ELITE}_{rank}", runtime)
-    clock = {
-        "seconds": progress.seconds,
-        "metrics_bytes": positions.metrics_bytes,
-        "metrics_sha256": positions.metrics_sha256,
-        "journal_records": positions.journal_records,
-    }
     for name, content in ((STATE, values), (CLOCK, clock)):
         (folder / name).write_text(strict_json.dumps(content, indent=1) + "\n")
 
@@ -231,11 +226,6 @@ def received(topology: Topology, checkpoint: Path | None, runtime: Runtime) -> S
         if position in positions or (position >= count and topology.peers.rank == 0):
             arrived.append(unpacked(data))
     return _checkpoint(Path(path), state, clock, arrived[: len(positions)], arrived[len(positions) :])
-
-
-def _is_finite(state: AgentState) -> bool:
-    """Return whether an agent's weights and moments are finite; a sick agent keeps its own until it is replaced."""
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors(state).values())
 
 
 def _agent(folder: Path, layers: tuple[LinearShape, ...], index: int, *, finite: bool) -> AgentState:

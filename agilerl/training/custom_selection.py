@@ -15,14 +15,14 @@ _WHERE = "selection_strategy.name"
 
 
 @contextmanager
-def _reported(what: str) -> Iterator[None]:
-    """Run a user's code; whatever it raises becomes a ConfigError that begins with ``what``."""
+def reported(what: str, kind: type[AgileRLError] = ConfigError) -> Iterator[None]:
+    """Run a user's code; whatever it raises becomes an error of this kind that begins with ``what``."""
     try:
         with contained():
             yield
     except Exception as error:
-        kind = "" if isinstance(error, AgileRLError) else f"{type(error).__name__}: "
-        raise ConfigError(f"{what}: {kind}{error}") from error
+        name = "" if isinstance(error, AgileRLError) else f"{type(error).__name__}: "
+        raise kind(f"{what}: {name}{error}") from error
 
 
 class CustomSelection:
@@ -40,7 +40,7 @@ class CustomSelection:
         standing: Standing = AT_THE_START,
     ) -> Plan:
         """Return its plan; raises ConfigError for what it raises, and for a plan that does not fit the agents."""
-        with _reported(f"{self.name} failed in plan()"):
+        with reported(f"{self.name} failed in plan()"):
             # A copy: what the strategy does to it must not reach the run's own exams.
             plan = self.inner.plan(dict(fitness), generation, seed, next_index, standing)
         if not isinstance(plan, Plan):
@@ -76,7 +76,7 @@ def selection_strategy(section: SelectionConfig, *, allow_code: bool) -> Selecti
     """Return the custom strategy that a configuration names, made with ``selection_strategy.params``."""
     name, params = section.strategy, section.params or {}
     strategy = load_code(_WHERE, name, allowed=allow_code)
-    with _reported(f"{_WHERE}={shown(name)} cannot be made with selection_strategy.params={shown(params)}"):
+    with reported(f"{_WHERE}={shown(name)} cannot be made with selection_strategy.params={shown(params)}"):
         inner = strategy(**params)
     if not callable(getattr(inner, "plan", None)):
         raise ConfigError(

@@ -161,5 +161,5 @@ def summary_of(session: Session, progress: Progress) -> dict[str, Any]:
     if front := _front(session, progress):
         summary["front"] = front
     if median is not None:
-        summary["test"]["median_first_generation"] = {"index": median[0], **median[1].to_dict()}
+        summary["test"]["median_first_generation"] = {"index": median.index, **median.fitness.to_dict()}
     return summary

@@ -43,7 +43,10 @@ def genes_of(
             wrong = "this" if known_field else f"{algorithm.__name__} has no"
             wrong += " hyperparameter does not evolve" if known_field else f" hyperparameter {shown(name)}"
             raise ConfigError(f"{where}: {wrong}; {nearest(name, names)}")
-        genes[name] = gene = known.get(name) or _gene(declared, section, where)
+        try:
+            genes[name] = gene = known.get(name) or _gene(declared, section)
+        except ConfigError as error:  # it begins with the name of the gene
+            raise ConfigError(f"mutation.rl_hp_selection.{error}") from None
         # A mutation must not reach a value that the algorithm refuses, given the other starts.
         for end in gene.choices or (gene.min, gene.max):
             number = int(end) if gene.dtype == "int" else end
@@ -65,30 +68,22 @@ def genes_of(
     return start, genes
 
 
-def _gene(declared: Gene, wanted: GeneConfig, where: str) -> Gene:
+def _gene(declared: Gene, wanted: GeneConfig) -> Gene:
     given = {name for name in wanted.model_fields_set if getattr(wanted, name) is not None}
     if wanted.choices is not None or declared.dtype == "choice":
         if len(given) > 1 or (given and wanted.choices is None):
             names = ", ".join(sorted(given - {"choices"}))
-            raise ConfigError(f"{where}: a gene with choices has no {names}; remove it")
+            raise ConfigError(f"{declared.name}: a gene with choices has no {names}; remove it")
         choices = declared.choices if wanted.choices is None else tuple(wanted.choices)
         if declared.dtype == "float":  # YAML's 1 is an integer, while the hyperparameter would become 1.0
             choices = tuple(float(choice) if type(choice) is int else choice for choice in choices)
-        if len(set(choices)) < 2 or len(set(choices)) != len(choices):
-            raise ConfigError(f"{where}.choices: expected at least two different values, found {shown(list(choices))}")
         return replace(declared, dtype="choice", choices=choices, scale="choice")
     low = declared.min if wanted.min is None else wanted.min
     high = declared.max if wanted.max is None else wanted.max
-    if not low < high:
-        raise ConfigError(f"{where}: min must be below max, found min={low:g} and max={high:g}")
-    if declared.dtype == "int" and not (low.is_integer() and high.is_integer()):
-        raise ConfigError(f"{where}: expected whole numbers, found min={low:g} and max={high:g}")
     # A log scale that was declared, not asked for, gives way to a range that begins at 0 or below.
     scale = wanted.scale or (declared.scale if low > 0 else "linear")
-    if scale == "log" and low <= 0:
-        raise ConfigError(f"{where}: a log scale needs min above 0, found {low:g}; raise it, or set scale: linear")
-    gene = replace(declared, min=low, max=high, scale=scale, monotone=wanted.monotone)
-    if wanted.shrink_factor is None and wanted.grow_factor is None:
-        return gene
-    # One factor is enough; the other is RLParameter's default.
-    return replace(gene, factors=(wanted.shrink_factor or 0.8, wanted.grow_factor or 1.2))
+    factors = declared.factors
+    if wanted.shrink_factor is not None or wanted.grow_factor is not None:
+        # One factor is enough; the other is RLParameter's default.
+        factors = (wanted.shrink_factor or 0.8, wanted.grow_factor or 1.2)
+    return replace(declared, min=low, max=high, scale=scale, monotone=wanted.monotone, factors=factors)

@@ -36,8 +36,8 @@ from agilerl.training.events import (
     RunStarted,
 )
 from agilerl.training.finish import left_out, summary_of, tested_elite
-from agilerl.training.preflight import preflight, preflight_event
-from agilerl.training.progress import Kept, Progress
+from agilerl.training.preflight import event_of, preflight, problem
+from agilerl.training.progress import Kept, Median, Progress
 from agilerl.training.records import Checkpoints, RunWriter, completion_rows
 from agilerl.training.setup import Session
 from agilerl.training.trackers import Trackers, Wanted, check_trackers
@@ -155,8 +155,8 @@ def _work(
         # Not earlier: after a tracker that does not start, another run can begin with the session.
         session.begun = True
         # Only the writer's column sends agents to it; the other processes of an island hold the same ones.
-        sends, t = session.topology.island.rank == 0, session.config.training
-        checkpoints = Checkpoints(t, session.population, writer, saved, sends=sends)
+        sends, newest = session.topology.island.rank == 0, None if saved is None else saved.progress.iteration
+        checkpoints = Checkpoints(session.config.training, session.population, writer, sends, newest)
         for event in _run(session, root, writer, checkpoints, progress, stop or StopRequest()):
             if writer is not None:
                 writer.write(event)  # before any consumer sees it, so that a failing consumer cannot lose it
@@ -243,8 +243,8 @@ def _run(
         if progress.median is None:
             ranked = ranking(progress.exam)
             middle = ranked[(len(ranked) - 1) // 2]  # the better of the two in the middle
-            progress.median = (middle, population.evaluate_agent(middle, "test"))
-            yield HeldOutTest("median_first_generation", *progress.median)
+            progress.median = Median(index=middle, fitness=population.evaluate_agent(middle, "test"))
+            yield HeldOutTest("median_first_generation", middle, progress.median.fitness)
 
     def after_generation() -> None:
         progress.exam = None
@@ -257,8 +257,8 @@ def _run(
     founders = {} if progress.base is not None else {a.index: dict(a.hyperparameters) for a in population.everyone}
     yield RunStarted(root, total, -(-total // session.evo_steps), founders)
     if progress.base is None:
-        if session.preflight is not None:
-            yield preflight_event(session, session.preflight)
+        if (probed := session.preflight) is not None:
+            yield event_of(probed, "" if probed.has_signal else problem(session, probed))
         yield PhaseStarted("base test")
         progress.base = population.evaluate_base("test")
         yield HeldOutTest("base", None, progress.base)
@@ -286,7 +286,10 @@ def _run(
         summary["test"]["elite"] = fitness.to_dict()
         exams = [progress.fitness[agent.index] for agent in population.everyone if agent.index in progress.fitness]
         lost = left_out(population, {"test": [progress.base, fitness], "exam": exams})
-        summary |= {"elite": elite, "answers": answers, "advice": [*early_elite(elite, progress.iteration), *lost]}
+        gone = min(agent.index for agent in population.everyone) > 0
+        rates = session.resolved.rates_to_set(session.usual_rate, gone=gone)
+        advice = [*early_elite(elite, progress.iteration), *rates, *lost]
+        summary |= {"elite": elite, "answers": answers, "advice": advice}
     summary["seconds"] = progress.seconds
 
     def finish() -> dict[str, Any]:

@@ -6,7 +6,6 @@ from statistics import fmean
 from typing import Any
 
 from agilerl.checks.arguments import counted
-from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.run import RunConfig
 from agilerl.config.search import SelectionConfig, SharingConfig
 from agilerl.errors import ConfigError
@@ -15,6 +14,7 @@ from agilerl.runtime import Runtime
 from agilerl.text.templates import at_date
 from agilerl.training.base import load_runtime
 from agilerl.training.events import PreflightDone
+from agilerl.training.generation import Scale
 from agilerl.training.probe import Answer, Group, Probe, probe
 from agilerl.training.resolved import Resolved
 from agilerl.training.setup import Session, build, check
@@ -35,7 +35,14 @@ def is_due(session: Session) -> bool:
     population, wanted = session.population, session.config.training.preflight
     if wanted == "off" or population.learns_from_data or session.saved is not None:
         return False
-    return session.scale.lone_agent()[0] * population.prompts_per_step >= SHARE * QUESTIONS
+    return not why_none(session.scale)
+
+
+def why_none(scale: Scale) -> str:
+    """Return why a run of this size has no preflight, if its size is the reason."""
+    asks = scale.training.preflight != "off" and not scale.learns_from_data
+    few = scale.lone_agent()[0] * scale.prompts < SHARE * QUESTIONS
+    return f"none: fewer than {SHARE * QUESTIONS} questions" * (asks and few)
 
 
 def preflight(session: Session) -> Probe | None:
@@ -59,7 +66,7 @@ def preflight(session: Session) -> Probe | None:
         session.preflight = result
     if result is not None and not result.has_signal and session.config.training.preflight == "stop":
         raise ConfigError(
-            f"nothing could be learned: {_problem(session, result)}; or start anyway, with "
+            f"nothing could be learned: {problem(session, result)}; or start anyway, with "
             "--force (training.preflight=warn)"
         )
     return result
@@ -70,16 +77,6 @@ def event_of(probed: Probe, advice: str = "") -> PreflightDone:
     first = probed.groups[0]
     answer = next(iter(first.answers), Answer("", math.nan, 0, "error"))
     return PreflightDone(probed.metrics, str(probed), advice, first.prompt, answer.text, answer.score)
-
-
-def preflight_event(session: Session, probed: Probe) -> PreflightDone:
-    """Return the event of a run's preflight."""
-    return event_of(probed, "" if probed.has_signal else _problem(session, probed))
-
-
-def _problem(session: Session, probed: Probe) -> str:
-    config = session.config
-    return problem(config.environment, config.algorithm["name"], session.population, probed)
 
 
 def tried(session: Session) -> PreflightDone | None:
@@ -105,16 +102,16 @@ def tried(session: Session) -> PreflightDone | None:
     with at_date(session.date):
         probed = probe(population, questions, samples)
     count = questions * samples
-    sentence = f"mean reward {probed.reward:.3f} of {counted(count, 'answer')}, {probed.cut:.0%} cut at the limit"
+    graded = f"{count - probed.ungraded} graded answers" if probed.ungraded else counted(count, "answer")
+    sentence = f"mean reward {probed.reward:.3f} of {graded}, {probed.cut:.0%} cut at the limit"
     # Fewer answers than the run would see prove nothing, but tell what to expect.
     complete = (questions, samples) == (QUESTIONS, group)
     if complete and not probed.has_signal:
-        warnings = [
-            _problem(session, probed) + f"; the run asks up to {MOST} questions before it gives up" * is_due(session)
-        ]
+        further = f"; the run asks up to {MOST} questions before it gives up" * is_due(session)
+        warnings = [problem(session, probed) + further]
     else:
-        warnings = hints(population, probed) if count >= QUESTIONS else []
-    return replace(event_of(probed, "; ".join(filter(None, [probed.fault, *warnings]))), shown=sentence)
+        warnings = [probed.fault] * bool(probed.fault) + (hints(population, probed) if count >= QUESTIONS else [])
+    return replace(event_of(probed, "; ".join(warnings)), shown=sentence)
 
 
 def hints(population: Population, probed: Probe) -> list[str]:
@@ -131,24 +128,29 @@ def hints(population: Population, probed: Probe) -> list[str]:
     return sentences
 
 
-def problem(e: EnvironmentConfig, algorithm: str, population: Population, probed: Probe) -> str:
+def problem(session: Session, probed: Probe) -> str:
     """Return why no answers differ in reward, and what to change: the first cause that explains all of them."""
-    groups = f"all {len(probed.answers)} answers to {len(probed.groups)} training questions"
-    limit = getattr(population.agents[0].config, "max_output_tokens", None)
+    e, algorithm = session.config.environment, session.config.algorithm["name"]
+    begin = f"{probed.fault}; the other" if probed.fault else "all"
+    graded = counted(len(probed.answers) - probed.ungraded, "answer")
+    groups = f"{begin} {graded} to {counted(len(probed.groups), 'training question')}"
+    limit = getattr(session.population.agents[0].config, "max_output_tokens", None)
     scored = e.task is not None and e.env_type == "reasoning" and e.graders is None and e.reward == "exact"
     where = " (environment.params)" * (e.task is not None)
     easier = ", a reward that also pays partly right answers (environment.reward=score)" if scored else ""
-    if math.isnan(probed.reward):
-        return f"none of {groups} has a grade; check the graders"
+    if probed.fault and probed.reward:  # or NaN
+        return probed.fault
     if probed.reward and not probed.differ:
-        return f"{groups} earn alike ({probed.reward:g}); take harder questions{where}, or another reward"
+        one = len({answer.score for answer in probed.answers}) == 1
+        same = "got the same reward (" if one else "got the same reward as the others to their question (mean "
+        return f"{groups} {same}{probed.reward:g}); use harder questions{where} or a finer-grained reward"
     if probed.cut == 1:
         return f"{groups} earn {probed.reward:g} and are cut at {limit or 'the end of the context'}" + (
             " tokens; raise algorithm.max_output_tokens" if limit else "; shorten the prompts or raise max_model_len"
         )
     if probed.empty == 1 and e.answer_format != "whole":
         return (
-            f"in {groups} there is no answer in the format environment.answer_format={e.answer_format}; take after, "
+            f"{groups} hold no answer in the format environment.answer_format={e.answer_format}; take after, "
             "with its phrase as a prefill (environment.conversation_template)"
         )
     formats = e.answer_format == "whole" and e.env_type == "reasoning" and e.graders is None
@@ -179,7 +181,7 @@ class Bases:
         return self.runtime
 
 
-def population_of_one(config: RunConfig, bases: Bases, *, allow_code: bool = False) -> Population:
+def session_of_one(config: RunConfig, bases: Bases, *, allow_code: bool = False) -> Session:
     """Return one agent on the task of a configuration; ``close`` its task and ``clean_up`` the agent afterwards.
 
     It only answers training questions: the panels are the smallest, and nothing is selected. Raises ConfigError or
@@ -194,4 +196,4 @@ def population_of_one(config: RunConfig, bases: Bases, *, allow_code: bool = Fal
     resolved = check(config)
     if resolved.algorithm.env_type != "reasoning":
         raise ConfigError(f"{resolved.algorithm.__name__} learns from data: there are no answers to sample; name GRPO")
-    return build(resolved, allow_code=allow_code, runtime=bases.of(resolved)).population
+    return build(resolved, allow_code=allow_code, runtime=bases.of(resolved))

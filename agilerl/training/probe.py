@@ -8,11 +8,11 @@ from statistics import fmean
 from typing import Any
 
 from agilerl.algorithms.config import GroupConfig
-from agilerl.checks.arguments import Count, Whole, checked, counted
+from agilerl.checks.arguments import Count, Whole, checked, counted, shown
 from agilerl.data import Trajectory
 from agilerl.envs.core import Task
 from agilerl.population import Population
-from agilerl.rollouts.engine import Ask, check_error_rate
+from agilerl.rollouts.engine import check_error_rate
 
 OFTEN = 0.1
 """Share of groups with a signal from which on a run learns at once: of 32 prompts three teach something."""
@@ -42,6 +42,8 @@ class Group:
     answers: list[Answer]
     graded: list[str]
     """What graders read of each answer."""
+    fault: str = ""
+    """The first answer that could not be graded, and why; empty if there is none."""
 
     @property
     def scores(self) -> list[float]:
@@ -56,13 +58,25 @@ class Probe:
     groups: list[Group]
     by_group: bool = True
     """Whether the algorithm compares the answers to a question with each other, and not all answers of a batch."""
-    fault: str = ""
-    """How many answers got no grade, and the first reason; empty if all did."""
 
     @cached_property
     def answers(self) -> list[Answer]:
         """All answers."""
         return [answer for group in self.groups for answer in group.answers]
+
+    @property
+    def ungraded(self) -> int:
+        """Number of answers without a grade."""
+        return sum(not math.isfinite(answer.score) for answer in self.answers)
+
+    @property
+    def fault(self) -> str:
+        """How many answers got no grade, and why; empty if all did."""
+        if not self.ungraded:
+            return ""
+        none = "because the grader returned None; return a number for every completion, 0.0 for a wrong one"
+        why = next((f"the first, {group.fault}" for group in self.groups if group.fault), none)
+        return f"{self.ungraded} of {counted(len(self.answers), 'answer')} got no grade, {why}"
 
     @property
     def reward(self) -> float:
@@ -146,28 +160,27 @@ def probe(population: Population, questions: Count = 16, samples: Count | None =
     drawn from random streams that nothing else uses. Raises RewardError, or EnvError for episodes, if more answers than
     the population allows could not be graded.
     """
-    return answered(population, population.trial(first, questions, samples))
-
-
-def answered(population: Population, asks: Sequence[Ask]) -> Probe:
-    """Return the answers to what :meth:`Population.trial` asks."""
+    asks = population.trial(first, questions, samples)
     task, tokenizer = population.task, population.tokenizer
     groups, report = population.runtime.collect(task, tokenizer, asks)
     check_error_rate(
         sum(ask.samples for ask in asks), report.failures, population.max_error_rate, episodes=task.multi_turn
     )
+    faults = {failure.request: failure.message for failure in reversed(report.failures)}  # the first of each
     results = []
-    for ask, group in zip(asks, groups):
+    for number, (ask, group) in enumerate(zip(asks, groups)):
         answers, row = answers_of(group, ask.samples), ask.place.row
         read = [task.graded_text(a.text, row) if isinstance(task, Task) else a.text for a in answers]
         ids = ask.place.prompt_ids
         # Episodes have no prompt before they begin.
         prompt = tokenizer.decode(ids) if ids else str(row.get("question", f"seed {row.get('seed')}"))
         expected = None if row.get("answer") is None else str(row["answer"])
-        results.append(Group(prompt, expected, answers, read))
-    errors = [failure.message for failure in report.failures if failure.kind != "oom"]
-    fault = f"{counted(len(errors), 'answer')} got no grade, the first because {errors[0]}" if errors else ""
-    return Probe(results, isinstance(population.agents[0].config, GroupConfig), fault)
+        broken = (t.finish_reason in ("error", "oom") or (t.failed and math.isnan(t.episode_return)) for t in group)
+        text = next((t.text for t, is_broken in zip(group, broken) if is_broken), "")
+        text = text if len(text) <= 40 else f"{text[:37]}..."
+        fault = f"{shown(text)}, because {faults[number]}" if number in faults else ""
+        results.append(Group(prompt, expected, answers, read, fault))
+    return Probe(results, isinstance(population.agents[0].config, GroupConfig))
 
 
 def answers_of(group: Sequence[Trajectory], samples: int) -> list[Answer]:

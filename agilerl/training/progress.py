@@ -26,20 +26,11 @@ def _by_index(values: Any) -> Any:
     return {int(key): value for key, value in values.items()}
 
 
-def _pair(values: Any) -> Any:
-    return tuple(values) if isinstance(values, list) else values
-
-
 def _fitness(value: Any) -> Fitness:
     # A fitness in Python may leave them out; a file without them was not written by a run.
     if isinstance(value, Mapping) and (missing := {"mean", "stderr", "n", "scores"} - value.keys()):
         raise ValueError(f"{min(missing)} is missing")
     return value if isinstance(value, Fitness) else Fitness.from_state(value)
-
-
-def _median(value: Any) -> Any:
-    known = isinstance(value, Mapping) and set(value) == {"index", "fitness"}
-    return (value["index"], value["fitness"]) if known else value
 
 
 _Exam = Annotated[Fitness, BeforeValidator(_fitness), PlainSerializer(Fitness.state)]
@@ -55,6 +46,13 @@ class Kept(SavedValues):
     fitness: _Exam
     state: _State = None
     """None on processes that do not hold it; its weights are in a folder of their own."""
+
+
+class Median(SavedValues):
+    """The test of an agent."""
+
+    index: Count
+    fitness: _Exam
 
 
 class Progress(SavedValues):
@@ -76,7 +74,7 @@ class Progress(SavedValues):
     elite_iteration: Count | None = None
     kept: Annotated[list[Kept], Field(max_length=16)] = Field(default_factory=list)
     """The best exams, best first, one agent each; empty if only the elite is kept."""
-    pace: Annotated[dict[Count, Annotated[tuple[Count, Count], BeforeValidator(_pair)]], BeforeValidator(_by_index)] = (
+    pace: Annotated[dict[Count, Annotated[tuple[Count, Count], Field(strict=False)]], BeforeValidator(_by_index)] = (
         Field(default_factory=dict)
     )
     """Tokens and iterations of each agent in this generation; only kept if agents are compared at equal tokens."""
@@ -88,8 +86,8 @@ class Progress(SavedValues):
     """The last exam, if no agent has learned or changed since."""
     base: _Exam | None = None
     """Test of the base model."""
-    median: Annotated[tuple[Count, _Exam] | None, BeforeValidator(_median)] = None
-    """Index and test of the median agent of the first generation."""
+    median: Median | None = None
+    """Test of the median agent of the first generation."""
     seconds_before: Annotated[float, Field(exclude=True)] = 0.0
     """Wall seconds of the processes that worked on this run earlier."""
     started: Annotated[float, Field(exclude=True)] = Field(default_factory=perf_counter)
@@ -132,8 +130,6 @@ class Progress(SavedValues):
         left out.
         """
         values = self.model_dump()
-        if self.median is not None:
-            values["median"] = dict(zip(("index", "fitness"), values["median"]))
         return {name: value for name, value in values.items() if name not in _NEWER or value not in ([], {}, None)}
 
     @classmethod

@@ -4,6 +4,7 @@ import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -130,42 +131,39 @@ class RunWriter:
         build_report([self.run.root], self.run.report)
 
 
+@dataclass
 class Checkpoints:
     """When the population is saved, and by which process."""
 
-    def __init__(
-        self,
-        training: TrainingConfig,
-        population: Population,
-        writer: RunWriter | None,
-        saved: SavedCheckpoint | None,
-        *,
-        sends: bool,
-    ) -> None:
-        """``sends``: whether this process sends the agents of its island to the one that has the writer."""
-        self._training, self._population, self._writer, self._sends = training, population, writer, sends
-        self._time, self._saved = perf_counter(), None if saved is None else saved.progress.iteration
+    training: TrainingConfig
+    population: Population
+    writer: RunWriter | None
+    sends: bool
+    """Whether this process sends the agents of its island to the one that has the writer."""
+    saved: int | None
+    """Iteration of the newest checkpoint."""
+    time: float = field(default_factory=perf_counter)
 
     def is_due(self, progress: Progress) -> bool:
         """Return whether to save now, within a generation."""
-        steps, seconds = self._training.checkpoint_steps, self._training.checkpoint_seconds
+        steps, seconds = self.training.checkpoint_steps, self.training.checkpoint_seconds
         due = steps is not None and progress.iteration % steps == 0
-        due = due or (seconds is not None and perf_counter() - self._time >= seconds)
+        due = due or (seconds is not None and perf_counter() - self.time >= seconds)
         if due:
-            self._time = perf_counter()
+            self.time = perf_counter()
         return due
 
     def save(self, progress: Progress) -> None:
         """Commit a checkpoint, or send the agents of this island to the process that does."""
-        if progress.iteration == self._saved:
+        if progress.iteration == self.saved:
             return  # time ran out before another iteration, so there is nothing new to save
-        if self._writer is not None:
-            self._writer.checkpoint(self._population, progress, keep=self._training.keep_checkpoints)
-        elif self._sends:
+        if self.writer is not None:
+            self.writer.checkpoint(self.population, progress, keep=self.training.keep_checkpoints)
+        elif self.sends:
             # Iterating is what sends them; values arrive at the first island only.
-            for _ in self._population.states():
+            for _ in self.population.states():
                 pass
-        self._saved = progress.iteration
+        self.saved = progress.iteration
 
 
 def completion_rows(population: Population, progress: Progress, rollout: Rollout, most: int) -> list[dict[str, Any]]:

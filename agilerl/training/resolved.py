@@ -66,11 +66,6 @@ class Resolved:
     """None for custom code until it is loaded (``agilerl.training.setup``)."""
 
     @property
-    def own_options(self) -> SharedOptions:
-        """The options of the base under ``algorithm`` only, as in run.json."""
-        return _own_options(self.config.algorithm)
-
-    @property
     def algorithm(self) -> type[LLMAlgorithm]:
         """The algorithm that every agent starts with, or the first of several."""
         return self.algorithms[0]
@@ -100,7 +95,7 @@ class Resolved:
         reasons = dict[str, str]()
         if "algorithm" not in self.genes:  # agents of other algorithms may use what the first one does not
             reasons = idle(self.hyperparameters, "algorithm", self.config, self.options, self.genes)
-            reasons |= idle(self.own_options, "algorithm", self.config, evolving=self.genes)
+            reasons |= idle(_own_options(self.config.algorithm), "algorithm", self.config, evolving=self.genes)
         return [*self.config.without_effect, *grouped(reasons)]
 
     def founder_genes(self) -> dict[str, Gene]:
@@ -149,12 +144,23 @@ class Resolved:
             return []
         instead, sentences = self.usual_instead(usual), []
         for name, rate in self._far_from(usual).items():
-            times = f"{rate / usual:.2g} times" if rate > usual else f"1/{usual / rate:.2g} of"
             then = f"unless you mean that, set algorithm.{name}={usual:.2g}"
             if name in instead:
                 then = f"agent {USUAL} starts with that, and leaves only if an exam proves another to be better"
-            sentences.append(f"algorithm.{name}={rate:.3g} is {times} the usual rate of this base, {usual:.3g}; {then}")
+            sentences.append(f"{_compared(name, rate, usual)}, {usual:.3g}; {then}")
         return sentences
+
+    def rates_to_set(self, usual: float | None, *, gone: bool) -> list[str]:
+        """Return a sentence after a run about each such rate; ``gone``: the first agent, which had it, has left."""
+        if usual is None:
+            return []
+        return [
+            f"agent 0 with your algorithm.{name}={rate:.3g} left; the usual rate of this base is {usual:.2g}"
+            if gone
+            else f"{_compared(name, rate, usual)}: set {usual:.2g}"
+            for name, rate in self._far_from(usual).items()
+            if name in self.config.algorithm
+        ]
 
     def derived(self, **training: Any) -> "Resolved":
         """Return the settings with values of ``training`` that do not count as set by the user."""
@@ -205,11 +211,16 @@ class Resolved:
     def given(self) -> dict[str, Any]:
         """Return what was set, as plain data, without defaults: an explicit default can mean something else."""
         values = self.hyperparameters.model_dump(mode="json", include=set(split_options(self.config.algorithm)[0]))
-        shared = self.own_options.model_dump(mode="json", exclude_unset=True)
+        shared = _own_options(self.config.algorithm).model_dump(mode="json", exclude_unset=True)
         algorithm = {"name": self.config.algorithm["name"], **values, **shared}
         # Not how many processes there were: any number of them can resume the run.
         whole = self.config.model_dump(mode="json", exclude_unset=True, exclude={"distributed"})
         return {**whole, "algorithm": algorithm}
+
+
+def _compared(name: str, rate: float, usual: float) -> str:
+    times = f"{rate / usual:.2g} times" if rate > usual else f"1/{usual / rate:.2g} of"
+    return f"algorithm.{name}={rate:.3g} is {times} the usual rate of this base"
 
 
 @checked

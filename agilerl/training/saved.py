@@ -130,10 +130,11 @@ def _newest_usable(run: RunDirectory, report: Callable[[str], None], *, allow_ch
         checkpoint = store.latest(before=int(checkpoint.name))
     if checkpoint is None and short:
         newest = next(iter(short))
+        hint = f"; or resume with the changed lines: agilerl resume {shlex.quote(str(run.root))} --allow-changes"
         raise CheckpointError(
             f"{short[newest]}, and no other checkpoint is usable without them; restore the file from a copy, or start "
             f"another run from an adapter of this one: network.adapter={newest}/agent_N/actor"
-            f"{_as_they_are(run, newest)}"
+            f"{'' if _lost_lines(run, newest, allow_changes=True) else hint}"
         )
     # Only once one is usable: without any, the directory stays as it is.
     for folder, lost in short.items():
@@ -157,13 +158,6 @@ def _lost_lines(run: RunDirectory, checkpoint: Path, *, allow_changes: bool) -> 
         or damaged_lines(run.lineage, state["lineage_bytes"], None if allow_changes else lineage)
         or missing_records(run.journal, clock["journal_records"])
     )
-
-
-def _as_they_are(run: RunDirectory, checkpoint: Path) -> str:
-    """Return a hint for the case that the lines are valid, but not as written."""
-    if _lost_lines(run, checkpoint, allow_changes=True):
-        return ""
-    return f"; or resume with the changed lines: agilerl resume {shlex.quote(str(run.root))} --allow-changes"
 
 
 def _number_in(checkpoint: Path) -> int | None:

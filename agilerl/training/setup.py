@@ -94,20 +94,12 @@ class Session:
         strategy, indices = self.selection, [agent.index for agent in self.population.everyone]
         # An index beyond the founders' is a challenger's, and the knockout is over.
         founders = max(indices) < self.config.training.pop_size
-        if not isinstance(strategy, KnockoutSelection) or not founders or len(indices) <= strategy.floor:
-            return self.evo_steps
-        return self.pace.founders_steps(len(indices))
+        return first_steps(strategy, self.pace, len(indices)) if founders else self.evo_steps
 
     @cached_property
     def pace(self) -> Pace:
         """What the budget holds, as far as that is known before training."""
-        t = self.config.training
-        if t.max_seconds is not None:
-            return Pace(self.evo_steps, 0, 0)
-        iterations, exam = self.scale.lone_agent()
-        given = "evo_steps" in t.model_fields_set
-        # max_steps counts what is sampled for training, so exams take nothing of it.
-        return Pace(self.evo_steps, 1 / iterations, 0 if t.max_tokens is None else exam / iterations, given)
+        return pace_of(self.scale, self.evo_steps)
 
     @property
     def founders(self) -> int:
@@ -116,11 +108,6 @@ class Session:
         A small budget has one, and the usual rate beside a configured one that is far from it.
         """
         return founders_of(self.selection, self.config.training, self.pace)
-
-    @property
-    def without_effect(self) -> list[str]:
-        """Sentences about what was asked for and will not happen."""
-        return self.resolved.without_effect
 
     @property
     def notes(self) -> list[str]:
@@ -151,6 +138,40 @@ class Session:
     def usual_rate(self) -> float | None:
         """The learning rate that is usual for the base; None if the algorithm does not learn from rewards."""
         return usual_rate(self.population.runtime.base) if self.resolved.algorithm.env_type == "reasoning" else None
+
+
+def pace_of(scale: Scale, steps: int) -> Pace:
+    """Return what the budget holds, in generations of so many iterations."""
+    t = scale.training
+    if t.max_seconds is not None:
+        return Pace(steps, 0, 0)
+    iterations, exam = scale.lone_agent()
+    given = "evo_steps" in t.model_fields_set
+    # max_steps counts what is sampled for training, so exams take nothing of it.
+    return Pace(steps, 1 / iterations, 0 if t.max_tokens is None else exam / iterations, given)
+
+
+def first_steps(strategy: SelectionStrategy | None, pace: Pace, agents: int) -> int:
+    """Return the iterations of a generation of so many founders."""
+    knockout = isinstance(strategy, KnockoutSelection) and agents > strategy.floor
+    return pace.founders_steps(agents) if knockout else pace.steps
+
+
+def steps_of_selection(scale: Scale, strategy: SelectionStrategy | None, agents: int, *, has_exam: bool) -> int | None:
+    """Return the least ``max_steps``, in whole iterations, with which these agents are selected; None if too many.
+
+    ``has_exam``: whether the size of the exam was given.
+    """
+    t, samples = scale.training, agents * scale.prompts * scale.group
+    unset = {} if "evo_steps" in t.model_fields_set else {"evo_steps": None}  # a run has it filled in
+    for iterations in range(2, 1000):
+        training = t.model_copy(update={"max_steps": iterations * samples, **unset})
+        training.model_fields_set.difference_update(unset)
+        longer = replace(scale, training=training)
+        pace = pace_of(longer, longer.generation(given=has_exam)[0])
+        if first_steps(strategy, pace, agents) < iterations:  # what a last selection decides would never train
+            return iterations * samples
+    return None
 
 
 def founders_of(strategy: SelectionStrategy | None, t: TrainingConfig, pace: Pace) -> int:

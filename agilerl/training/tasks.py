@@ -35,7 +35,8 @@ from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rewards.library import LIBRARY, library_grader
 from agilerl.rewards.waiting import ThreadedGrader
 from agilerl.safety.addresses import OPENAI, check_key
-from agilerl.safety.custom_code import code_name, contained, load_code, names_code, not_allowed
+from agilerl.safety.custom_code import code_name, load_code, names_code, not_allowed
+from agilerl.training.custom_selection import reported
 
 
 class _TemplateTask(ReasoningGymTask):
@@ -55,42 +56,32 @@ def task(config: RunConfig, *, allow_code: bool = False, all_rows: bool = False)
     ``environment.dataset`` is in the test, in order: for an evaluation, which trains on none.
     """
     e, seed = config.environment, config.training.seed
-    options: Any = {"seed": seed, "typed_addresses": config.typed_addresses, "allow_code": allow_code}
+    mistake: Mistake | None = None
+    built: Task
     if e.env_type == "multiturn":
         build_task = _episodes if e.taskset is None else _of_verifiers
         return build_task(e, seed, allow_code, e.test_prompts + config.second_panel)
     if e.dataset is not None:
-        test_prompts = None if all_rows else e.test_prompts + config.second_panel
-        return _wrapped(_from_data(e, e.dataset, e.env_type, seed, test_prompts), e, None, **options)
-    family, _, name = (e.task or "").partition(":")
-    if family != "reasoning_gym" or not name:
-        hint = f"; did you mean reasoning_gym:{e.task}?" if e.task in known_tasks() else ""
-        raise ConfigError(f"environment.task={shown(e.task)} is unknown; expected reasoning_gym:<dataset>{hint}")
-    return _wrapped(_procedural(e, seed, name, config.second_panel), e, _careless, **options)
-
-
-def _wrapped(
-    task: Task,
-    e: EnvironmentConfig,
-    mistake: Mistake | None,
-    *,
-    seed: int,
-    typed_addresses: Iterable[str],
-    allow_code: bool,
-) -> Task:
-    """Return a task as what the algorithm learns from."""
+        built = _from_data(e, e.dataset, e.env_type, seed, None if all_rows else e.test_prompts + config.second_panel)
+    else:
+        family, _, name = (e.task or "").partition(":")
+        if family != "reasoning_gym" or not name:
+            hint = f"; did you mean reasoning_gym:{e.task}?" if e.task in known_tasks() else ""
+            raise ConfigError(f"environment.task={shown(e.task)} is unknown; expected reasoning_gym:<dataset>{hint}")
+        built, mistake = _procedural(e, seed, name, config.second_panel), _careless
+    # What the algorithm learns from
     if e.env_type == "sft":
-        return SFTTask(task, loss_on=e.loss_on)
+        return SFTTask(built, loss_on=e.loss_on)
     if e.env_type in ("preference", "unpaired"):
-        return (PreferenceTask if e.env_type == "preference" else UnpairedTask)(task, mistake=mistake, seed=seed)
-    task = graded(e, task, allow_code=allow_code, typed_addresses=typed_addresses)
-    task = task if e.answer_format == "whole" else AnswerFormatTask(task, e.answer_format, e.answer_phrase)
+        return (PreferenceTask if e.env_type == "preference" else UnpairedTask)(built, mistake=mistake, seed=seed)
+    built = graded(e, built, allow_code=allow_code, typed_addresses=config.typed_addresses)
+    built = built if e.answer_format == "whole" else AnswerFormatTask(built, e.answer_format, e.answer_phrase)
     if e.agent is None:
-        return task
+        return built
     if not allow_code:
         raise not_allowed("environment.agent", str(e.agent))
     program = load_code("environment.agent", e.agent, allowed=True) if isinstance(e.agent, str) else e.agent
-    return AgentTask(task, program, ProgramLimits(**e.agent_limits.model_dump()))
+    return AgentTask(built, program, ProgramLimits(**e.agent_limits.model_dump()))
 
 
 def _procedural(e: EnvironmentConfig, seed: int, name: str, second: int) -> _TemplateTask:
@@ -135,7 +126,8 @@ def _from_data(
 ) -> DatasetTask:
     """Return a task of rows; without ``test_prompts``, every row is in the test."""
     # Rows need an answer only if it is compared.
-    grader = exact_match if uses_own_reward(config.graders, config.fitness_grader) else _ungraded
+    compares = config.graders is None or OWN in (config.fitness_grader, *(entry.name for entry in config.graders))
+    grader = exact_match if compares else _ungraded
     if test_prompts is None:
         sides, template = [_rows(config, dataset)] * 3, config.conversation_template
         return DatasetTask(*sides, reward_fn=grader, conversation_template=template, purpose=purpose, seed=seed)
@@ -254,11 +246,6 @@ def graded(
     return task
 
 
-def uses_own_reward(graders: Sequence[GraderConfig] | None, fitness: str | None) -> bool:
-    """Return whether the task's built-in reward is used."""
-    return graders is None or fitness == OWN or any(entry.name == OWN for entry in graders)
-
-
 def own_weights(config: EnvironmentConfig, given: Mapping[str, Any], genes: Iterable[str]) -> dict[str, Any]:
     """Return ``algorithm.reward_weights``: the given ones, and for genes without a start their grader's weight."""
     weights = {entry.called: entry.weight for entry in config.graders or ()}
@@ -305,11 +292,8 @@ def _configured(where: str, entry: GraderConfig, code: Any) -> Grader:
     """Return a custom grader: an instance of a class, or a function with its parameters filled in."""
     if not isinstance(code, type):
         return partial(code, **entry.params) if entry.params else code
-    try:
-        with contained():
-            return code(**entry.params)  # type: ignore[no-any-return]
-    except Exception as error:  # custom code may raise anything; report its reason
-        raise ConfigError(f"{where}: {entry.called} cannot be made: {type(error).__name__}: {error}") from error
+    with reported(f"{where}: {entry.called} cannot be made"):
+        return code(**entry.params)  # type: ignore[no-any-return]
 
 
 def _check_judge(where: str, entry: GraderConfig, typed: Iterable[str]) -> None:

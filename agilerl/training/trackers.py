@@ -236,7 +236,6 @@ class _Followed:
     name: str
     tracker: Any
     sent: _Sent
-    log: Callable[[dict[str, float | str], int], None]
     recent: deque[tuple[float, _Sent]] = field(default_factory=deque)
     """What it had, and since when, after each point that is not noted yet."""
 
@@ -326,12 +325,15 @@ class Trackers:
             tracker.main_process_only = False  # this process is the one that writes, whatever its rank
         if begin := getattr(tracker, "start", None):
             begin()
-        if name == "wandb" and tracker.tracker.offline:
-            # A folder of its own: the whole run is in it, to be synced alone.
-            begins, sent.step, sent.place = True, 0, 0
+        if name == "wandb":
+            tracker.tracker.define_metric("iteration")
+            tracker.tracker.define_metric("*", step_metric="iteration")
+            if tracker.tracker.offline:
+                # A folder of its own: the whole run is in it, to be synced alone.
+                begins, sent.step, sent.place = True, 0, 0
         elif name == "mlflow":
             sent.id = tracker.tracker.info.run_id
-        self._followed.append(_Followed(name, tracker, sent, _log_of(name, tracker)))
+        self._followed.append(_Followed(name, tracker, sent))
         if begins and callable(store := getattr(tracker, "store_init_configuration", None)):
             store(values)
         self._known[name] = sent
@@ -340,7 +342,13 @@ class Trackers:
         for one in list(self._followed):
             if (point.step, point.place) <= (one.sent.step, one.sent.place):
                 continue  # it had this before the process ended
-            if self._succeeds(one, one.log, dict(point.values), point.step):
+            values, step = dict(point.values), point.step if one.name != "wandb" else None
+            if one.name == "wandb":
+                # It drops values of a step that it has passed; rows with the iteration as their axis come in any order.
+                values["iteration"] = point.step
+            elif one.name == "mlflow":  # its metrics are numbers
+                values = {name: value for name, value in values.items() if not isinstance(value, str)}
+            if self._succeeds(one, one.tracker.log, values, step):
                 one.sent = one.sent.model_copy(update={"step": point.step, "place": point.place})
                 one.recent.append((perf_counter(), one.sent))
 
@@ -468,16 +476,3 @@ def _wandb(settings: dict[str, Any], root: Path | None, known: str) -> tuple[Any
     # Its own record of the terminal would consist of the live table.
     values["settings"] = {"console": "off", **given} if isinstance(given, Mapping) else given
     return WandBTracker(project, **values), values["id"]
-
-
-def _log_of(name: str, tracker: Any) -> Callable[[dict[str, float | str], int], None]:
-    """Return how values are sent to a tracker."""
-    if name == "wandb":
-        # W&B drops values of a step that it has passed; rows with the iteration as their axis may come in any order.
-        tracker.tracker.define_metric("iteration")
-        tracker.tracker.define_metric("*", step_metric="iteration")
-        return lambda values, step: tracker.log({**values, "iteration": step})
-    if name == "mlflow":  # its metrics are numbers
-        return lambda values, step: tracker.log({n: v for n, v in values.items() if not isinstance(v, str)}, step=step)
-    log: Callable[[dict[str, float | str], int], None] = tracker.log
-    return log

@@ -702,6 +702,7 @@ def test_compare_shows_what_differs(run: Path, changed: Any, agilerl: Agilerl) -
     found = json.loads(agilerl("compare", str(run), str(other), "--json").output)
     assert found["settings"]["algorithm.lr"] == [0.001, 0.5]
     assert found["results"][0] == found["results"][1]
+    assert lines[-1].startswith("report written: report-")
     assert agilerl("compare", str(run)).code == 2
     for name in ("x/run", "y/run"):
         shutil.copytree(run, name)
@@ -715,7 +716,7 @@ def test_compare_shows_what_differs_inside_lists_and_cuts_long_values(
     lines = agilerl("compare", str(run), str(other)).output.splitlines()
     assert next(line.split() for line in lines if line.startswith("environment.graders.0.weight"))[1:] == ["-", "2.0"]
     assert f"{'x' * 12}...{'x' * 25}" in "".join(line.split()[-1] for line in lines if "xx" in line)
-    assert Path(lines[-1]).is_file()
+    assert Path(lines[-1].removeprefix("report written: ")).is_file()
 
 
 def test_compare_says_which_settings_follow_from_others_and_pairs_nothing(
@@ -735,7 +736,7 @@ def test_compare_says_which_settings_follow_from_others_and_pairs_nothing(
     rows = [line.split() for line in done.output.splitlines() if line.startswith(("algorithm", "training"))]
     assert rows == [["algorithm.lr", "0.001", "0.5"], ["training.evo_steps", "(derived)", "5", "3"]]
     assert "apart; not paired by question, as runs keep no score of each." in done.output
-    page = Path(done.output.splitlines()[-1]).read_text()
+    page = Path(done.output.splitlines()[-1].removeprefix("report written: ")).read_text()
     assert "training.evo_steps (derived)" in page
 
 
@@ -750,7 +751,7 @@ def test_compare_gives_no_verdict_on_different_tasks(run: Path, changed: Any, ag
 @pytest.mark.parametrize(
     ("environment", "names"),
     [
-        ({"task": "gcd"}, ["environment.eval_prompts", "environment.test_prompts", "training.seed"]),
+        ({"task": "gcd"}, ["environment.test_prompts", "the size of the exam", "training.seed"]),
         ({"env_id": "a.py:Game"}, ["environment.test_prompts", "training.seed"]),
         ({"dataset": [{"path": "rows.jsonl"}]}, ["environment.test_prompts"]),
     ],
@@ -758,7 +759,7 @@ def test_compare_gives_no_verdict_on_different_tasks(run: Path, changed: Any, ag
 )
 def test_which_settings_change_the_questions_of_the_test(environment: dict[str, Any], names: list[str]) -> None:
     runs: Any = [SimpleNamespace(info={"config": {"environment": environment}})] * 2
-    differ = ["algorithm.lr", "environment.eval_prompts", "environment.test_prompts", "training.seed"]
+    differ = ["algorithm.lr", "environment.test_prompts", "exam questions graded", "training.seed"]
     assert other_questions(runs, differ) == names
 
 

@@ -1,6 +1,7 @@
 """``agilerl check``: sentences, exit codes and JSON."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def test_warnings_alone_are_exit_code_0(agilerl: Agilerl) -> None:
         (["my_checked_env:Nobody"], "expected Nobody in my_checked_env, found Mine, Bad"),
         (["my_checked_env:Mine", "least=1"], "cannot be made with least=1: TypeError"),
         (["my_checked_env:Mine", "most"], "expected key=value as a setting of the environment, found 'most'"),
-        (["my_checked_env:Mine", "most=["], "expected a YAML value for most"),
+        (["my_checked_env:Mine", "most=["], "the value of most cannot be read as YAML"),
         (["my_checked_env.py:Nobody"], "expected Nobody in my_checked_env.py, found Mine, Bad"),
         (["my_checked_env.py:Mine", "least=1"], "cannot be made with least=1: TypeError"),
         (["my_checked_env.py"], "expected path.py:name or module:name"),
@@ -112,9 +113,11 @@ def test_a_manifest_is_checked_as_by_a_dry_run(agilerl: Agilerl, tmp_path: Path)
     (tmp_path / "reward.py").write_text("def reward(completion, answer):\n    return 1 / (ord(completion[-1]) % 4)\n")
     manifest.write_text("environment: {graders: [{name: 'reward.py:reward'}]}\n", encoding="utf-8")
     found = agilerl("check", "run.yaml", "--allow-code")
-    assert " answers got no grade, the first because " in found.output
+    assert re.search(r"warning: \d+ of 128 answers got no grade, the first, '.{1,40}', because ", found.output)
     assert "reward raised ZeroDivisionError: division by zero (reward.py:2)" in found.output
     assert (found.code, found.output.splitlines()[-1]) == (0, "run.yaml: 1 warning")
+    dry = agilerl("train", "run.yaml", "--allow-code", "--dry-run").output
+    assert re.search(r"base +mean reward 0\.\d+ of (?!128)\d+ graded answers,", dry)
     manifest.write_text("training: {popsize: 2}\n", encoding="utf-8")
     checked, dry = agilerl("check", "run.yaml"), agilerl("train", "run.yaml", "--dry-run")
     assert (checked.code, checked.errors) == (2, dry.errors)

@@ -33,6 +33,9 @@ def test_what_it_writes_passes_every_check_and_trains(agilerl: Agilerl, tmp_path
     assert (made.code, made.errors) == (0, "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my.yaml", "my_reward.py", "my_rows.jsonl"]
     assert agilerl("train", "my.yaml", "--dry-run").code == 2  # its code runs only if that is allowed
+    shown = " ".join(agilerl("train", "my.yaml", "--allow-code", "--dry-run").output.split())
+    assert ", reward my_reward.py:reward" in shown
+    assert re.search(r"tokens prompts 14, ", shown)
     plan = agilerl("train", "my.yaml", "--allow-code", "--dry-run", "--json")
     assert (plan.code, plan.errors) == (0, "")
     rows = json.loads(plan.output)["rows"]
@@ -247,7 +250,8 @@ def test_a_terminal_is_asked_and_asked_again(tmp_path: Path) -> None:
         ("Data or task", "none.jsonl"),
         ("expected a file of rows", "rows.csv"),
         ("Which column is the question?", "frge"),
-        ("'frage'?", "frage"),
+        ("rows.csv has no column 'frge'; did you mean 'frage'?", ""),  # on one line; nothing said: asked again
+        ("Which column is the question? (frage, antwort): ", "frage"),
         ("answer from antwort", None),  # the only one left
         ("Reward", "exact"),
         ("Run it:", None),

@@ -160,6 +160,18 @@ def test_a_run_whose_output_goes_away_stops_at_a_checkpoint(
     assert [path.name for path in (root / "checkpoints").iterdir()] == ["000001"]
 
 
+def test_a_terminal_gets_whole_words_and_a_pipe_whole_lines() -> None:
+    sentence = "Starting a run of 'my.yaml' in 'runs/my': loading the libraries and the model."
+    for is_terminal in (True, False):
+        file = io.StringIO()
+        screen = console(file=file, width=40)
+        screen._force_terminal = is_terminal
+        screen.print(sentence)
+        lines = file.getvalue().splitlines()
+        assert len(lines) == (3 if is_terminal else 1)
+        assert " ".join(map(str.strip, lines)) == sentence
+
+
 @pytest.mark.model
 def test_a_hangup_that_nohup_has_made_harmless(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -11,9 +11,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
-from agilerl.cli.forecast import data_sheet, questions_for, smallest_difference
+from agilerl.cli.forecast import Lengths, Planned, data_sheet, expected_seconds, questions_for, smallest_difference
+from agilerl.cli.progress import plan_document
 from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness, probability_better
+from agilerl.planning.machines import Machine
 from agilerl.training.setup import build
 from tests.cli.outcome import Outcome
 from tests.cli.test_start import started
@@ -117,6 +119,7 @@ def test_an_unusual_learning_rate_is_named(overrides: tuple[str, ...], then: str
     assert ("rate algorithm.lr=0.009 is 9 times the usual rate of this base, 0.001" + then in shown) is bool(then)
     assert " x 1 prompt x 8 completions, " in shown
     assert "Time of a generation of 1 iteration: " in shown
+    assert "preflight none: fewer than 320 questions" in shown
 
 
 def test_prompts_of_a_known_task_are_measured(agilerl: Agilerl) -> None:
@@ -325,14 +328,34 @@ def test_an_agent_program_appears_and_the_command_allows_its_code(agilerl: Agile
     assert "--allow-code" not in planned(agilerl, "--gpu", "l4")["proposal"]["command"]
 
 
-@pytest.mark.parametrize("overrides", [(), ("training.max_steps=2048",), ("environment.eval_prompts=40",)], ids=str)
-def test_a_plan_has_the_generations_and_exams_of_the_run(agilerl: Agilerl, overrides: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("training.max_steps=2048",),
+        ("environment.eval_prompts=40",),
+        ("training.max_steps=64", "training.pop_size=4"),
+    ],
+    ids=str,
+)
+def test_a_plan_has_the_generations_and_exams_of_the_run(
+    agilerl: Agilerl, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = build(load_manifest(None, overrides))
-    load = planned(agilerl, "--gpu", "l4", *overrides)["workload"]
+    found = planned(agilerl, "--gpu", "l4", *overrides)
+    load, length = found["workload"], plan_document(session, Path("run"))["length"]
     assert (load["iterations"], load["exam_prompts"]) == (
-        session.evo_steps,
+        session.generation_steps,
         len(session.population.places("exam")),
     )
+    assert found["length"] == {name: length[name] for name in found["length"]}
+    # The time of a dry run counts what all prompts begin with, too.
+    counted = list[Lengths]()
+    cpu = Machine(name="cpu", flops=1e11, bandwidth=1e10, memory=2**34, link=1e10)
+    monkeypatch.setattr("agilerl.cli.forecast._measured", lambda *_: cpu)
+    monkeypatch.setattr("agilerl.cli.forecast.whole_run", lambda _, rows, __: counted.append(rows) or 1.0)
+    assert expected_seconds(Planned(session.resolved), session.population, 10) == 1
+    assert counted[0].common == load["common"] > 0
 
 
 def test_a_shell_reads_the_command_as_it_was_typed(agilerl: Agilerl, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from agilerl.cli.output import genes_text, told_apart
-from agilerl.cli.progress import _print_answers, log, sparkline, watch
+from agilerl.cli.progress import View, _print_answers, log, sparkline, watch
 from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness
 from agilerl.runs.completions import CompletionRecord, read_completions
@@ -128,14 +128,16 @@ MARKS = {
         2,
         ", the best of the last exam, whose 9 questions do not tell it from agent 0 (P < 0.8 that it is better)\n",
     ),
-    "an earlier agent": ((0.5, 0.6, 0.7), 1, 1, "agent 1 as it was after iteration 1: by a second panel"),
+    "an earlier agent": ((0.5, 0.6, 0.7), 1, 1, "better than the best of the last exam\n"),
+    "the same agent": ((0.5, 0.6, 0.7), 2, 1, "by a second panel of questions it was better than it was at the end\n"),
+    "the same agent, by its exams": ((0.5, 0.6, 0.7), 2, 1, ", where its exam was better than its last one\n"),
 }
 
 
 @pytest.mark.parametrize("case", MARKS)
 def test_the_mark_is_on_the_elite_of_the_result(case: str) -> None:
     means, elite, step, words = MARKS[case]
-    session = build(load_manifest(None, [*SMALL, "selection_strategy.candidates=3"]))
+    session = build(load_manifest(None, [*SMALL, f"selection_strategy.candidates={1 if 'its last' in words else 3}"]))
 
     def marked() -> Iterator[Event]:
         for event in story(session):
@@ -170,6 +172,10 @@ def test_a_terminal_says_at_once_what_a_signal_does(session: Session) -> None:
 
     watch(signalled(), session, screen, stop=stop)
     assert seen == [True]
+    # The last line of a table without a signal is empty, so that the ^C of a terminal begins no other.
+    view = View(session, screen)
+    view.show(PhaseStarted("train"))
+    assert screen.render_lines(view._drawn(), pad=False)[-1] == []
 
 
 def test_progress_as_lines_of_json(session: Session, tmp_path: Path) -> None:
@@ -239,6 +245,13 @@ def test_a_loss_is_not_called_a_small_gain(session: Session) -> None:
     screen = console(200, terminal=False)
     watch(iter(story(session, result=0.0)), session, screen)
     assert "The elite is worse than the base: -0.400\n" in written(screen)
+    *events, end = story(session)
+    assert isinstance(end, RunFinished)
+    fewer = {**end.summary["test"], "base": {**end.summary["test"]["base"], "n": 8}}
+    watch(iter([*events, replace(end, summary={**end.summary, "test": fewer})]), session, screen)
+    last = written(screen).rpartition("Held-out test")[2]
+    assert "not comparable, because not the same questions got a grade (n)\n" in last
+    assert "The elite is" not in last
 
 
 @pytest.mark.parametrize("width", [60, 80, 140])
@@ -425,12 +438,14 @@ def test_answers_are_shown_without_what_all_questions_share_if_they_are_long() -
     _print_answers([entry(ask.format("12, 18"), 0.0), entry(ask.format("30, 6"), None)], console)
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert [line.split()[:5] for line in lines[3:5]] == [
-        ["...", "12,", "18", "...", "6"],
-        ["...", "30,", "6", "...", "6"],
+        ["...12,", "18", "now?", "6", "12"],
+        ["...30,", "6", "now?", "6", "12"],
     ]
     assert "... (0)" in lines[3]
     assert "(" not in lines[4].removesuffix("6 (1)")
     assert max(map(len, lines)) <= 80
     assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
-    _print_answers([entry("1 + 1 + 1", 0.0), entry("1 + 3 + 1", 0.0)], console)
-    assert "1 + 3 + 1" in console.file.getvalue()  # type: ignore[attr-defined]
+    sums = ["1 + 1 + 1", "1 + 3 + 1"]
+    for ask in ("{}", "State the final answer to the following arithmetic problem: {} = ? Write a number."):
+        _print_answers([entry(ask.format(one), 0.0) for one in sums], console)
+    assert "... 1 + 3 + 1 = ? ..." in console.file.getvalue()  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ import importlib.util
 import itertools
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
@@ -13,7 +14,7 @@ from agilerl import GRPO, train
 from agilerl.algorithms import ALGORITHMS
 from agilerl.compat.other_trainers import NAMES, ours
 from agilerl.config.base_model import SharedOptions
-from agilerl.config.manifest import _nested, load_manifest
+from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
 from agilerl.training.resolved import resolve
@@ -34,7 +35,7 @@ def exists(key: str) -> bool:
         inner = [model.model_fields[part].annotation for model in models if part in model.model_fields]
         if not inner:
             return False
-        models = [found for found in map(_nested, inner) if found is not None]
+        models = [one for kind in inner for one in (kind, *get_args(kind)) if hasattr(one, "model_fields")]
     return True
 
 

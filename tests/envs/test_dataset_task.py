@@ -1,7 +1,7 @@
 import pytest
 from datasets import Dataset
 
-from agilerl.envs.datasets import DatasetTask, fill_template
+from agilerl.envs.datasets import DatasetTask, filled
 from agilerl.errors import ConfigError, EnvError, RewardError
 
 ROWS = [{"question": f"{i} + {i}", "answer": str(2 * i), "level": i % 2} for i in range(10)]
@@ -44,7 +44,8 @@ def test_template_is_filled_with_columns():
 
 def test_braces_in_questions_and_templates_survive():
     row = {"question": "the set {answer} {x} {0}", "answer": "7"}
-    assert fill_template("{question} as {{json}} {}: {answer}", row) == "the set {answer} {x} {0} as {{json}} {}: 7"
+    (message,) = filled([{"role": "user", "content": "{question} as {{json}} {}: {answer}"}], row)
+    assert message["content"] == "the set {answer} {x} {0} as {{json}} {}: 7"
 
 
 def test_rewards_come_from_the_function_with_all_columns():

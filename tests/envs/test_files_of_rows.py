@@ -177,7 +177,7 @@ def test_no_file_and_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
-        ({"prompt": "qestion"}, r"column 'qestion' .* dataset.*; .* 'question'?"),
+        ({"prompt": "qestion"}, r"dataset has no column 'qestion'; .* 'question'?"),
         ({"answer": "question"}, "question and answer of the dataset would both be the column answer"),
         ({"a": "question", "b": "question"}, "columns gives the column question of the dataset two names"),
     ],

@@ -1,5 +1,6 @@
 """Every dataset that reasoning_gym registers works by name."""
 
+import json
 import random
 import warnings
 
@@ -70,9 +71,8 @@ def test_what_pays_for_nothing_is_named(questions):
     found = {name: pays for name, pays in found.items() if pays}
     if questions == 100:  # in a process of their own answers may be given up, so that a busy machine finds fewer
         here = tasks & IN_THIS_PROCESS
-        assert {name: found[name] for name in found if name in here} == {
-            n: SHORTCUTS[n] for n in SHORTCUTS if n in here
-        }
+        measured_here = {name: found[name] for name in found if name in here}
+        assert json.loads(json.dumps(measured_here)) == {n: SHORTCUTS[n] for n in SHORTCUTS if n in here}
     assert found.keys() <= SHORTCUTS.keys()
 
 

@@ -2,10 +2,19 @@
 
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 import pytest
 
-from agilerl.envs.episode_task import Stepping, call_all
+from agilerl.envs.episode_task import Stepping
+
+
+def call_all(calls: Sequence[Callable[[], object]], timeout: float | None) -> list[Exception | None]:
+    """Make all calls and return what each raised, or None."""
+    with Stepping(timeout) as stepping:
+        for call in calls:
+            stepping.add(call)
+        return stepping.results()
 
 
 def fail() -> None:

@@ -147,7 +147,7 @@ def test_bad_sizes(tokenizer: Any, sizes: tuple[int, int]) -> None:
 
 
 def test_a_factory_of_something_else() -> None:
-    with pytest.raises(ConfigError, match="TokenObservationWrapper, found Echo"):
+    with pytest.raises(ConfigError, match="expected a Hugging Face tokenizer for tokenizer, found None"):
         SyncMultiTurnVecEnv(Echo, 1, 1)  # type: ignore[arg-type]
 
 

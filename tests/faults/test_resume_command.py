@@ -195,7 +195,7 @@ def test_without_resume_an_unfinished_run_is_left_alone(kept: Path, agilerl: Agi
     root = copy(kept, "half", tmp_path)
     outcome = agilerl("train", *TINY, "--out", "run")
     assert outcome.code == 2
-    assert outcome.errors.startswith("error: run holds an unfinished run; resume it, or choose another directory")
+    assert outcome.errors.startswith("error: run holds an unfinished run; resume it with: agilerl resume run - or")
     assert evidence(root) == evidence(kept / "half")
 
 

@@ -12,7 +12,7 @@ from agilerl.cli.progress import watch
 from agilerl.config.manifest import load_manifest
 from agilerl.errors import CheckpointError
 from agilerl.hpo.fitness import Fitness
-from agilerl.report.load import load_run, trace_family
+from agilerl.report.load import load_run
 from agilerl.report.page import lineage_table, render
 from agilerl.runs.journal import read_lines
 from agilerl.runs.strict_json import read_json
@@ -177,7 +177,7 @@ def test_the_report_shows_outcomes_that_are_not_ok(whole: Path) -> None:
     run = load_run(whole)
     assert run.agents[SICK].trouble == {"nonfinite": [1]}
     assert run.agents[0].trouble == {}
-    rows = {row["agent"]: row["steps"] for row in lineage_table(run, trace_family(run))}
+    rows = {row["agent"]: row["steps"] for row in lineage_table(run)}
     assert (rows[SICK], rows[0]) == ("2, 1 nonfinite", str(len(run.agents[0].train)))
     page = render([run])
     assert "2, 1 nonfinite" in page

@@ -20,7 +20,6 @@ from agilerl.algorithms import (
     CosineLRScheduleConfig,
     PolicyLoss,
 )
-from agilerl.algorithms.agent import _say_that_the_context_ends_it
 from agilerl.compat.loops import LoopOptions
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
@@ -59,12 +58,12 @@ from agilerl.envs.tools import (
     search_env,
     tool_schema,
 )
-from agilerl.errors import AgileRLError, ConfigError
+from agilerl.errors import AgileRLError, ConfigError, warn_once
 from agilerl.hpo.evolution import Evolution
 from agilerl.hpo.fitness import Fitness, evidence, pareto_front, probability_better, ranking, reliability
 from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
-from agilerl.hpo.mutation import Member, _say_that_all_move
+from agilerl.hpo.mutation import Member
 from agilerl.hpo.parameters import Evolve, HyperparameterConfig, RLParameter
 from agilerl.hpo.schedule import hyperparameter_schedule, stretched
 from agilerl.hpo.selection import SuccessiveHalving, TruncationSelection
@@ -554,7 +553,7 @@ def test_one_factor_of_a_gene_is_enough() -> None:
 
 
 def test_more_genes_a_mutation_than_there_are_is_said_once(world: World) -> None:
-    _say_that_all_move.cache_clear()
+    warn_once.cache_clear()
     with pytest.warns(UserWarning, match="genes_per_mutation=50"):
         mutations(genes_per_mutation=50).plan([Member.of(world.agent)], None, 0, 0)
     mutations(genes_per_mutation=50).plan([Member.of(world.agent)], None, 0, 0)
@@ -585,7 +584,7 @@ def test_settings_of_a_tracker_that_was_not_asked_for_are_said(given: dict[str, 
 
 
 def test_a_completion_longer_than_the_context_is_said_once(world: World) -> None:
-    _say_that_the_context_ends_it.cache_clear()
+    warn_once.cache_clear()
     with pytest.warns(UserWarning, match=r"max_output_tokens=5000.*128"):
         agent = world.grpo(max_output_tokens=5000)
     assert world.grpo(max_output_tokens=5000).sampling(28).max_new_tokens == agent.context_length - 28

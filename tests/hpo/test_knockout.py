@@ -218,6 +218,8 @@ def test_the_better_challenger_takes_over_and_the_rest_leave() -> None:
     numbers = kept.verdicts[2].removeprefix("kept: ").removesuffix(" that agent 4 is better")
     assert kept.verdicts[4] == f"left: not surely better than agent 2, {numbers}"
     assert kept.verdicts[5] == "left: place 3 of 3, 0.025"
+    worse = strategy.plan({2: solved(20), 4: solved(1), 5: solved(1)}, 3, 0, 6, Standing(0.3))
+    assert worse.verdicts[4].startswith("left: not better than agent 2, P = 0.0")
 
 
 def test_one_that_takes_over_is_challenged_again_at_once() -> None:

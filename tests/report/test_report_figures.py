@@ -25,7 +25,7 @@ from agilerl.report.figures import (
     tree_figure,
 )
 from agilerl.report.life import lives, short_value
-from agilerl.report.load import Score, cost_names, differences, front_exams, load_run, trace_family
+from agilerl.report.load import Score, cost_names, differences, front_exams, load_run
 from agilerl.report.page import (
     comparison,
     facts,
@@ -52,7 +52,7 @@ def of_agent(figure, agent, **wanted):
 def test_the_fitness_band_is_one_standard_error_and_starts_at_the_parent(load):
     lineage = [birth(0, None, 0), fitness(0, 0, 0.5, 0.1), birth(1, 0, 1), fitness(1, 1, 0.7, 0.2)]
     run = load(lineage=lineage)
-    figure = fitness_figure(run, trace_family(run))
+    figure = fitness_figure(run)
     (band,) = of_agent(figure, 1, fill="toself")
     assert (band["x"], band["y"]) == ([10, 20, 20, 10], [0.6, 0.9, 0.5, 0.4])
     (line,) = of_agent(figure, 1, mode="lines+markers")
@@ -73,22 +73,25 @@ def test_the_base_is_a_line_in_the_fitness_once_it_was_tested(load):
         ([test | {"eval/reward_mean": math.nan}], []),
     ):
         run = load(lineage=lineage, metrics=metrics)
-        traces = fitness_figure(run, trace_family(run))["data"]
+        traces = fitness_figure(run)["data"]
         assert [(t["x"], t["y"]) for t in traces if t.get("name") == "base"] == drawn
 
 
 def test_a_value_that_is_not_finite_is_a_gap(load):
     run = load(metrics=[train(0, i, loss=v) for i, v in enumerate([1.0, math.nan, 2.0, math.inf, 3.0])])
-    figure = curve_figure(run, trace_family(run), "loss")
+    figure = curve_figure(run, "loss")
     assert of_agent(figure, 0)[0]["y"] == [1.0, None, 2.0, None, 3.0]
-    assert curve_figure(run, trace_family(run), "kl") is None
+    assert curve_figure(run, "kl") is None
     json.dumps(figure, allow_nan=False)
 
 
 @pytest.mark.parametrize("count", [1, 2, 999, 1000, 1001, 1999, 2000, 5000])
 def test_a_long_line_has_a_thousand_points_and_both_ends(load, count):
     run = load(lineage=[birth(0, None, 0)], metrics=[train(0, step, loss=float(step)) for step in range(1, count + 1)])
-    (line,) = of_agent(curve_figure(run, trace_family(run), "loss"), 0)
+    (line,) = of_agent(curve_figure(run, "loss"), 0)
+    flat = load(lineage=[birth(0, None, 0)], metrics=[train(0, step, loss=0.0) for step in range(1, count + 1)])
+    axes = [curve_figure(one, "loss")["layout"]["yaxis"].get("range") for one in (run, flat)]
+    assert axes == [None, [-0.05, 1]]  # not from -1
     assert (len(line["x"]), line["x"][0], line["x"][-1]) == (min(count, 1000), 1, count)
 
 
@@ -98,7 +101,10 @@ def test_a_long_line_has_a_thousand_points_and_both_ends(load, count):
 def test_the_axis_fits_the_values(load, values, kind):
     run = load(lineage=[birth(i, None, 0, x=value, same=1) for i, value in enumerate(values)])
     assert hyperparameter_names(run) == (["x"], {"same": 1})
-    figure = hyperparameter_figure(run, trace_family(run), "x")
+    course = {"training": {"lr_schedule": {"name": "cosine"}}}
+    annealed = load(lineage=[birth(0, None, 0, lr=0.001, same=1)], config=course)
+    assert hyperparameter_names(annealed) == ([], {"lr": "0.001 (before annealing)", "same": 1})
+    figure = hyperparameter_figure(run, "x")
     assert figure["layout"]["yaxis"].get("type") == kind
     assert "a<b" not in json.dumps(figure)
 
@@ -149,7 +155,7 @@ def test_the_first_exam_of_a_child_is_measured_from_its_parents_last(load):
 
 def test_parallel_lines_end_at_the_fitness(load):
     run = with_gains(load, (1e-4, 1e-3, 1e-2), (0.01, 0.03, 0.02))
-    figure = parallel_figure(run, trace_family(run), ["lr", "beta", "name"])
+    figure = parallel_figure(run, ["lr", "beta", "name"])
     lines = {t["meta"]["agent"]: (t["x"], t["y"]) for t in figure["data"] if "meta" in t}
     assert list(lines) == [0, 2, 1]
     assert lines[0] == ([0, 1, 2], [0.0, 0.0, 0.0])
@@ -161,8 +167,8 @@ def test_parallel_lines_end_at_the_fitness(load):
         (0, 1, "0.01"),
         (0, 0.5, "0.001"),
     ]
-    assert parallel_figure(run, trace_family(run), ["lr", "name"]) is None  # the scatter says more
-    assert parallel_figure(load(), trace_family(load()), ["lr"]) is None
+    assert parallel_figure(run, ["lr", "name"]) is None  # the scatter says more
+    assert parallel_figure(load(), ["lr"]) is None
 
 
 def test_values_whose_labels_would_overlap_have_one(load):
@@ -173,12 +179,12 @@ def test_values_whose_labels_would_overlap_have_one(load):
 def test_fitness_is_drawn_against_the_value_that_was_trained_with(load):
     change = {"event": "mutation", "agent": 0, "generation": 0, "changes": [{"gene": "lr", "old": 1e-3, "new": 1e-2}]}
     run = load(lineage=[birth(0, None, 0, lr=1e-3), fitness(0, 0, 0.5), change, fitness(0, 1, 0.75)])
-    figure = gene_figure(run, trace_family(run), "lr")
+    figure = gene_figure(run, "lr")
     (dots,) = of_agent(figure, 0)
     assert (dots["x"], dots["y"]) == ([1e-3, 1e-2], [0.5, 0.75])
     assert figure["layout"]["xaxis"]["type"] == "log"
-    assert hyperparameter_figure(run, trace_family(run), "lr")["data"][-1]["y"] == [1e-3, 1e-2]
-    assert gene_figure(run, trace_family(run), "unknown") is None
+    assert hyperparameter_figure(run, "lr")["data"][-1]["y"] == [1e-3, 1e-2]
+    assert gene_figure(run, "unknown") is None
 
 
 def test_the_clock_counts_the_tokens_of_all_agents_once(load):
@@ -192,14 +198,14 @@ def test_the_clock_counts_the_tokens_of_all_agents_once(load):
 
 def test_runs_are_laid_over_one_another(load):
     runs = [load(lineage=[birth(0, None, 0), fitness(0, 0, mean), fitness(0, 1, 1.0)]) for mean in (0.5, 0.75)]
-    figure = overlay_figure({name: (run, trace_family(run)) for name, run in zip("ab", runs)})
+    figure = overlay_figure(dict(zip("ab", runs)))
     lines = [trace for trace in figure["data"] if trace["mode"] == "lines+markers"]
     assert [(t["name"], t["y"], t["meta"]) for t in lines] == [
         ("a", [0.5, 1.0], {"run": 0}),
         ("b", [0.75, 1.0], {"run": 1}),
     ]
     assert len({trace["line"]["color"] for trace in lines}) == 2
-    assert overlay_figure({"a": (load(), trace_family(load()))}) is None
+    assert overlay_figure({"a": load()}) is None
 
 
 def test_a_band_of_shares_stays_between_0_and_1(load):
@@ -215,7 +221,7 @@ def test_no_two_agents_have_one_colour():
 
 def test_few_decades_have_labels_between_them(load):
     run = load(lineage=[birth(i, None, 0, x=value) for i, value in enumerate((2e-5, 3e-4))])
-    axis = hyperparameter_figure(run, trace_family(run), "x")["layout"]["yaxis"]
+    axis = hyperparameter_figure(run, "x")["layout"]["yaxis"]
     assert (axis["type"], axis["dtick"], axis["tickformat"]) == ("log", "D2", "~g")
 
 
@@ -254,7 +260,7 @@ def test_the_tree_shows_births_deaths_mutations_and_elites(load):
         fitness(2, 1, 0.9),
     ]
     run = load(lineage=lineage)
-    figure = tree_figure(run, trace_family(run))
+    figure = tree_figure(run)
     text = json.dumps(figure, ensure_ascii=False)
     nodes = next(t for t in figure["data"] if t.get("mode") == "markers+text")
     assert list(zip(nodes["x"], nodes["y"], nodes["text"])) == [(0, 0, "0"), (1, 0, "0"), (0, 1, "1"), (1, 1, "2")]
@@ -273,13 +279,13 @@ def test_the_winner_of_a_finished_run_has_a_star_in_the_last_generation(load):
         fitness(0, 1, 0.5),
     ]
     run = load(lineage=lineage, summary={"elite": {"index": 0}})
-    stars = next(t for t in tree_figure(run, trace_family(run))["data"] if t.get("marker", {}).get("symbol") == "star")
+    stars = next(t for t in tree_figure(run)["data"] if t.get("marker", {}).get("symbol") == "star")
     assert stars["x"] == [0, 1]
 
 
 def test_no_agents_no_tree(load):
     run = load()
-    assert tree_figure(run, trace_family(run)) is None
+    assert tree_figure(run) is None
 
 
 @pytest.mark.parametrize(
@@ -297,12 +303,13 @@ def test_values_are_short(value, text):
         ((0.9, 0.015), (0.5, 0.025), "worse than the base by 40.0 points ± 2.9"),
         ((2.0, 0.1), (3.0, 0.1), "better than the base by 1.000 ± 0.141"),
         ((math.nan, math.nan), (3.0, 0.1), "no finite test result"),
+        ((0.5, 0.025, 350), (0.9, 0.015), "not comparable: 400 and 350 of their answers got a grade"),
     ],
 )
 def test_the_verdict_is_honest(load, base, elite, sentence):
-    test = {who: {"mean": m, "stderr": s, "n": 400} for who, (m, s) in (("base", base), ("elite", elite))}
+    test = {who: dict(zip(("mean", "stderr", "n"), (*r, 400))) for who, r in (("base", base), ("elite", elite))}
     run = load(summary={"test": test})
-    found = verdict(run, trace_family(run))
+    found = verdict(run)
     assert sentence in found["sentence"]
     for bar in found["bars"]:
         assert 0 <= bar["low"] <= bar["low"] + bar["span"] <= 100.01
@@ -321,7 +328,7 @@ def test_the_verdict_is_honest(load, base, elite, sentence):
 def test_bars_begin_at_zero_on_either_side(load, base, elite, zero, places):
     test = {who: {"mean": mean, "stderr": 0.0, "n": 4} for who, mean in (("base", base), ("elite", elite))}
     run = load(summary={"test": test})
-    found = verdict(run, trace_family(run))
+    found = verdict(run)
     assert found["zero"] == zero
     assert [(bar["left"], bar["width"]) for bar in found["bars"]] == places
 
@@ -329,9 +336,11 @@ def test_bars_begin_at_zero_on_either_side(load, base, elite, zero, places):
 def test_an_agents_life_names_who_was_better_and_who_was_as_good(load):
     lineage = [birth(index, None, 0) for index in range(3)]
     lineage += [fitness(index, 0, mean) for index, mean in enumerate((0.5, 0.5, 0.25))]
+    # Of a tie one has to leave: its place is among those of the exam.
+    lineage += [{"event": "death", "agent": 1, "generation": 0, "reason": "left: place 2 of 3, 0.500"}]
     run = load(lineage=lineage)
     [alike, worse] = [[event["sentence"] for event in lives(run)[index]["events"]] for index in (1, 2)]
-    assert "exam 0.500 ± 0.100, place 1 of 3, as agent 0" in alike
+    assert "exam 0.500 ± 0.100, places 1 to 2 of 3 (a tie with agent 0)" in alike
     assert "exam 0.250 ± 0.100, place 3 of 3; the best, agent 0, had 0.500 ± 0.100" in worse
 
 
@@ -339,11 +348,11 @@ def test_tables_name_what_is_known(load):
     lineage = [birth(0, None, 0, lr=1e-3), fitness(0, 0, 0.5), birth(1, None, 0), birth(2, None, 0)]
     lineage += [fitness(1, 0, math.nan), {"event": "death", "agent": 1, "generation": 0, "reason": "sick"}]
     run = load(lineage=lineage, config={"environment": {"task": "t"}, "a": {"b": 1}})
-    rows = lineage_table(run, trace_family(run))
+    rows = lineage_table(run)
     assert [row["fitness"] for row in rows] == ["0.500 ± 0.100", "not finite", "none"]
     assert rows[1]["left"] == "0: sick"
     won = load(lineage=lineage, summary={"elite": {"index": 0, "reason": "best exam, 0.500"}})
-    assert [row["left"] for row in lineage_table(won, trace_family(won))] == ["elite: best exam, 0.500", "0: sick", ""]
+    assert [row["left"] for row in lineage_table(won)] == ["elite: best exam, 0.500", "0: sick", ""]
     assert facts(run)["Task"] == "t"
     halved = load(config={"training": {"pop_size": 4}}, summary={"agents": 1, "advice": ["the elite is early"]})
     assert list(halved.symptoms) == ["the elite is early"]
@@ -357,6 +366,8 @@ def test_tables_name_what_is_known(load):
     assert facts(decided)["Population"] == "1"
     assert differences([given, decided]) == {}
     assert differences([given, halved])["training.pop_size"] == [1, 4]
+    ungraded = load(lineage=[birth(0, None, 0), birth(4, 0, 1), fitness(0, 0, 0.5, n=51)], config=given.info["config"])
+    assert differences([given, ungraded]) == {"exam questions graded": [20, 51]}
     other = load(config={"environment": {"task": "t"}, "a": {"b": 2}})
     assert ("a.b", ["1", "2"]) in comparison([run, other], ["x", "y"])["settings"]
 
@@ -423,18 +434,18 @@ def test_the_front_is_that_of_the_last_generation(load):
     run = load(lineage=VECTORS)
     assert cost_names(run) == ["kl"]
     assert list(front_exams(run)) == [1, 0, 2]
-    figure = objective_figure(run, trace_family(run), "kl")
+    figure = objective_figure(run, "kl")
     (ring,) = [trace for trace in figure["data"] if trace.get("name") == "front"]
     assert (ring["x"], ring["y"], ring["text"]) == ([0.6, 0.5, 0.1], [0.8, 0.6, 0.5], ["1", "0", "2"])
     (path,) = of_agent(figure, 0)
     assert (path["x"], path["y"]) == ([0.5, 0.5], [0.9, 0.6])
     assert of_agent(figure, 3)[0]["x"] == [0.2]  # a KL that was not finite is no point
-    rows = front_table(run, trace_family(run))
+    rows = front_table(run)
     assert [(row["agent"], row["reward"], row["costs"]) for row in rows][2] == (2, "0.500 ± 0.100", ["0.1 ± 0.01"])
     json.dumps(figure, allow_nan=False)
     # A finished run says who is on it, since it knows who was sick.
     finished = load(lineage=VECTORS, summary={"status": "finished", "front": [{"agent": 2, "adapter": "here"}]})
-    assert [(row["agent"], row["adapter"]) for row in front_table(finished, trace_family(finished))] == [(2, "here")]
+    assert [(row["agent"], row["adapter"]) for row in front_table(finished)] == [(2, "here")]
 
 
 @pytest.mark.parametrize("front", ["much", [3, None], [{"agent": [1]}, {"agent": 99}], [{"adapter": 1}]])
@@ -442,8 +453,8 @@ def test_a_damaged_front_and_odd_costs_still_give_figures(load, front):
     odd = [vector(0, 0, 0.5, "<b>", **{"<i>x": {"mean": math.inf}}), {**fitness(1, 0, 0.4), "costs": [1]}]
     run = load(lineage=[*VECTORS[:4], *odd], summary={"front": front})
     assert front_exams(run).keys() <= {0}
-    assert front_table(run, trace_family(run)) == []
-    assert [objective_figure(run, trace_family(run), name) for name in cost_names(run)] == [None, None]
+    assert front_table(run) == []
+    assert [objective_figure(run, name) for name in cost_names(run)] == [None, None]
 
 
 def test_eval_lines_stand_in_for_a_lineage(load):

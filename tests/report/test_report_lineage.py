@@ -4,7 +4,7 @@ from itertools import pairwise
 import pytest
 from small_run import birth, fitness, train, write_run
 
-from agilerl.report.load import Score, hyperparameter_at, load_run, trace_family
+from agilerl.report.load import Score, load_run
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def family_of_four(tmp_path):
 
 
 def test_the_winning_lineage_goes_back_to_the_founder(family_of_four):
-    family = trace_family(family_of_four)
+    family = family_of_four.family
     assert family.winner == 4
     assert family.line == [0, 3, 4]
     assert family.line_nodes() == [(0, 0), (0, 1), (3, 2), (4, 3)]
@@ -42,7 +42,7 @@ def test_the_summary_decides_who_won(tmp_path):
     lineage = [birth(i, None, 0) for i in range(3)] + [fitness(i, 0, 0.5 + i / 10) for i in range(3)]
     elite = [{"event": "elite", "agent": 1, "generation": 0}]
     winners = [
-        trace_family(load_run(write_run(tmp_path / str(i), lineage=found, summary=summary))).winner
+        load_run(write_run(tmp_path / str(i), lineage=found, summary=summary)).family.winner
         for i, (found, summary) in enumerate(
             [(lineage + elite, {"elite": {"index": 0}}), (lineage + elite, None), (lineage, None), ([], None)]
         )
@@ -53,7 +53,7 @@ def test_the_summary_decides_who_won(tmp_path):
 @pytest.mark.parametrize("name", ["whole", "other", "unfinished"])
 def test_rows_never_collide_and_none_is_wasted(runs, name):
     run = load_run(runs[name])
-    family = trace_family(run)
+    family = run.family
     places = [(family.rows[agent], generation) for agent, span in family.spans.items() for generation in span]
     assert len(set(places)) == len(places)
     assert family.height == run.info["config"]["training"]["pop_size"]
@@ -61,18 +61,15 @@ def test_rows_never_collide_and_none_is_wasted(runs, name):
         assert run.agents[child].parent == parent
 
 
-def test_a_value_is_followed_through_birth_mutation_and_evolution(family_of_four):
+def test_a_value_is_followed_through_birth_and_mutation(family_of_four):
     agent = family_of_four.agents[3]
-    assert hyperparameter_at(agent, "lr", 1, family_of_four) == 1e-3
-    assert hyperparameter_at(agent, "lr", 2, family_of_four) == 5e-3
-    family_of_four.evolutions.append({"generation": 3, "evo/hp/lr/3": 7e-3, "evo/hp/lr/33": 1.0})
-    assert hyperparameter_at(agent, "lr", 2, family_of_four) == 5e-3
-    assert hyperparameter_at(agent, "lr", 3, family_of_four) == 7e-3
+    assert [agent.values(generation)["lr"] for generation in (1, 2)] == [1e-3, 5e-3]
+    assert agent.values() == agent.first_values() == {"lr": 5e-3}
 
 
 def test_an_agent_born_and_never_examined_comes_after_its_parent(tmp_path):
     lineage = [birth(0, None, 0), fitness(0, 0, 0.5), birth(1, 0, 0)]
-    family = trace_family(load_run(write_run(tmp_path / "run", lineage=lineage)))
+    family = load_run(write_run(tmp_path / "run", lineage=lineage)).family
     assert family.spans == {0: [0], 1: [1]}
 
 
@@ -81,12 +78,12 @@ def test_metrics_alone_make_a_family(tmp_path):
     metrics[-1] |= {"eval/reward_mean": 0.4, "eval/stderr": 0.1, "eval/n": 9}
     run = load_run(write_run(tmp_path / "run", metrics=metrics))
     assert run.agents[5].exams[0].score == Score(0.4, 0.1, 9)
-    assert trace_family(run).winner == 5
+    assert run.family.winner == 5
 
 
 def test_a_circle_of_parents_ends(tmp_path):
     lineage = [birth(0, 1, 0), birth(1, 0, 0), birth(2, 2, 0), fitness(1, 0, 0.5)]
-    assert trace_family(load_run(write_run(tmp_path / "run", lineage=lineage))).line == [0, 1]
+    assert load_run(write_run(tmp_path / "run", lineage=lineage)).family.line == [0, 1]
 
 
 def test_a_line_written_twice_counts_once(tmp_path):

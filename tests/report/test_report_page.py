@@ -16,7 +16,7 @@ from synthetic_run import ATTACK
 
 from agilerl.errors import CheckpointError
 from agilerl.report import build_report
-from agilerl.report.page import inline_script, script_json
+from agilerl.report.page import script_json
 from agilerl.runs import strict_json
 
 
@@ -120,6 +120,7 @@ def test_what_a_run_is_about_is_shown(page):
     for words in ("reasoning_gym:spell_backward", "0:02:51", "agilerl train --seed 0", "pop_size: 4", "torch:"):
         assert words in text
     titles = page("whole").source
+    assert '<span class="word">train</span> <span class="word">--seed</span> ' in titles  # no line ends after a hyphen
     for title in ("Reward", "KL to the reference", "Entropy", "Completion length (tokens)"):
         assert f"<h4>{title}</h4>" in titles
     for gene in ("lr", "beta", "clip_coef", "group_size"):
@@ -202,12 +203,6 @@ def test_json_in_a_script_cannot_end_it():
     assert not set("<>&\u2028") & set(text)
     assert json.loads(text) == value
     assert script_json([float("nan"), (float("inf"), 1.0)]) == "[null,[null,1.0]]"
-
-
-def test_code_in_a_script_cannot_end_it():
-    assert inline_script("a('</script>', '</SCRIPT >', '<div></div>')") == (
-        r"a('<\/script>', '<\/SCRIPT >', '<div></div>')"
-    )
 
 
 def test_an_unfinished_run_says_so(page):

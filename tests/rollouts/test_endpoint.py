@@ -484,7 +484,7 @@ class Served:
 
     def serve(self) -> None:
         while not self.ended.is_set():
-            pending = _arrived(self.endpoint, self.sessions, 1)
+            pending = _arrived(self.endpoint, self.sessions, 1, 0.004)
             if pending:
                 _answer(self.engine, self.endpoint, pending)
 

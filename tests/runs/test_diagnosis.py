@@ -22,7 +22,17 @@ HEALTHY: dict[str, Any] = {
 
 CASES = [
     ("failing grader", {"reward_errors/exact": 39.7, "reward_error": "it raised KeyError"}, "to about 40 completions"),
-    ("constant reward", {"reward_std": 0.0, "reward": 0.0, "frac_reward_zero_std": 1.0, "grad_norm": 0.0}, "earned 0"),
+    (
+        "constant reward",
+        {"reward_std": 0.0, "reward": 0.0, "frac_reward_zero_std": 1.0, "grad_norm": 0.0},
+        "so no answer",
+    ),
+    (
+        "constant reward",
+        {"reward_std": 0.0, "reward": 1.0, "frac_reward_zero_std": 1.0, "completions/ungraded": 0.75},
+        "75% of the completions of the last 8 iterations got no grade (the grader returned None,",
+    ),
+    ("constant reward", {"reward_std": 0.0, "reward": 1.0, "frac_reward_zero_std": 1.0}, "the task is solved, or"),
     ("equal groups", {"frac_reward_zero_std": 0.95}, "95%"),
     ("cut answers", {"completions/clipped_ratio": 0.75}, "limit of 12"),
     ("no gradient", {"grad_norm": 0.0}, "gradient is 0"),

@@ -60,7 +60,7 @@ def test_plain_environments_are_wrapped_if_there_is_a_tokenizer(runtime: Runtime
     first, second = env.reset(seed=0)
     assert first["text"] == second["text"]
     assert [wrapped.max_turns for wrapped in env.envs] == [2, 2]
-    with pytest.raises(ConfigError, match="tokenizer="):
+    with pytest.raises(ConfigError, match="for tokenizer, found None"):
         SyncMultiTurnVecEnv(Dice, 1, 2)
 
 

@@ -18,7 +18,7 @@ from agilerl.hpo.lineage import family_tree
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.selection import Best, Standing
 from agilerl.hpo.spread import lora_rate
-from agilerl.report.load import load_run, trace_family
+from agilerl.report.load import load_run
 from agilerl.training.events import Evolved
 from agilerl.training.loop import resume, train
 from agilerl.training.resolved import resolve, usual_rate
@@ -108,7 +108,7 @@ def test_the_plan_says_what_the_search_does_not_do(overrides: tuple[str, ...], w
 def test_the_plan_says_if_no_challenger_will_come(overrides: tuple[str, ...], *, silent: bool) -> None:
     session = made(*overrides)
     assert ["too small to try copies" in sentence for sentence in session.notes] == [True] * (not silent)
-    assert session.without_effect == []  # challengers were not asked for
+    assert session.resolved.without_effect == []  # challengers were not asked for
     assert ("\nnote " in shown(session)) is not silent
 
 
@@ -123,8 +123,12 @@ def test_the_plan_says_if_no_challenger_will_come(overrides: tuple[str, ...], *,
         ),
         (
             ("max_steps=256", "evo_steps=5"),
-            "4 iterations of all agents, no selection, as the first would",
+            "4 iterations of all agents, too short for a selection: at least training.max_steps=384; exam 8 prompts, "
+            "test 10\n",
         ),
+        (("max_steps=384", "evo_steps=5"), "6 iterations of all agents, selection every 5;"),
+        (("max_steps=64",), "1 iteration of all agents, too short for a selection: at least training.max_steps=128;"),
+        (("max_steps=128",), "2 iterations of all agents, first selection after 1"),
         (("max_steps=1024",), "16 iterations of all agents, selection every 2;"),
         (
             ("max_steps=100000", "max_tokens=20000"),
@@ -248,13 +252,16 @@ def test_where_the_configured_rate_is_far_from_the_usual_one_a_founder_has_that(
     far = f"is {rate:.2g} times the usual rate" if rate > 3 else f"is 1/{1 / rate:.2g} of the usual rate"
     assert (f"\nrate algorithm.lr={rates[0]:.3g} {far}" in plan) is (not 1 / 3 <= rate <= 3)
     assert ("agent 1 starts with that" in plan) is usual
+    gone = f"agent 0 with your algorithm.lr={rates[0]:.3g} left; the usual rate of this base is 0.001"
+    unusual = session.resolved.unusual_rates(1e-3)
+    assert session.resolved.rates_to_set(1e-3, gone=True) == [gone] * len(unusual)
     assert ("unless you mean that, set algorithm.lr=0.001" in plan) is (not usual and not 1 / 3 <= rate <= 3)
 
 
 def test_a_small_budget_starts_with_fewer_agents_unless_their_number_is_given() -> None:
     def planned(*overrides: str) -> tuple[list[int], bool]:
         session = made(*overrides)
-        fewer = "no more, because" in shown(session)
+        fewer = "only, because an iteration of more would take over a tenth" in shown(session)
         return [agent.index for agent in session.population.agents], fewer
 
     assert planned("training.max_steps=480") == ([0, 1, 2], True)  # 30 iterations of 16 completions
@@ -443,6 +450,7 @@ def test_an_agent_that_broke_at_the_end_is_replaced_by_an_earlier_one(tmp_path: 
     assert summary["elite"]["step"] < summary["iterations"] / 4
     assert summary["elite"]["reason"].startswith("best candidate, ")
     assert f"iteration {summary['elite']['step']} of {summary['iterations']}" in summary["advice"][0]
+    assert summary["advice"][1:] == ["algorithm.lr=0.02 is 20 times the usual rate of this base: set 0.001"]
     assert summary["test"]["elite"]["mean"] > 0.1
 
 
@@ -489,7 +497,7 @@ def test_a_run_that_collapses_before_its_first_exam_begins_again_at_a_lower_rate
     left = family_tree(lines(tmp_path / "run" / "lineage.jsonl"))[0].reason
     assert left.startswith("collapsed: ")
     assert left.endswith("begins again, as before training, at 0.2 times the rate")
-    assert trace_family(load_run(tmp_path / "run")).line == [1]
+    assert load_run(tmp_path / "run").family.line == [1]
     elite = json.loads((tmp_path / "run" / "summary.json").read_text())["elite"]
     assert (elite["index"], elite["hyperparameters"]["lr"]) == (1, pytest.approx(2e-3))
     # At the end of so short a run, the untrained agent is no candidate, and the only exam counts.

@@ -142,7 +142,7 @@ def test_what_is_planned_is_what_is_checked(overrides: tuple[str, ...]) -> None:
     found, row = parts(*overrides), longest_row(*overrides)
     # The check supposes rows of the longest length, all of whose tokens may be actions.
     planned = Planned(resolve(config))
-    load = planned.workload(Lengths(prompt=0, completion=row, longest=row, notes=()))
+    load = planned.workload(Lengths(prompt=0, completion=row, notes=()))
     found.pop("rollouts")  # which lie in the host's memory
     assert footprint.memory(planned.shape("cpu"), load) == found
 

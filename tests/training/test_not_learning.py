@@ -32,6 +32,11 @@ def constant(completion):
     return 0.25
 
 
+def falls_through(completion):
+    if completion[:1] in "1234":
+        return 1
+
+
 def rarely(completion, answer):
     return float(crc32((completion + answer).encode()) % 40 == 0)
 
@@ -87,6 +92,7 @@ MANY_STEPS = ("algorithm.lr=1e-2", "algorithm.clip_coef=0.001", "algorithm.batch
 PANELS = ("environment.eval_prompts=12", "environment.test_prompts=12")
 CASES = [
     ("constant", (), "earned 0.25"),
+    ("falls_through", (), "got no grade (the grader returned None ... and all others earned 1"),
     ("rarely", MANY_GROUPS, "of the groups all completions earned the same"),
     ("failing", (), "failing gave no grade to "),
     ("harder", PANELS, "of 12 test questions got no grade ... of 12 exam questions got no grade and are left out"),

@@ -17,7 +17,17 @@ from agilerl.rewards.grader import Grades
 from agilerl.runtime import Runtime
 from agilerl.training.events import Event, PreflightDone, RunStarted
 from agilerl.training.loop import train
-from agilerl.training.preflight import MOST, QUESTIONS, Bases, is_due, population_of_one, preflight, problem, tried
+from agilerl.training.preflight import (
+    MOST,
+    QUESTIONS,
+    Bases,
+    is_due,
+    preflight,
+    problem,
+    session_of_one,
+    tried,
+    why_none,
+)
 from agilerl.training.probe import Answer, Group, Probe, probe
 from agilerl.training.setup import Session, build
 from tests.training.small_runs import TOURNAMENT, less_times, lines
@@ -37,18 +47,28 @@ def bases() -> Bases:
 
 
 @pytest.fixture
-def one(bases: Bases) -> Iterator[Any]:
-    """Return a maker of populations on one base."""
-    made: list[Population] = []
+def sessions(bases: Bases) -> Iterator[Any]:
+    """Return a maker of sessions of one agent on one base."""
+    made: list[Session] = []
 
-    def make(*settings: str) -> Population:
-        made.append(population_of_one(load_manifest(None, settings), bases))
+    def make(*settings: str) -> Session:
+        made.append(session_of_one(load_manifest(None, settings), bases))
         return made[-1]
 
     yield make
-    for population in made:
-        population.agents[0].clean_up()
-        population.task.close()
+    for session in made:
+        session.population.agents[0].clean_up()
+        session.task.close()
+
+
+@pytest.fixture
+def one(sessions: Any) -> Any:
+    """Return a maker of their populations."""
+
+    def make(*settings: str) -> Population:
+        return sessions(*settings).population
+
+    return make
 
 
 def session(*settings: str) -> Session:
@@ -207,7 +227,10 @@ def test_one_signal_ends_the_search() -> None:
     ],
 )
 def test_a_short_run_is_its_own_preflight(settings: tuple[str, ...], due: bool) -> None:
-    assert is_due(session(*settings)) == due
+    small = session(*settings)
+    assert is_due(small) == due
+    by_size = not due and "preflight=off" not in settings[0] and "SFT" not in settings[0]
+    assert why_none(small.scale) == "none: fewer than 320 questions" * by_size
 
 
 def test_a_stopped_run_is_resumed_without_one(tmp_path: Path) -> None:
@@ -234,21 +257,45 @@ RIGHT = Answer("12", 1.0, 3, "stop")
     ("answer", "graded", "settings", "advice"),
     [
         (CUT, "12", (), "cut at 10 tokens; raise algorithm.max_output_tokens"),
-        (NONE, "12", (), "has a grade; check the graders"),
-        (RIGHT, "12", (), r"earn alike \(1\); take harder questions"),
-        (ANSWER, "", ("environment.answer_format=tags",), "no answer in the format environment.answer_format=tags"),
+        (NONE, "12", (), "^4 of 4 answers got no grade, because the grader returned None; return a number for every"),
+        (RIGHT, "12", (), r"^all 4 answers to 2 training questions got the same reward \(1\); use harder questions"),
+        (
+            ANSWER,
+            "",
+            ("environment.answer_format=tags",),
+            "no answer in the format environment.answer_format=tags",
+        ),
         (ANSWER, "12", ("environment.answer_format=tags",), "take easier questions.*environment.reward=score"),
         (ANSWER, "12", (), "environment.answer_format=after.*algorithm.group_size"),
         (ANSWER, "12", ("environment.reward=score",), r"stronger base, or more answers"),
     ],
 )
-def test_the_advice_fits_the_cause(one: Any, answer: Answer, graded: str, settings: Any, advice: str) -> None:
-    population = one(*settings)
+def test_the_advice_fits_the_cause(sessions: Any, answer: Answer, graded: str, settings: Any, advice: str) -> None:
     found = Probe([Group("", "5", [answer] * 2, [graded] * 2)] * 2)
     assert not found.has_signal
-    config = load_manifest(None, settings)
-    sentence = problem(config.environment, config.algorithm["name"], population, found)
+    sentence = problem(sessions(*settings), found)
     assert re.search(advice, sentence), sentence
+
+
+@pytest.mark.parametrize(
+    ("answers", "fault", "said"),
+    [
+        ([RIGHT, NONE, NONE], "", "2 of 3 answers got no grade, because the grader returned None; return a number"),
+        ([RIGHT, NONE], "'8', because it raised", "1 of 2 answers got no grade, the first, '8', because it raised"),
+        ([ANSWER, NONE], "'8', because it raised", "because it raised; the other 1 answer to 1 training question "),
+    ],
+)
+def test_what_got_no_grade_is_said_first(one: Any, answers: list[Answer], fault: str, said: str) -> None:
+    found, config = Probe([Group("", "5", answers, ["12"] * len(answers), fault)]), load_manifest(None, ())
+    sentence = problem(config.environment, "GRPO", one(), found)
+    assert said in sentence
+    assert "same reward" not in sentence
+
+
+def test_alike_within_each_question_is_not_alike_throughout(one: Any) -> None:
+    found = Probe([Group("", "5", [Answer("12", score, 3, "stop")] * 2, ["12"] * 2) for score in (0.0, 1.0)])
+    sentence = problem(load_manifest(None, ()).environment, "GRPO", one(), found)
+    assert "got the same reward as the others to their question (mean 0.5); use harder" in sentence
 
 
 def test_an_algorithm_without_groups_compares_all_answers() -> None:

@@ -120,23 +120,25 @@ class PlainEnv(Adapter):
 
     def __init__(self, inner: Any, max_turns: int | None = None) -> None:
         """Wrap ``inner``; raises ConfigError if ``reset(seed=...)``, ``step(action)`` or a turn limit is missing."""
-        name = type(inner).__name__
-        self.draws_globally = takes_no_seed(inner)
+        method = "reset"
+        try:
+            reset = inspect.signature(inner.reset)
+            takes_seed = any(p.name == "seed" or p.kind is p.VAR_KEYWORD for p in reset.parameters.values())
+            reset.bind(**({"seed": 0} if takes_seed else {}))
+            method = "step"
+            inspect.signature(inner.step).bind("")
+        except (AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"expected an environment with reset(seed=...) and step(action), found {described(inner)}, whose "
+                f"{method} does not fit: {error}"
+            ) from error
+        self.draws_globally = not takes_seed
         if self.draws_globally:
-            _warn_of_no_seed(name)
-        named: dict[str, Any] = {} if self.draws_globally else {"seed": 0}
-        for method, arguments, keywords in (("reset", (), named), ("step", ("",), {})):
-            try:
-                inspect.signature(getattr(inner, method)).bind(*arguments, **keywords)
-            except (AttributeError, TypeError) as error:
-                raise ConfigError(
-                    f"expected an environment with reset(seed=...) and step(action), found {described(inner)}, whose "
-                    f"{method} does not fit: {error}"
-                ) from error
+            _warn_of_no_seed(type(inner).__name__)
         super().__init__(inner, max_turns)
         size = getattr(inner, "dataset_size", 0)
         # Environments of AgileRL 2.58 that serve the rows of a dataset are told which; equal seeds get equal rows.
-        served = "row_index" in inspect.signature(inner.reset).parameters and not self.draws_globally
+        served = "row_index" in reset.parameters and takes_seed
         self._rows: int | None = int(size) if served and isinstance(size, int) and size > 0 else None
         self.action_space = getattr(inner, "action_space", self.action_space)
         self.observation_space = getattr(inner, "observation_space", self.observation_space)
@@ -157,17 +159,6 @@ def _warn_of_no_seed(name: str) -> None:
         "from one of its own, give reset a seed=None parameter, or the episodes of a group are different problems",
         stacklevel=4,
     )
-
-
-def takes_no_seed(env: Any) -> bool:
-    """Return whether ``reset`` can be called without arguments, and not with a seed."""
-    try:
-        signature = inspect.signature(env.reset)
-        signature.bind()
-    except (AttributeError, TypeError, ValueError):
-        return False
-    takes_seed = any(p.name == "seed" or p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    return not takes_seed and callable(getattr(env, "step", None)) and not isinstance(env, type)
 
 
 class GymnasiumText(Adapter):

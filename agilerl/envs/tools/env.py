@@ -98,9 +98,8 @@ class ToolEnv(TextEnv):
         # The one parser that needs no tokenizer: it is ready before bind().
         if isinstance(parser, str) and parser_of(parser) is TextTagParser:
             parser = TextTagParser()
-        self._family = parser if isinstance(parser, str) else None
+        self._wanted = parser
         self._parser: ToolCallParser | None = None if isinstance(parser, str) else parser
-        self._recognises = self._parser is None
         self._tokenizer: Any = None
         self._in_template = self._tool_role = False
         self._forbidden: re.Pattern[str] | None = None
@@ -135,8 +134,8 @@ class ToolEnv(TextEnv):
         """Determine from the tokenizer how tools are called, announced and answered; raises as ``parser_for``."""
         if tokenizer is self._tokenizer:
             return
-        if self._recognises:
-            self._parser = parser_for(tokenizer, self._family)
+        if self._wanted is None or isinstance(self._wanted, str):
+            self._parser = parser_for(tokenizer, self._wanted)
         self._tokenizer = tokenizer
         # What a template does is tried, not read: templates differ too much for a rule about their text.
         schemas = [tool.schema for tool in self._tools.values()]

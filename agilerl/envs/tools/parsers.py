@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby, takewhile
 from typing import Annotated, Any, Protocol
 
-from agilerl.checks.arguments import Having, checked, nearest, shown
+from agilerl.checks.arguments import Having, Name, checked, nearest, shown
 from agilerl.envs.prompts import end_token_ids
 from agilerl.envs.tools.tool import json_or_text
 from agilerl.errors import ConfigError
@@ -118,9 +118,8 @@ class TextTagParser:
     _form = '{"name": "...", "arguments": {...}}'
     _mark = ""
 
-    def __init__(self, tokenizer: Any = None, *, begin: str = OPEN, end: str = CLOSE) -> None:
-        if not begin or not end:
-            raise ConfigError(f"expected two tags that are not empty, found {begin!r} and {end!r}")
+    @checked
+    def __init__(self, tokenizer: Any = None, *, begin: Name = OPEN, end: Name = CLOSE) -> None:
         self.instruction = f"To call a tool, write {begin}{self._form}{end}"
         self._begin, self._end = begin, end
 

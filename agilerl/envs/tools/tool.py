@@ -3,10 +3,10 @@
 import asyncio
 import inspect
 import json
-import queue
 import re
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -138,31 +138,27 @@ class Tool:
         self._stuck = [thread for thread in self._stuck if thread.is_alive()]
         if len(self._stuck) >= MOST_STUCK:
             return ToolResult(f"Error: {self.name} is busy: earlier calls have not returned yet", "timeout")
-        # One queue a call: what an abandoned call returns later reaches nobody.
-        outcomes: queue.SimpleQueue[ToolResult | ConfigError] = queue.SimpleQueue()
+        outcome: Future[ToolResult] = Future()
         # A daemon, so that a function that never returns does not keep the process alive.
-        thread = threading.Thread(target=self._run, args=(arguments, outcomes), name=f"tool {self.name}", daemon=True)
+        thread = threading.Thread(target=self._run, args=(arguments, outcome), name=f"tool {self.name}", daemon=True)
         thread.start()
         try:
-            outcome = outcomes.get(timeout=self.timeout)
-        except queue.Empty:
+            return outcome.result(self.timeout)
+        except TimeoutError:
             self._stuck.append(thread)
             return ToolResult(f"Error: {self.name} took longer than {self.timeout:g} seconds", "timeout")
-        if isinstance(outcome, ConfigError):
-            raise outcome
-        return outcome
 
-    def _run(self, arguments: Mapping[str, Any], outcomes: "queue.SimpleQueue[ToolResult | ConfigError]") -> None:
+    def _run(self, arguments: Mapping[str, Any], outcome: Future[ToolResult]) -> None:
         try:
             result = self.function(**arguments)
             if inspect.isawaitable(result):
-                result = asyncio.run(_awaited(result, self.timeout + CLEAN_UP))
+                result = asyncio.run(asyncio.wait_for(result, self.timeout + CLEAN_UP))
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-            outcomes.put(ToolResult(text))
+            outcome.set_result(ToolResult(text))
         except ConfigError as error:
-            outcomes.put(error)
+            outcome.set_exception(error)
         except BaseException as error:  # a tool that calls sys.exit() has failed as well
-            outcomes.put(ToolResult(f"Error: {self.name} raised {type(error).__name__}: {error}", "raised"))
+            outcome.set_result(ToolResult(f"Error: {self.name} raised {type(error).__name__}: {error}", "raised"))
 
 
 def tool_schema(function: Callable[..., Any]) -> dict[str, Any]:
@@ -184,10 +180,6 @@ def json_or_text(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return value
-
-
-async def _awaited(result: Awaitable[Any], limit: float) -> Any:
-    return await asyncio.wait_for(result, limit)
 
 
 class _Untitled(GenerateJsonSchema):

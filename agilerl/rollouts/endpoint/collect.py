@@ -1,8 +1,8 @@
 """Collects the episodes of an agent task: programs play them, and the engine answers their calls as they arrive."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty
 from threading import Thread
@@ -34,9 +34,6 @@ class _Episode:
     session: Session
     result: Any = None
     error: Exception | None = None
-    messages: Sequence[dict[str, Any]] = ()
-    """The conversation."""
-    trajectories: list[Trajectory] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -50,7 +47,7 @@ class _Episode:
         """The row as graders get it."""
         last = self.session.calls[-1].completion
         ids = last.token_ids if last is not None else []
-        columns = {"messages": self.messages, "result": self.result, "completion_ids": ids}
+        columns = {"messages": self.session.transcript(), "result": self.result, "completion_ids": ids}
         row = GradedRow({**columns, **self.session.ask.place.row})
         row.state, row.group = self.session.ask.state, id(self.session.ask)
         return row
@@ -108,15 +105,14 @@ def collect_programs(
         waiting.join()
     for episode, error in zip(episodes, errors, strict=True):
         episode.error, episode.session.over = error, True
-    _grade(task, episodes, report)
-    report.reward = perf_counter() - start - report.rollout
     groups: list[list[Trajectory]] = [[] for _ in asks]
-    for episode in episodes:
-        groups[episode.number] += episode.trajectories
+    for episode, rows in zip(episodes, _graded(task, episodes, report), strict=True):
+        groups[episode.number] += rows
+    report.reward = perf_counter() - start - report.rollout
     return groups, report
 
 
-def _arrived(endpoint: Endpoint, sessions: Sequence[Session], concurrency: int, quiet: float = _QUIET) -> list[Pending]:
+def _arrived(endpoint: Endpoint, sessions: Sequence[Session], concurrency: int, quiet: float) -> list[Pending]:
     """Return the requests that wait, once all programs wait or none has asked for a while; none after a while."""
     pending: list[Pending] = []
     while len(pending) < min(sum(not session.over for session in sessions), concurrency):
@@ -136,12 +132,7 @@ def _answer(engine: RolloutEngine, endpoint: Endpoint, pending: list[Pending]) -
             pending[number].answer.set_result(completion)
 
     def arrivals() -> list[Any]:
-        further: list[Pending] = []
-        while True:
-            try:
-                further.append(endpoint.inbox.get_nowait())
-            except Empty:
-                break
+        further = list(endpoint.waiting())
         pending.extend(further)
         return [p.request for p in further]
 
@@ -158,10 +149,8 @@ def _answer(engine: RolloutEngine, endpoint: Endpoint, pending: list[Pending]) -
             p.answer.cancel()
 
 
-def _grade(task: AgentTask, episodes: Sequence[_Episode], report: CollectReport) -> None:
-    """Set the trajectories of each episode, graded; adds to the report what failed."""
-    for episode in episodes:
-        episode.messages = episode.session.transcript()
+def _graded(task: AgentTask, episodes: Sequence[_Episode], report: CollectReport) -> Iterator[list[Trajectory]]:
+    """Yield the trajectories of each episode; adds to the report what failed."""
     whole = [e for e in episodes if e.error is None and e.session.calls]
     asks = [e.session.ask for e in whole]
     verdicts = dict(zip(map(id, whole), verdicts_of(task.task, asks, [e.row for e in whole], [e.text for e in whole])))
@@ -177,9 +166,9 @@ def _grade(task: AgentTask, episodes: Sequence[_Episode], report: CollectReport)
             report.failures.append(Failure(episode.number, "reward_error", message))
         elif failure := verdict.failure(episode.number):
             report.failures.append(failure)
-        episode.trajectories = episode.session.trajectories(
+        yield episode.session.trajectories(
             None if message else verdict.reward,
-            _log(episode.messages, episode.text),
+            _log(episode.session.transcript(), episode.text),
             message,
             scores=verdict.scores,
             failed=verdict.failed,

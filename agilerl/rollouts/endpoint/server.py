@@ -6,9 +6,11 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import count
 from queue import Empty, SimpleQueue
 from typing import Annotated, Any, Literal, Self
@@ -102,7 +104,6 @@ class Endpoint:
         self.key = secrets.token_urlsafe(24)
         self.inbox: SimpleQueue[Pending] = SimpleQueue()
         self._chats: dict[str, Rendering] = {}
-        self._parser: ToolCallParser | None = None
         self._others: dict[tuple[int | None, str], Session] = {}
         """Who counts the calls of other models, by episode."""
         self._numbers = count()
@@ -145,13 +146,16 @@ class Endpoint:
             session.over = True
         # Without force_exit uvicorn waits for clients that keep their connection open.
         self._server.should_exit = self._server.force_exit = True
-        while True:  # what waits for the engine is refused
-            try:
-                self.inbox.get_nowait().answer.cancel()
-            except Empty:
-                break
+        for pending in self.waiting():  # for the engine: they are refused
+            pending.answer.cancel()
         assert self._thread is not None
         self._thread.join(_STARTED)
+
+    def waiting(self) -> Iterator[Pending]:
+        """Take the requests that have arrived."""
+        with suppress(Empty):
+            while True:
+                yield self.inbox.get_nowait()
 
     def url(self, number: int) -> str:
         """Return the base URL of an episode."""
@@ -162,36 +166,33 @@ class Endpoint:
         from starlette.applications import Starlette
         from starlette.routing import Mount, Route
 
-        def posted(answer: Callable[..., Any]) -> Callable[..., Any]:
-            async def endpoint(request: Any) -> Any:
-                return await self._posted(request, answer)
-
-            return endpoint
-
         routes = [
-            Route("/v1/chat/completions", posted(self._chat), methods=["POST"]),
-            Route("/v1/completions", posted(self._text), methods=["POST"]),
-            Route("/inference/v1/generate", posted(self._tokens), methods=["POST"]),
-            Route("/v1/models", self._listed),
+            Route("/v1/chat/completions", self._answering(self._chat), methods=["POST"]),
+            Route("/v1/completions", self._answering(self._text), methods=["POST"]),
+            Route("/inference/v1/generate", self._answering(self._tokens), methods=["POST"]),
+            Route("/v1/models", self._answering(self._listed)),
         ]
         return Starlette(routes=[Mount("/e/{episode:int}", routes=routes), *routes])
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    async def _posted(self, request: Any, answer: Callable[..., Any], *, with_body: bool = True) -> Any:
-        """Answer a request with the object, or the stream, that ``answer`` makes of its body."""
+    def _answering(self, answer: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what answers a request with the object, or the stream, that ``answer`` makes of its body."""
         from starlette.requests import ClientDisconnect
         from starlette.responses import JSONResponse, Response
 
-        try:
-            self._admit(request)
-            return await answer(request, await self._body(request) if with_body else {})
-        except ClientDisconnect:
-            return Response(status_code=400)  # the client has gone
-        except AgileRLError as error:
-            refusal = error if isinstance(error, RefusedError) else RefusedError(str(error))
-            details = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}
-            return JSONResponse({"error": details}, status_code=refusal.status)
+        async def endpoint(request: Any) -> Any:
+            try:
+                self._admit(request)
+                return await answer(request, await self._body(request) if request.method == "POST" else Body())
+            except ClientDisconnect:
+                return Response(status_code=400)  # the client has gone
+            except AgileRLError as error:
+                refusal = error if isinstance(error, RefusedError) else RefusedError(str(error))
+                details = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}
+                return JSONResponse({"error": details}, status_code=refusal.status)
+
+        return endpoint
 
     def _admit(self, request: Any) -> None:
         # verifiers' client puts a key of its own into the usual header.
@@ -230,15 +231,12 @@ class Endpoint:
         # By slot: an agent's own name, and `elite` if it is that, mean the episode's policy too.
         return self.sessions[number] if number is not None and slots[model] == slots[MODEL] else None
 
-    async def _listed(self, request: Any) -> Any:
+    async def _listed(self, request: Any, _body: Body) -> Any:
         from starlette.responses import JSONResponse
 
-        async def models(request: Any, body: Any) -> Any:
-            names = [*((MODEL,) if "episode" in request.path_params else ()), *self.models]
-            facts = {"object": "model", "created": 0, "owned_by": "agilerl", "max_model_len": self.context_length}
-            return JSONResponse({"object": "list", "data": [{"id": name, **facts} for name in names]})
-
-        return await self._posted(request, models, with_body=False)
+        names = [*((MODEL,) if "episode" in request.path_params else ()), *self.models]
+        facts = {"object": "model", "created": 0, "owned_by": "agilerl", "max_model_len": self.context_length}
+        return JSONResponse({"object": "list", "data": [{"id": name, **facts} for name in names]})
 
     # -- the dialects ---------------------------------------------------------------------------------------------
 
@@ -253,9 +251,7 @@ class Endpoint:
             logprobs = {"content": self._logprobs(completion)} if body.logprobs else None
             return {"message": message, "finish_reason": reason, "logprobs": logprobs}
 
-        def call(session: Session) -> Call:
-            return session.of_messages(messages, tools, body.seed)
-
+        call = partial(Session.of_messages, messages=messages, tools=tools, seed=body.seed)
         return await self._answered(request, body, call, choice, "chat.completion")
 
     async def _text(self, request: Any, body: Body) -> Any:
@@ -273,9 +269,7 @@ class Endpoint:
                 }
             return {"text": text, "finish_reason": _REASONS[completion.finish_reason], "logprobs": logprobs}
 
-        def call(session: Session) -> Call:
-            return session.of_tokens(ids, body.seed)
-
+        call = partial(Session.of_tokens, prompt_ids=ids, seed=body.seed)
         return await self._answered(request, body, call, choice, "text_completion")
 
     async def _tokens(self, request: Any, body: Body) -> Any:
@@ -288,9 +282,7 @@ class Endpoint:
             reason = _REASONS[completion.finish_reason]
             return {"token_ids": completion.token_ids, "finish_reason": reason, "logprobs": {"content": parts}}
 
-        def call(session: Session) -> Call:
-            return session.of_tokens(ids, body.seed)
-
+        call = partial(Session.of_tokens, prompt_ids=ids, seed=body.seed)
         return await self._answered(request, body, call, choice, "generate")
 
     def _ids(self, ids: list[int] | None, key: str) -> list[int]:
@@ -399,24 +391,23 @@ class Endpoint:
                 if not schemas:
                     raise
                 lines = [json.dumps(schema.get("function", schema)) for schema in schemas]
-                description = "\n".join([f"You may call these functions. {self._calls().instruction}.", *lines])
+                description = "\n".join([f"You may call these functions. {self._calls.instruction}.", *lines])
                 self._chats[tools] = Rendering(ChatFormat(self.tokenizer), description)
         return self._chats[tools]
 
+    @cached_property
     def _calls(self) -> ToolCallParser:
-        """Return the parser of the model's tool calls: of its family, else of tags in the text."""
-        if self._parser is None:
-            try:
-                self._parser = parser_for(self.tokenizer)
-            except ConfigError:
-                self._parser = TextTagParser()
-        return self._parser
+        """The parser of the model's tool calls: of its family, else of tags in the text."""
+        try:
+            return parser_for(self.tokenizer)
+        except ConfigError:
+            return TextTagParser()
 
     def _message(self, completion: Completion, text: str, with_tools: bool) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": text}
         if not with_tools:
             return message
-        parser = self._calls()
+        parser = self._calls
         parsed = parser.parse(completion.token_ids, text)
         calls = [call for call in parsed if isinstance(call, ToolCall)]
         if calls and len(calls) == len(parsed):  # a call that cannot be read stays text, and the program sees it

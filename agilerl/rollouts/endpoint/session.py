@@ -162,9 +162,7 @@ class Session:
         A line of calls draws as the turns of an environment do. Other lines are told apart by their first prompt, other
         branches of a line by their own.
         """
-        depth, call = 0, parent
-        while call is not None:
-            depth, call = depth + 1, call.parent
+        depth = 0 if parent is None else parent.key[0] + 1
         prompt, root = _digest(ids), _digest(ids if parent is None else parent.root.prompt_ids)
         if seed is not None:
             # A seed may be negative, a key of a stream may not.

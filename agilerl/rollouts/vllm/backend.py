@@ -1,10 +1,9 @@
 """What a vLLM engine is asked and answers, whether it runs in this process or behind HTTP."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -50,40 +49,6 @@ class Answer:
 
 OnAnswer = Callable[[int, Answer], None]
 """Takes the index of a row and its answer."""
-
-
-class Backend(Protocol):
-    """A running vLLM."""
-
-    context_length: int
-    """Most tokens of prompt and completion."""
-    max_lora_rank: int
-    """Largest rank of an adapter that it has room for."""
-    computes_in_float32: bool
-    """Whether neither the trainer's nor vLLM's numbers are rounded to 16 bits or fewer."""
-    running: bool
-    """Whether it has been started."""
-
-    def start(self, adapters: int, rank: int, context_length: int | None) -> None:
-        """Prepare for a batch of this many adapters of at most this rank, and for rows of this many tokens."""
-
-    def awake(self) -> AbstractContextManager[None]:
-        """Hold the resources that sampling needs while the context is open."""
-
-    def load(self, adapter: StagedAdapter) -> None:
-        """Load an adapter from its folder."""
-
-    def drop(self, adapter: StagedAdapter) -> None:
-        """Forget an adapter."""
-
-    def complete(self, rows: Sequence[Row], answered: OnAnswer | None = None) -> list[Answer]:
-        """Answer rows in order; either all of them have an adapter or none has one.
-
-        ``answered`` may be called with answers as they arrive, in the thread of the caller.
-        """
-
-    def close(self) -> None:
-        """Release everything."""
 
 
 def request_seed(seed: int, request: GenerationRequest, sample: int) -> int:

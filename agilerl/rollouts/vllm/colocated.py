@@ -168,7 +168,7 @@ class ColocatedVLLM:
         self._llm.llm_engine.remove_lora(adapter.number)
 
     def complete(self, rows: Sequence[Row], answered: OnAnswer | None = None) -> list[Answer]:
-        """Answer rows in one call of ``generate``, which returns all answers together."""
+        """Answer rows, all or none of which have an adapter, in one call, which returns all answers together."""
         from vllm import SamplingParams
 
         try:

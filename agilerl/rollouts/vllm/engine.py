@@ -24,7 +24,6 @@ from agilerl.models.slots import AdapterStore, Route
 from agilerl.rollouts.engine import GenerationRequest, OnCompletion, RolloutEngine, SamplingSettings, of_part
 from agilerl.rollouts.vllm.backend import (
     Answer,
-    Backend,
     OnAnswer,
     Row,
     StagedAdapter,
@@ -148,15 +147,6 @@ _TEMPERATURE = 0.8
 """Not 1, so that a vLLM that reports log-probs from before the temperature is noticed too."""
 
 
-def probe_request(request: GenerationRequest, tokens: int) -> GenerationRequest:
-    """Return a request for ``tokens`` sampled after the beginning of a request's own prompt.
-
-    Sampled, not greedy: a mix of likely and unlikely tokens tests more than the most likely ones.
-    """
-    sampling = SamplingSettings(max_new_tokens=tokens, temperature=_TEMPERATURE)
-    return GenerationRequest(request.slot, request.prompt_ids[:_PROMPT], 1, sampling, "probe", request.key)
-
-
 @torch.no_grad()
 def trainer_logprobs(
     base: BaseModel,
@@ -241,20 +231,12 @@ class VLLMEngine:
         tokenizer: Any = None,
         own: RolloutEngine,
         offload: bool = True,
-        backend: Backend | None = None,
+        backend: ColocatedVLLM | VLLMServer | None = None,
     ) -> None:
         """Check what can be checked without starting anything.
 
-        Args:
-            base: the trainer's base model.
-            store: the bank of adapters.
-            config: settings of vLLM.
-            seed: seed of all samples.
-            lora_config: what adapters have in common, their target modules above all.
-            tokenizer: the trainer's, to compare vLLM's with.
-            own: the torch engine, for exams if the settings ask for it.
-            offload: move the trainer's base to the host while vLLM samples on the same GPU.
-            backend: replaces the vLLM that the settings describe.
+        Exams are ``own``'s, of the torch engine, if the settings ask for it. With ``offload`` the trainer's base moves
+        to the host while vLLM samples on the same GPU. ``backend`` replaces the vLLM that the settings describe.
 
         Raises ConfigError for a missing extra, an unsupported version, and settings that this machine does not support.
         """
@@ -264,11 +246,10 @@ class VLLMEngine:
         if backend is None and config.base_url is None:
             check_installed(config, base.device.type)
         kind = ColocatedVLLM if config.base_url is None else VLLMServer
-        self.backend: Backend = backend or kind(base, config, tokenizer)
+        self.backend = backend or kind(base, config, tokenizer)
         shares_a_gpu = base.device.type == "cuda" and isinstance(self.backend, ColocatedVLLM)
         self._offloaded = OffloadedBase(base.model) if offload and shares_a_gpu else None
         self.versions = AdapterVersions(store, lora_config, base.source, config.lora_staging_dir)
-        self._closed = False
         self._loaded: set[int] = set()
         self._trusted: set[int | None] = set()
         """Versions, and None for the base, whose probe has been compared."""
@@ -294,14 +275,12 @@ class VLLMEngine:
 
     def close(self) -> None:
         """Stop vLLM, or remove our adapters from the server; any later call but ``close`` raises EngineError."""
-        if self._closed:
-            return
-        self._closed = True
-        self.backend.close()
-        self.versions.close()
+        if self.versions.close.alive:
+            self.versions.close()
+            self.backend.close()
 
     def _check_open(self) -> None:
-        if self._closed:
+        if not self.versions.close.alive:
             raise EngineError("this vLLM engine was closed; make another one (a new Runtime with use_vllm=True)")
 
     def generate(
@@ -313,26 +292,16 @@ class VLLMEngine:
         computes is not what the trainer computes.
         """
         self._check_open()
-        if self.config.exams == "torch":
-            return self._divided(requests, on_completion)
-        return self._sampled(requests, on_completion) if requests else []
-
-    def _divided(
-        self, requests: Sequence[GenerationRequest], on_completion: OnCompletion | None
-    ) -> list[list[Completion]]:
-        """Give exams to the torch engine and rollouts to vLLM."""
-        training = [k for k, r in enumerate(requests) if r.purpose in _TRAINING]
-        others = [k for k, r in enumerate(requests) if r.purpose not in _TRAINING]
+        ours = [k for k, r in enumerate(requests) if r.purpose in _TRAINING or self.config.exams == "vllm"]
+        others = sorted(set(range(len(requests))) - set(ours))
         results: dict[int, list[Completion]] = {}
-        if training:
-            handed = of_part(on_completion, training)
-            results |= zip(training, self._sampled([requests[k] for k in training], handed))
-        if others:
-            results |= zip(others, self.own.generate([requests[k] for k in others], of_part(on_completion, others)))
+        for part, sample in ((ours, self._sampled), (others, self.own.generate)):
+            if part:
+                results |= zip(part, sample([requests[k] for k in part], of_part(on_completion, part)))
         return [results[k] for k in range(len(requests))]
 
     def _sampled(
-        self, requests: Sequence[GenerationRequest], on_completion: OnCompletion | None
+        self, requests: Sequence[GenerationRequest], on_completion: OnCompletion | None = None
     ) -> list[list[Completion]]:
         slots = sorted({r.slot for r in requests if r.slot is not None})
         ranks = [self.store.ranks[slot] for slot in slots]
@@ -395,11 +364,14 @@ class VLLMEngine:
         if not self.config.probe_tokens or not requests:
             return []
         asked, numbers = [], set(self._trusted)
+        # Not greedy: a mix of likely and unlikely tokens tests more than the most likely ones.
+        sampling = SamplingSettings(max_new_tokens=self.config.probe_tokens, temperature=_TEMPERATURE)
         for request in [*requests, GenerationRequest(None, requests[0].prompt_ids, 1, requests[0].sampling)]:
             number = None if request.slot is None else versions[request.slot].number
             if number not in numbers:  # equal adapters are one version
                 numbers.add(number)
-                asked.append(probe_request(request, self.config.probe_tokens))
+                prompt = request.prompt_ids[:_PROMPT]
+                asked.append(GenerationRequest(request.slot, prompt, 1, sampling, "probe", request.key))
         return asked
 
     def _row(self, request: GenerationRequest, versions: Mapping[int, StagedAdapter], sample: int) -> Row:
