@@ -505,11 +505,11 @@ def _verdict(runs: Sequence["RunRecord"], differ: Mapping[str, Any]) -> str:
     if len(elites) != 2 or not math.isfinite(error):
         return ""
     gap = elites[1].mean - elites[0].mean
-    told = "which is more than chance" if abs(gap) > 2 * error else "so the test does not tell them apart"
+    verdict = "which is more than chance" if abs(gap) > 2 * error else "so the test does not tell them apart"
     asked = "not paired by question, as runs keep no score of each"
     if names := other_questions(runs, differ):
         asked = f"on different questions, as {' and '.join(names)} differ{'s' * (len(names) == 1)}"
-    return f"Elites, second minus first: {gap:+.3f} ± {error:.3f} (one standard error), {told}; {asked}."
+    return f"Elites, second minus first: {gap:+.3f} ± {error:.3f} (one standard error), {verdict}; {asked}."
 
 
 def _result(run: Any) -> dict[str, Any]:
