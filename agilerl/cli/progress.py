@@ -621,9 +621,9 @@ class View:
                 rival = "it was at the end" if exams and ranking(exams)[0] == index else "the best of the last exam"
                 return f"{sentence}: by a second panel of questions it was better than {rival}"
             panel = "" if self.session.config.candidates > 1 else "; selection_strategy.candidates=3 makes one"
-            best, last = (number(elite["decided_by"][which]) for which in ("elite", "last"))
+            won, last = (number(elite["decided_by"][which]) for which in ("elite", "last"))
             return (
-                f"{sentence}: best exam of the run, {best:.3f} against {last:.3f} of the last (no second panel{panel})"
+                f"{sentence}: best exam of the run, {won:.3f} against {last:.3f} of the last (no second panel{panel})"
             )
         sentence += ", the best of the last exam"
         best = exams.pop(index, None)
