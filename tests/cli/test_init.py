@@ -244,22 +244,23 @@ def test_a_terminal_is_asked_and_asked_again(tmp_path: Path) -> None:
         except SystemExit as ended:
             os._exit(int(ended.code or 0))
         os._exit(99)
-    seen = ""
+    seen, start = "", 0
     for question, answer in (
         ("Model", ""),
         ("Data or task", "none.jsonl"),
         ("expected a file of rows", "rows.csv"),
         ("Which column is the question?", "frge"),
-        ("rows.csv has no column 'frge'; did you mean 'frage'?", ""),  # on one line; nothing said: asked again
+        ("rows.csv has no column 'frge'; did you mean 'frage'?", None),
         ("Which column is the question? (frage, antwort): ", "frage"),
         ("answer from antwort", None),  # the only one left
         ("Reward", "exact"),
         ("Run it:", None),
     ):
-        start, limit = len(seen), time.monotonic() + 60
+        limit = time.monotonic() + 60
         while question not in seen[start:]:
             assert time.monotonic() < limit, seen
             seen += os.read(terminal, 4096).decode()
+        start = seen.index(question, start) + len(question)
         if answer is not None:
             os.write(terminal, f"{answer}\n".encode())
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

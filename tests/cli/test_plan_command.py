@@ -352,7 +352,7 @@ def test_a_plan_has_the_generations_and_exams_of_the_run(
     # The time of a dry run counts what all prompts begin with, too.
     counted = list[Lengths]()
     cpu = Machine(name="cpu", flops=1e11, bandwidth=1e10, memory=2**34, link=1e10)
-    monkeypatch.setattr("agilerl.cli.forecast._measured", lambda *_: cpu)
+    monkeypatch.setattr("agilerl.cli.forecast._measured", lambda **_: cpu)
     monkeypatch.setattr("agilerl.cli.forecast.whole_run", lambda _, rows, __: counted.append(rows) or 1.0)
     assert expected_seconds(Planned(session.resolved), session.population, 10) == 1
     assert counted[0].common == load["common"] > 0
