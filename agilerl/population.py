@@ -283,7 +283,11 @@ class Population(Exams):
 
     @checked
     def learn(self, rollout: Rollout) -> dict[int, dict[str, float]]:
-        """Update every agent on its own trajectories; returns each agent's metrics.
+        """Update every agent on its own trajectories; returns each agent's metrics by its index.
+
+        The most useful: ``reward`` (mean of the graded completions), ``frac_reward_zero_std`` (share of groups that all
+        earned the same), ``entropy``, ``mean_kl``, ``completions/mean_length`` and ``completions/clipped_ratio`` (share
+        cut at the limit).
 
         An agent with no graded sample, or without enough memory, learns nothing, and its ``outcome`` says why. Rewards
         and lengths include dropped groups. Raises ConfigError for the rollout of another population, or of other

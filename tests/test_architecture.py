@@ -67,10 +67,10 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 CEILINGS = {
-    ".": 2_230,
+    ".": 2_235,
     "algorithms": 6_255,
     "checks": 775,
-    "cli": 4_780,
+    "cli": 4_805,
     "compat": 2_630,
     "config": 2_330,
     "data": 645,
@@ -80,7 +80,7 @@ CEILINGS = {
     "hpo": 2_985,
     "models": 3_805,
     "planning": 955,
-    "report": 2_525,
+    "report": 2_560,
     "rewards": 2_930,
     "rollouts": 4_065,
     "runs": 2_120,

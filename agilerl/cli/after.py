@@ -20,7 +20,7 @@ from typer import Argument, Option
 from agilerl.checks.arguments import counted, shown
 from agilerl.cli.adapter import subject
 from agilerl.cli.options import Adapter, AllowCode, AsJson, FinishedRun, Quiet, Replacements, Temperature, as_path
-from agilerl.cli.output import columns, one_line, say, shown_samples, tell_line, told_apart
+from agilerl.cli.output import columns, genes_text, one_line, say, shown_samples, tell_line, told_apart
 from agilerl.cli.output import console as new_console
 from agilerl.cli.process_settings import loading_done
 from agilerl.cli.running import check_new_folder, quieten_libraries, whole_folder
@@ -35,6 +35,7 @@ from agilerl.runs.strict_json import read_json
 
 if TYPE_CHECKING:
     from agilerl.algorithms import LLMAlgorithm
+    from agilerl.report.load import RunRecord
 
 _OFTEN_CUT = 0.05
 """The share of answers cut at the limit from which it is shown."""
@@ -469,32 +470,46 @@ def run_compare(
     as_json: AsJson = False,
 ) -> None:
     """Show how runs differ in settings and results, and write them side by side as one HTML file."""
-    from agilerl.report.load import check_different, differences, load_run, why_not_comparable
+    from agilerl.report.load import check_different, derived, differences, load_run
 
     if len(runs) < 2:
         raise ConfigError(f"expected two runs or more to compare, found {shown(str(runs[0]))} alone")
     check_different(runs)
     records = [load_run(run) for run in runs]
     differ, results = differences(records), []
+    follow = derived(records, differ)
     for record in records:
         with as_written(record.path):
             results.append(_result(record))
     if as_json:
-        document = {"runs": [str(run) for run in runs], "settings": differ, "results": results}
+        document = {"runs": [str(run) for run in runs], "settings": differ, "derived": follow, "results": results}
         print(json.dumps(document, indent=1))
         return
     from agilerl.cli.commands import report_file
     from agilerl.report.page import build_report, distinct_names
 
-    _show_comparison(distinct_names(runs), differ, results)
-    if warning := why_not_comparable(differ):
-        tell_line(warning)
-    elif len(elites := [record.tests["elite"][1] for record in records if "elite" in record.tests]) == 2:
-        gap, error = elites[1].mean - elites[0].mean, math.hypot(elites[0].stderr, elites[1].stderr)
-        verdict = "which is more than chance" if abs(gap) > 2 * error else "so the test does not tell them apart"
-        if math.isfinite(error):
-            tell_line(f"Elites, second minus first: {gap:+.3f} ± {error:.3f} (one standard error), {verdict}.")
+    _show_comparison(distinct_names(runs), differ, follow, results)
+    if verdict := _verdict(records, differ):
+        tell_line(verdict)
     tell_line(f"report written: {build_report(runs, report_file(runs, out))}")
+
+
+def _verdict(runs: Sequence["RunRecord"], differ: Mapping[str, Any]) -> str:
+    """Return what the tests say about the elites of two runs, or why the scores of runs cannot be compared."""
+    from agilerl.report.load import other_questions, why_not_comparable
+
+    if warning := why_not_comparable(differ):
+        return warning
+    elites = [run.tests["elite"][1] for run in runs if "elite" in run.tests]
+    error = math.hypot(*(score.stderr for score in elites))
+    if len(elites) != 2 or not math.isfinite(error):
+        return ""
+    gap = elites[1].mean - elites[0].mean
+    verdict = "which is more than chance" if abs(gap) > 2 * error else "so the test does not tell them apart"
+    asked = "not paired by question, as runs keep no score of each"
+    if names := other_questions(runs, differ):
+        asked = f"on different questions, as {' and '.join(names)} differ{'s' * (len(names) == 1)}"
+    return f"Elites, second minus first: {gap:+.3f} ± {error:.3f} (one standard error), {verdict}; {asked}."
 
 
 def _result(run: Any) -> dict[str, Any]:
@@ -512,6 +527,7 @@ def _result(run: Any) -> dict[str, Any]:
         "test": tests,
         "tokens": sum(int(number(count)) for count in tokens.values()) if tokens else None,
         "seconds": None if seconds is None else float(seconds),
+        "hyperparameters": dict((run.summary.get("elite") or {}).get("hyperparameters") or {}),
     }
 
 
@@ -521,7 +537,10 @@ def _ends(text: str) -> str:
 
 
 def _show_comparison(
-    names: Sequence[str], differ: Mapping[str, Sequence[Any]], results: Sequence[Mapping[str, Any]]
+    names: Sequence[str],
+    differ: Mapping[str, Sequence[Any]],
+    follow: Sequence[str],
+    results: Sequence[Mapping[str, Any]],
 ) -> None:
     titles = ["", *map(one_line, names)]
     table = columns(*titles, left=titles)
@@ -535,6 +554,8 @@ def _show_comparison(
         table.add_row(f"test of the {who}", *cells)
     for key, form in (("tokens", ",d"), ("seconds", ".0f")):
         table.add_row(key, *("-" if result[key] is None else f"{result[key]:{form}}" for result in results))
-    for setting, values in differ.items():
-        table.add_row(one_line(setting), *("-" if value is None else _ends(one_line(str(value))) for value in values))
+    table.add_row("elite trained with", *(one_line(genes_text(result["hyperparameters"])) or "-" for result in results))
+    for setting, values in sorted(differ.items(), key=lambda row: row[0] in follow):
+        label = one_line(setting) + " (derived)" * (setting in follow)
+        table.add_row(label, *("-" if value is None else _ends(one_line(str(value))) for value in values))
     new_console().print(table)

@@ -560,10 +560,10 @@ class View:
         for index, why in left.items():
             row = self.rows[index]
             row.left, row.event = generation, f"left in {generation}: {why}"
-        story = ["no elite, because no agent is fit"]
+        story = ["no best agent, because none is fit"]
         if event.elite is not None:
             exam = event.fitness.get(event.elite)
-            story = [f"elite {event.elite}" + ("" if exam is None else f" ({exam.mean:.3f})")]
+            story = [f"best {event.elite}" + ("" if exam is None else f" ({exam.mean:.3f})")]
         story += [f"born {', '.join(f'{parent} -> {child}' for child, parent in born.items())}"] * bool(born)
         story += [f"mutated {', '.join(f'{index}: {change}' for index, change in changes.items())}"] * bool(changes)
         self._line(f"generation {generation}: {'; '.join(story)}")
@@ -617,11 +617,14 @@ class View:
         sentence = f"* elite: agent {index} as it was after iteration {step}{soup}"
         exams = {a.index: exam for a in population.everyone if (exam := self.rows[a.index].fitness) is not None}
         if step != self.iteration:
-            same = bool(exams) and ranking(exams)[0] == index
             if self.session.config.candidates > 1 and population.places("second"):
-                rival = "it was at the end" if same else "the best of the last exam"
+                rival = "it was at the end" if exams and ranking(exams)[0] == index else "the best of the last exam"
                 return f"{sentence}: by a second panel of questions it was better than {rival}"
-            return f"{sentence}, where its exam was better than {'its' if same else 'the best of the'} last one"
+            panel = "" if self.session.config.candidates > 1 else "; selection_strategy.candidates=3 makes one"
+            won, last = (number(elite["decided_by"][which]) for which in ("elite", "last"))
+            return (
+                f"{sentence}: best exam of the run, {won:.3f} against {last:.3f} of the last (no second panel{panel})"
+            )
         sentence += ", the best of the last exam"
         best = exams.pop(index, None)
         others = {i: f for i, f in exams.items() if f.is_finite}

@@ -223,7 +223,7 @@ class KnockoutSelection(Strategy):
             kept.append(index)
             if not evidently:
                 how = "not better" if proof.probability < 0.5 else "not surely better"
-                verdicts[rival] = f"left: {how} than agent {self.seeded}, {proof}"
+                verdicts[rival] = f"left: {how} than the protected agent {self.seeded}, {proof}"
                 kept.remove(rival)
         return kept
 

@@ -685,13 +685,13 @@ def _departures(run: RunRecord) -> Trace:
 
 
 def _stars(run: RunRecord) -> Trace:
-    elites = dict(run.elites)
+    stars = {generation: (i, f"had the best exam of generation {generation}") for generation, i in run.elites.items()}
     if run.is_finished and run.family.winner is not None:
         # No selection follows the last exam.
-        elites.setdefault(run.family.spans[run.family.winner][-1], run.family.winner)
+        stars.setdefault(run.family.spans[run.family.winner][-1], (run.family.winner, "is the elite"))
     marks = [
-        (generation, run.family.rows[index] - 0.29, f"agent {index} is the elite of generation {generation}")
-        for generation, index in elites.items()
+        (generation, run.family.rows[index] - 0.29, f"agent {index} {what}")
+        for generation, (index, what) in stars.items()
         if generation in run.family.spans.get(index, ())
     ]
     return _marks(marks, symbol="star", size=11, color="#e8a91c")

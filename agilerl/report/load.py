@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -203,7 +204,7 @@ def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
         questions = max((exam.score.n for agent in run.agents.values() for exam in agent.exams), default=0)
         settings |= {"training.pop_size": run.founders} if run.founders else {}
         if questions:  # where grading failed, fewer than were asked
-            settings["exam questions graded"] = questions
+            settings[_GRADED] = questions
             settings.pop("environment.eval_prompts", None)
         files = (run.info.get("files") or {}).values()
         columns.append(settings | {f"{_DIGEST}{Path(n).name}": sha[:12] for kind in files for n, sha in kind.items()})
@@ -212,14 +213,45 @@ def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
     return {name: values for name, values in rows.items() if len(set(map(json.dumps, values))) > 1}
 
 
+def derived(runs: Sequence["RunRecord"], differ: Iterable[str]) -> list[str]:
+    """Return those of the settings that differ which no run was given: they follow from others, or from the budget."""
+    given = {name for run in runs for name, _ in flat(run.info.get("given") or run.info["config"])}
+    sections = {section for run in runs for section in run.info["config"]}
+
+    def was_given(name: str) -> bool:
+        # Lists are given whole; an empty mapping of one run may be filled in another.
+        return any(f"{a}.".startswith(f"{b}.") for other in given for a, b in ((name, other), (other, name)))
+
+    return [name for name in differ if name.partition(".")[0] in sections and not was_given(name)]
+
+
 def why_not_comparable(differ: Iterable[str]) -> str:
     """Return a sentence if scores of runs with these differences do not mean the same; an empty text if they may."""
-    names = [shown(name.removeprefix(_DIGEST)) for name in differ if name.startswith(_DIGEST)]
-    reason = "what they were graded by or asked differs, so their scores cannot be compared."
-    return f"The runs read different {', '.join(names)}: {reason}" if names else ""
+    # Each key of an environment once, whatever the parts in which it differs.
+    parts = dict.fromkeys(match[0] for name in differ if (match := _SCORED.match(name)))
+    names = [shown(part.removeprefix(_DIGEST)) if part.startswith(_DIGEST) else part for part in parts]
+    reason = "they were asked or graded differently, so their scores cannot be compared."
+    return f"The runs differ in {', '.join(names)}: {reason}" if names else ""
 
 
-_DIGEST = "sha256 of "
+def other_questions(runs: Sequence["RunRecord"], differ: Iterable[str]) -> list[str]:
+    """Return the differences by which runs of one task were tested on different questions."""
+    settings, names = dict(flat(runs[0].info["config"])), ["environment.test_prompts"]
+    # Rows for the test are set aside first, whatever the seed and the exam.
+    if not settings.get("environment.dataset"):
+        names.append("training.seed")
+        # Generated questions go to the exam first.
+        names += [_GRADED, "environment.holdout"] * (not settings.get("environment.env_id"))
+    return ["the size of the exam" if name == _GRADED else name for name in differ if name in names]
+
+
+_DIGEST, _GRADED = "sha256 of ", "exam questions graded"
+
+_SCORED = re.compile(
+    rf"{_DIGEST}.*|environment\.(task|params|env_id|columns|curriculum|reward|graders|fitness_grader"
+    r"|dataset(_test)?(?!\.\d+\.weight$))(?=\.|$)"
+)
+"""What decides which questions are asked, and how answers are graded; weights of datasets count in training only."""
 
 
 def load_run(path: Path, price: float | None = None) -> RunRecord:

@@ -28,6 +28,7 @@ from agilerl.report.load import (
     RunRecord,
     check_different,
     cost_names,
+    derived,
     differences,
     front_exams,
     load_run,
@@ -472,7 +473,11 @@ def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any
         if any(cells) or (label in _COMPARED and label != "Cost"):  # only of runs with a price
             rows.append((label, cells))
     differ = differences(runs)
-    settings = [(n, ["not set" if value is None else str(value) for value in differ[n]]) for n in sorted(differ)]
+    follow = derived(runs, differ)
+    settings = [
+        (n + " (derived)" * (n in follow), ["not set" if value is None else str(value) for value in differ[n]])
+        for n in sorted(differ)
+    ]
     return {"names": list(names), "rows": rows, "settings": settings, "warning": why_not_comparable(differ)}
 
 

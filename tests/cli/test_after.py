@@ -12,6 +12,7 @@ from io import StringIO
 from itertools import combinations, pairwise
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from agilerl.errors import CheckpointError
 from agilerl.hpo.fitness import Fitness, interval, paired_difference
 from agilerl.models.tiny import tiny_model_path
 from agilerl.report.card import model_card
+from agilerl.report.load import other_questions
 from agilerl.runs import RunDirectory, read_lines, strict_json
 from agilerl.runs.atomic import verify_folder
 from agilerl.training.evaluation import Answer, Results
@@ -692,9 +694,11 @@ def test_compare_shows_what_differs(run: Path, changed: Any, agilerl: Agilerl) -
     lines = done.output.splitlines()
     assert [line.split() for line in lines if line.startswith("algorithm.lr")] == [["algorithm.lr", "0.001", "0.5"]]
     assert not any(line.startswith(("algorithm.beta", "algorithm.seed")) for line in lines)
-    assert [line.split()[0] for line in lines if "seed" in line] == ["training.seed"]
+    assert [line.split()[0] for line in lines if "seed" in line] == ["training.seed", "Elites,"]
     assert "Elites, second minus first: +0.000 ± 0." in done.output
-    assert "so the test does not tell them apart." in done.output
+    assert "so the test does not tell them apart; on different questions, as training.seed differs." in done.output
+    found = json.loads((run / "summary.json").read_text())["elite"]["hyperparameters"]["lr"]
+    assert next(line.split() for line in lines if line.startswith("elite trained"))[3:] == [f"lr={found:.3g}"] * 2
     found = json.loads(agilerl("compare", str(run), str(other), "--json").output)
     assert found["settings"]["algorithm.lr"] == [0.001, 0.5]
     assert found["results"][0] == found["results"][1]
@@ -715,6 +719,50 @@ def test_compare_shows_what_differs_inside_lists_and_cuts_long_values(
     assert Path(lines[-1].removeprefix("report written: ")).is_file()
 
 
+def test_compare_says_which_settings_follow_from_others_and_pairs_nothing(
+    run: Path, tmp_path: Path, agilerl: Agilerl
+) -> None:
+    info = json.loads((run / "run.json").read_text())
+    info["given"]["training"].pop("evo_steps", None)
+    for evo_steps, given in ((5, info["given"]), (3, info["given"] | {"algorithm": {"lr": 0.5}})):
+        made = tmp_path / str(evo_steps)
+        shutil.copytree(run, made, ignore=shutil.ignore_patterns("run.json", "checkpoints"))
+        config = {**info["config"], "training": info["config"]["training"] | {"evo_steps": evo_steps}}
+        config["algorithm"] = config["algorithm"] | given["algorithm"]
+        RunDirectory.create(tmp_path / "new", config, 0, given=given, command=[]).close()
+        shutil.move(tmp_path / "new" / "run.json", made / "run.json")
+        shutil.rmtree(tmp_path / "new")
+    done = agilerl("compare", str(tmp_path / "5"), str(tmp_path / "3"))
+    rows = [line.split() for line in done.output.splitlines() if line.startswith(("algorithm", "training"))]
+    assert rows == [["algorithm.lr", "0.001", "0.5"], ["training.evo_steps", "(derived)", "5", "3"]]
+    assert "apart; not paired by question, as runs keep no score of each." in done.output
+    page = Path(done.output.splitlines()[-1].removeprefix("report written: ")).read_text()
+    assert "training.evo_steps (derived)" in page
+
+
+def test_compare_gives_no_verdict_on_different_tasks(run: Path, changed: Any, agilerl: Agilerl) -> None:
+    other = changed(environment={"task": "reasoning_gym:chain_sum", "params": {"max_terms": 3}})
+    output = agilerl("compare", str(run), str(other)).output
+    assert "Elites," not in output
+    asked = "The runs differ in environment.params, environment.task: they were asked or graded differently"
+    assert f"{asked}, so their scores cannot be compared." in output
+
+
+@pytest.mark.parametrize(
+    ("environment", "names"),
+    [
+        ({"task": "gcd"}, ["environment.test_prompts", "the size of the exam", "training.seed"]),
+        ({"env_id": "a.py:Game"}, ["environment.test_prompts", "training.seed"]),
+        ({"dataset": [{"path": "rows.jsonl"}]}, ["environment.test_prompts"]),
+    ],
+    ids=["task", "episodes", "rows"],
+)
+def test_which_settings_change_the_questions_of_the_test(environment: dict[str, Any], names: list[str]) -> None:
+    runs: Any = [SimpleNamespace(info={"config": {"environment": environment}})] * 2
+    differ = ["algorithm.lr", "environment.test_prompts", "exam questions graded", "training.seed"]
+    assert other_questions(runs, differ) == names
+
+
 def test_compare_says_that_the_reward_changed(
     tmp_path: Path, agilerl: Agilerl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -728,5 +776,5 @@ def test_compare_says_that_the_reward_changed(
             reward.write_text(reward.read_text() + "\n# another one\n")
     assert "cannot be compared" not in agilerl("compare", "a", "b").output
     output = agilerl("compare", "b", "c").output
-    assert "The runs read different 'my_reward.py'" in output
+    assert "The runs differ in 'my_reward.py':" in output
     assert "sha256 of my_reward.py" in output

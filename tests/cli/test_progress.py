@@ -71,7 +71,8 @@ def story(session: Session, *, sick: bool = False, result: float = 0.9) -> Itera
     if sick:
         fitness = {index: Fitness(math.nan, math.nan, 9) for index in fitness}
     yield ExamDone(0, fitness)
-    elite = None if sick else {"index": 2, "step": 2, "hyperparameters": {}}
+    decided = {"panel": "exam", "elite": 0.719, "last": 0.656, "n": 32}
+    elite = None if sick else {"index": 2, "step": 2, "hyperparameters": {}, "decided_by": decided}
     test = {"base": {"mean": 0.4, "stderr": 0.02, "n": 9}, "elite": {"mean": result, "stderr": 0.01, "n": 9}}
     yield RunFinished(
         Path("runs/[red]x[/red]"),
@@ -130,21 +131,27 @@ MARKS = {
     ),
     "an earlier agent": ((0.5, 0.6, 0.7), 1, 1, "better than the best of the last exam\n"),
     "the same agent": ((0.5, 0.6, 0.7), 2, 1, "by a second panel of questions it was better than it was at the end\n"),
-    "the same agent, by its exams": ((0.5, 0.6, 0.7), 2, 1, ", where its exam was better than its last one\n"),
+    "the same agent, by its exams": (
+        (0.5, 0.6, 0.7),
+        2,
+        1,
+        ": best exam of the run, 0.719 against 0.656 of the last (no second panel; selection_strategy.candidates=3 "
+        "makes one)\n",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", MARKS)
 def test_the_mark_is_on_the_elite_of_the_result(case: str) -> None:
     means, elite, step, words = MARKS[case]
-    session = build(load_manifest(None, [*SMALL, f"selection_strategy.candidates={1 if 'its last' in words else 3}"]))
+    session = build(load_manifest(None, [*SMALL, f"selection_strategy.candidates={1 if 'no second' in words else 3}"]))
 
     def marked() -> Iterator[Event]:
         for event in story(session):
             if isinstance(event, ExamDone):
                 event = replace(event, fitness={i: Fitness(mean, 0.03, 9) for i, mean in enumerate(means)})
             if isinstance(event, RunFinished):
-                chosen = {"index": elite, "step": step, "hyperparameters": {}}
+                chosen = {**event.summary["elite"], "index": elite, "step": step}
                 event = replace(event, summary={**event.summary, "elite": chosen, "advice": ["it is early"]})
             yield event
 
@@ -291,6 +298,7 @@ def test_every_agent_stays_in_the_table_with_its_trend_and_why_it_left(
     rows = {int(row.split()[0].strip("*")): row for row in plain.splitlines()[2:] if row.split()}
     assert rows.keys() == births
     assert deaths
+    assert re.search(r"generation 0: best \d \(0\.\d{3}\)", written(screen))
     dim = {int(match) for match in re.findall(r"\x1b\[2m *(\d+)", ended)}
     assert dim == deaths.keys()
     for index, death in deaths.items():
@@ -387,6 +395,7 @@ def test_who_leaves_is_said_with_the_reason(terminal: bool, session: Session, tm
     watch(train(session, tmp_path / "run", command=["test"]), session, screen)
     deaths = [line for line in lines(tmp_path / "run" / "lineage.jsonl") if line["event"] == "death"]
     assert deaths
+    assert re.search(r"generation 0: best \d \(0\.\d{3}\)", written(screen))
     for death in deaths:
         said = re.findall(rf"generation {death['generation']}: left .*", written(screen))
         assert f"{death['agent']} ({death['reason'].removeprefix('left: ')})" in said[0]

@@ -549,6 +549,10 @@ REFUSED: dict[str, Attack] = {
     "run: an elite that is a list": lambda scene: finished(
         scene, in_summary(elite={"index": [], "step": 0}), "schedule", "run"
     ),
+    "run: genes that are a list": lambda scene: (
+        scene.run.copy(scene.folder / "mine"),
+        finished(scene, in_summary(elite={"index": 0, "step": 0, "hyperparameters": ["x"]}), "compare", "mine", "run"),
+    )[1],
     "run: an elite that is text": lambda scene: finished(scene, in_summary(elite="x"), "schedule", "run"),
     "run: an elite that is text, in a study": lambda scene: finished(
         scene, in_summary(elite="x"), "export", "run", "--optuna", "sqlite:///runs.db"

@@ -166,7 +166,7 @@ def test_where_nobody_is_fit_there_is_no_elite(tmp_path: Path) -> None:
     session.population.evaluate = lost  # type: ignore[method-assign]
     printed = StringIO()
     watch(train(session, tmp_path / "run", command=["test"]), session, Console(file=printed, width=200))
-    assert "generation 0: no elite, because no agent is fit" in printed.getvalue()
+    assert "generation 0: no best agent, because none is fit" in printed.getvalue()
     assert "so there is no elite" in printed.getvalue()
     lineage = list(read_lines(tmp_path / "run/lineage.jsonl"))
     assert [line for line in lineage if line["event"] == "elite"] == []

@@ -268,7 +268,7 @@ def test_the_tree_shows_births_deaths_mutations_and_elites(load):
     assert labels == ["0.800", "0.800", "<b>not finite</b>", "0.900<br>learning… 0.00031"]
     assert "learning_rate_of_actor 0.0001 → 0.000314" in text
     assert "agent 1 left: &lt;b&gt;sick" in text
-    assert "agent 0 is the elite of generation 0" in text
+    assert "agent 0 had the best exam of generation 0" in text
 
 
 def test_the_winner_of_a_finished_run_has_a_star_in_the_last_generation(load):
@@ -281,6 +281,7 @@ def test_the_winner_of_a_finished_run_has_a_star_in_the_last_generation(load):
     run = load(lineage=lineage, summary={"elite": {"index": 0}})
     stars = next(t for t in tree_figure(run)["data"] if t.get("marker", {}).get("symbol") == "star")
     assert stars["x"] == [0, 1]
+    assert stars["hovertext"] == ["agent 0 had the best exam of generation 0", "agent 0 is the elite"]
 
 
 def test_no_agents_no_tree(load):
