@@ -17,7 +17,7 @@ from typer import Argument, Option
 
 from agilerl.checks.arguments import counted, shown
 from agilerl.cli.options import AllowCode, AsJson, OneRun, Price, as_path
-from agilerl.cli.output import columns, console, genes_text, say, tell_line
+from agilerl.cli.output import columns, console, genes_text, one_line, say, tell_line
 from agilerl.cli.running import configuration, is_file
 from agilerl.errors import ConfigError
 
@@ -234,12 +234,14 @@ def run_lineage(
     agilerl lineage runs/mine --agent 3
     """
     from agilerl.report.life import lives
-    from agilerl.report.load import load_run, trace_family
+    from agilerl.report.load import load_run, trace_family, unfinished
     from agilerl.runs.strict_json import dumps
 
     record = load_run(run)
     if agent is not None and agent not in record.agents:
-        known = f"it has {len(record.agents)}, the last one is {max(record.agents)}" if record.agents else "it has none"
+        known = (
+            one_line(f"its agents are {', '.join(map(str, sorted(record.agents)))}") if record.agents else "it has none"
+        )
         raise ConfigError(f"expected an agent of {shown(str(run))}, found {agent}; {known}")
     histories = [life for life in lives(record) if agent in (None, life["agent"])]
     if as_json:
@@ -248,6 +250,8 @@ def run_lineage(
         _show_lives(histories, trace_family(record).line)
     else:
         _show_life(histories[0])
+    if not as_json and (note := unfinished(record)):
+        tell_line(note)
 
 
 def _show_lives(histories: Sequence[dict[str, Any]], line: Sequence[int]) -> None:

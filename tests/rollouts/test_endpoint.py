@@ -233,7 +233,11 @@ async def asks_without_end(client: Any, row: Row) -> str:
     ("program", "kind", "message"),
     [
         (raises, "reward_error", r"KeyError: 'no such tool' \(test_endpoint.py:\d+\)"),
-        (reads, "reward_error", rf"program raised JSONDecodeError.*\(test_endpoint.py:{parsed.__code__.co_firstlineno + 1}\)"),
+        (
+            reads,
+            "reward_error",
+            rf"program raised JSONDecodeError.*\(test_endpoint.py:{parsed.__code__.co_firstlineno + 1}\)",
+        ),
         (hangs, "timeout", "within"),
         (sleeps, "timeout", "no result within 1 seconds"),
         (exits, "reward_error", r"exit the process \(SystemExit: 3\) \(test_endpoint.py:\d+\)"),
