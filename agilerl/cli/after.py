@@ -186,7 +186,8 @@ _CHAT_HELP = """\
 /new, or an empty line: begin a new conversation
 /quit, or the end of the input: leave
 Answers are drawn at temperature {temperature:g} and have at most {most_tokens} tokens; --temperature, \
---max-tokens and --base (the answers of the base as well) are options of the command. Added to each message, as in the run: {asked}"""
+--max-tokens and --base (the answers of the base as well) are options of the command. \
+Added to each message, as in the run: {asked}"""
 
 
 # -- ``agilerl chat`` --------------------------------------------------------------------------------------------------

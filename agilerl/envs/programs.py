@@ -200,8 +200,8 @@ def _described(error: BaseException) -> str:
     raised = error.__cause__ if isinstance(error.__cause__, SystemExit) else error
     frames = traceback.extract_tb(raised.__traceback__)
     # The innermost frame that is neither in this package nor in a library.
-    libraries = [Path(__file__).parent.parent, *map(sysconfig.get_path, ("stdlib", "purelib", "platlib"))]
-    foreign = [Path(folder).resolve() for folder in libraries]
+    libraries = [sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib")]
+    foreign = [Path(folder).resolve() for folder in (Path(__file__).parent.parent, *libraries)]
     files = [(Path(frame.filename).resolve(), frame.lineno) for frame in frames]
     theirs = [(file.name, line) for file, line in files if not any(map(file.is_relative_to, foreign))]
     where = "".join(f" ({name}:{line})" for name, line in theirs[-1:])
