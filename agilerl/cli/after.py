@@ -20,7 +20,7 @@ from typer import Argument, Option
 from agilerl.checks.arguments import counted, shown
 from agilerl.cli.adapter import subject
 from agilerl.cli.options import Adapter, AllowCode, AsJson, FinishedRun, Quiet, Replacements, Temperature, as_path
-from agilerl.cli.output import columns, one_line, readable, say, shown_samples, tell_line, told_apart
+from agilerl.cli.output import columns, one_line, say, shown_samples, tell_line, told_apart
 from agilerl.cli.output import console as new_console
 from agilerl.cli.process_settings import is_debugging, loading_done
 from agilerl.cli.running import check_new_folder, quieten_libraries, whole_folder
@@ -221,7 +221,7 @@ def run_chat(
     environment = adapter.config.environment
     single = adapter.run is not None and environment.env_type != "multiturn" and environment.agent is None
     trained = "; trained on single questions: /new before each" * single
-    console.print(f"Answers are drawn at temperature {temperature:g}{trained}.\nType a message, or /help.")
+    console.print(f"Drawn at temperature {temperature:g}{trained}.\nType a message, or /help.")
     template, answers = environment.conversation_template or [], AnswerFormat.of(environment)
     system = [dict(m) for m in template if m["role"] == "system" and "{question}" not in m["content"]]
     slots = {"adapter": agent.slot} | ({"base": None} if beside_base else {})
@@ -233,7 +233,7 @@ def run_chat(
         if line == "/help":
             asked = answers.instruction or "nothing"
             help_text = _CHAT_HELP.format(temperature=temperature, most_tokens=most_tokens, asked=asked)
-            new_console(file=sys.stderr).print(readable(help_text))
+            new_console(file=sys.stderr).print(help_text, soft_wrap=False)
             continue
         if line.startswith("/") and line != "/new" and " " not in line:
             say(f"There is no command {shown(line)}; /help lists them.")
