@@ -166,7 +166,7 @@ def test_an_exam_leaves_out_what_failed_for_anybody_or_stops() -> None:
             return super().step(action)
 
     lost = sum(task.episode_seed("exam", i) // 3 % 4 > 0 for i in range(40))
-    with pytest.raises(EnvError, match=f"{lost} of 40 exam episodes; .*RuntimeError: the board"):
+    with pytest.raises(EnvError, match=f"{lost} of 40 exam episodes failed; .*RuntimeError: the board"):
         make_population(EpisodeTask(MostlyBroken, exam_episodes=40), 1).evaluate()
 
 

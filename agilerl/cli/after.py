@@ -22,7 +22,7 @@ from agilerl.cli.adapter import subject
 from agilerl.cli.options import Adapter, AllowCode, AsJson, FinishedRun, Quiet, Replacements, Temperature, as_path
 from agilerl.cli.output import columns, genes_text, one_line, say, shown_samples, tell_line, told_apart
 from agilerl.cli.output import console as new_console
-from agilerl.cli.process_settings import loading_done
+from agilerl.cli.process_settings import is_debugging, loading_done
 from agilerl.cli.running import check_new_folder, quieten_libraries, whole_folder
 from agilerl.cli.serve import servable_base
 from agilerl.config.named_files import check_allowed
@@ -186,8 +186,9 @@ def _show_worst(answers: Sequence[Mapping[str, Any]], worst: Sequence[int]) -> N
 _CHAT_HELP = """\
 /new, or an empty line: begin a new conversation
 /quit, or the end of the input: leave
-Answers are drawn at temperature {temperature:g} and have at most {most_tokens} tokens; --temperature, --max-tokens and
---base (the answers of the base as well) are options of the command. Added to each message, as in the run: {asked}"""
+Answers are drawn at temperature {temperature:g} and have at most {most_tokens} tokens; --temperature, \
+--max-tokens and --base (the answers of the base as well) are options of the command. \
+Added to each message, as in the run: {asked}"""
 
 
 # -- ``agilerl chat`` --------------------------------------------------------------------------------------------------
@@ -218,8 +219,10 @@ def run_chat(
 
     agent = load_agent(adapter.config)
     loading_done()
-    console.print("Type a message, or /help.")
     environment = adapter.config.environment
+    single = adapter.run is not None and environment.env_type != "multiturn" and environment.agent is None
+    trained = "; trained on single questions: /new before each" * single
+    console.print(f"Drawn at temperature {temperature:g}{trained}.\nType a message, or /help.")
     template, answers = environment.conversation_template or [], AnswerFormat.of(environment)
     system = [dict(m) for m in template if m["role"] == "system" and "{question}" not in m["content"]]
     slots = {"adapter": agent.slot} | ({"base": None} if beside_base else {})
@@ -229,11 +232,9 @@ def run_chat(
         if line == "/quit":
             return
         if line == "/help":
-            say(
-                _CHAT_HELP.format(
-                    temperature=temperature, most_tokens=most_tokens, asked=answers.instruction or "nothing"
-                )
-            )
+            asked = answers.instruction or "nothing"
+            help_text = _CHAT_HELP.format(temperature=temperature, most_tokens=most_tokens, asked=asked)
+            new_console(file=sys.stderr).print(help_text, soft_wrap=False)
             continue
         if line.startswith("/") and line != "/new" and " " not in line:
             say(f"There is no command {shown(line)}; /help lists them.")
@@ -327,7 +328,7 @@ def run_merge(
         tokenizer.save_pretrained(str(folder))
 
     # DeepSpeed, if it is installed, is imported here, and logs to standard output.
-    with whole_folder(out), redirect_stdout(sys.stderr if not quiet else StringIO()):
+    with whole_folder(out), redirect_stdout(sys.stderr if is_debugging() else StringIO()):
         commit_folder(out, write, manifest=False)
     folder, file = shlex.quote(str(out)), shlex.quote(f"{out.name}.gguf")
     console.print(f"written: {out}\n")
@@ -386,7 +387,8 @@ def run_export(
 def export_elite(run: Path, out: Path, *, name: str | None = None, licence: str | None = None) -> None:
     """Write the elite of a finished run as a new folder: PEFT adapter, tokenizer, agent.json and model card.
 
-    With a ``name``, for others: of a base in a folder of this machine only the last part is written down. Raises
+    Of a base in a folder of this machine only the last part is written down if there is a ``name``: that is for others.
+    Without one the export is used here, where programs look for the base by its path. Raises
     CheckpointError for a run without an elite, and for one whose elite is not as it was written.
     """
     from agilerl.report.card import CARD, finished_summary, model_card, public_name
@@ -398,13 +400,15 @@ def export_elite(run: Path, out: Path, *, name: str | None = None, licence: str 
     # Only files that the run wrote, and no links: a stranger's folder must not have others of this machine sent away.
     files = [file for file in verify_folder(folder) if file not in (CARD, MANIFEST) and "/" not in file]
     card = model_card(root, summary, name=name, licence=licence)
-    base = public_name(str(read_run(root)["config"]["network"]["pretrained_model_name_or_path"]))
+    base = str(read_run(root)["config"]["network"]["pretrained_model_name_or_path"])
+    # The elite's own files may name the folder that a public base was loaded from.
+    base, renamed = public_name(base), name is not None or public_name(base) == base
 
     def write(target: Path) -> None:
         for file in files:
             shutil.copyfile(folder / file, target / file)
         for file, key in ((ADAPTER_CONFIG, "base_model_name_or_path"), ("agent.json", "base")):
-            if file in files and name is not None:
+            if file in files and renamed:
                 values = read_json(folder / file)
                 (target / file).write_text(json.dumps({**values, key: base}, indent=2, sort_keys=True) + "\n")
         (target / CARD).write_text(card, encoding="utf-8")

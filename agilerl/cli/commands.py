@@ -16,7 +16,7 @@ from typer import Argument, Option
 
 from agilerl.checks.arguments import counted, shown
 from agilerl.cli.options import AllowCode, AsJson, OneRun, Price, as_path
-from agilerl.cli.output import columns, console, facts, genes_text, say, tell_line
+from agilerl.cli.output import columns, console, facts, genes_text, one_line, say, tell_line
 from agilerl.cli.running import configuration, is_file
 from agilerl.config.plain_yaml import parse_yaml
 from agilerl.errors import ConfigError
@@ -231,12 +231,14 @@ def run_lineage(
     agilerl lineage runs/mine --agent 3
     """
     from agilerl.report.life import lives
-    from agilerl.report.load import load_run
+    from agilerl.report.load import load_run, unfinished
     from agilerl.runs.strict_json import dumps
 
     record = load_run(run)
     if agent is not None and agent not in record.agents:
-        known = f"it has {len(record.agents)}, the last one is {max(record.agents)}" if record.agents else "it has none"
+        known = (
+            one_line(f"its agents are {', '.join(map(str, sorted(record.agents)))}") if record.agents else "it has none"
+        )
         raise ConfigError(f"expected an agent of {shown(str(run))}, found {agent}; {known}")
     histories = [life for life in lives(record) if agent in (None, life["agent"])]
     if as_json:
@@ -245,6 +247,8 @@ def run_lineage(
         _show_lives(histories, record.family.line)
     else:
         _show_life(histories[0])
+    if not as_json and (note := unfinished(record)):
+        tell_line(note)
 
 
 def _show_lives(histories: Sequence[dict[str, Any]], line: Sequence[int]) -> None:

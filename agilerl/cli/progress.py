@@ -506,6 +506,7 @@ class View:
             case ExamDone():
                 for index, fitness in event.fitness.items():
                     self.rows[index].fitness = fitness
+                self.bars.update(self.phase, visible=False)  # what follows it has no phase
                 first = ranking(event.fitness)[0]
                 self.best = first if event.fitness[first].is_finite else None
                 scores = ", ".join(f"{index}: {_score(f)}" for index, f in event.fitness.items())

@@ -1,5 +1,6 @@
 """A run on the command line: its settings and directory, opening it, and following it to its end."""
 
+import logging
 import os
 import sys
 from collections import Counter
@@ -217,6 +218,7 @@ def quieten_libraries() -> None:
         return
     import transformers
 
-    logging: Any = transformers.utils.logging
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    library: Any = transformers.utils.logging
+    library.set_verbosity_error()
+    library.disable_progress_bar()
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -196,7 +197,10 @@ def _described(error: BaseException) -> str:
     # contained() reports an exit as an error of its own; the program's line is in the cause.
     raised = error.__cause__ if isinstance(error.__cause__, SystemExit) else error
     frames = traceback.extract_tb(raised.__traceback__)
-    package = Path(__file__).resolve().parent.parent
-    theirs = [frame for frame in frames if not Path(frame.filename).resolve().is_relative_to(package)]
-    where = f" ({Path(theirs[0].filename).name}:{theirs[0].lineno})" if theirs else ""
-    return f"{type(error).__name__}: {error}{where}"
+    # The innermost frame that is neither in this package nor in a library.
+    libraries = [Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")]
+    foreign = [folder.resolve() for folder in (Path(__file__).parent.parent, *libraries)]
+    files = [(Path(frame.filename).resolve(), frame.lineno) for frame in frames]
+    theirs = [(file.name, line) for file, line in files if not any(map(file.is_relative_to, foreign))]
+    where = "".join(f" ({name}:{line})" for name, line in theirs[-1:])
+    return f"the agent program raised {type(error).__name__}: {error}{where}"

@@ -1,5 +1,6 @@
 """A server on this machine whose pages follow runs: the report of each, and a list of those below a folder."""
 
+import math
 import os
 import sys
 import time
@@ -12,9 +13,10 @@ from urllib.parse import quote, unquote
 
 from agilerl.checks.arguments import shown
 from agilerl.errors import AgileRLError, CheckpointError, ConfigError
-from agilerl.report.load import load_run, score_of, task_of
+from agilerl.report.card import public_name
+from agilerl.report.load import load_run, number, score_of, task_of
 from agilerl.report.page import compiled, render, resource
-from agilerl.runs import RunLayout, read_run
+from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.directory import as_written
 from agilerl.runs.strict_json import read_json
 
@@ -56,11 +58,15 @@ def _rows(runs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
             with as_written(path):
                 config, layout = read_run(path)["config"], RunLayout(path)
                 summary = read_json(layout.summary) if layout.summary.exists() else {}
+                lines = read_lines(layout.lineage) if not summary and layout.lineage.exists() else ()
+                exams = [number(line["mean"]) for line in lines if line["event"] == "fitness"]
+                best = max(filter(math.isfinite, exams), default=None)
                 row |= {
-                    "task": task_of(config),
+                    "task": public_name(task_of(config)),
                     "model": config["network"]["pretrained_model_name_or_path"],
                     "algorithm": config["algorithm"]["name"],
                     "status": layout.status,
+                    "elite": "" if best is None else f"exam {best:.3f}",
                     **{who: f"{score_of(score).mean:.3f}" for who, score in (summary.get("test") or {}).items()},
                 }
         except AgileRLError as error:
@@ -71,8 +77,8 @@ def _rows(runs: Mapping[str, Path]) -> Iterator[dict[str, Any]]:
 class Watch(ThreadingHTTPServer):
     """Serves pages about a run or about the runs below a folder, on 127.0.0.1, until ``shutdown``.
 
-    ``port`` 0 takes any that is free; the folder may still be empty. Raises CheckpointError if there is no such folder,
-    ConfigError if the port is taken.
+    ``port`` 0 takes any that is free; the folder may still be empty. Raises CheckpointError if there is no such folder
+    or it is a part of a run, ConfigError if the port is taken.
     """
 
     daemon_threads = True
@@ -83,6 +89,9 @@ class Watch(ThreadingHTTPServer):
         """By run: when it last wrote and its status on the page, when that may be rendered again, the page."""
         if not folder.is_dir():
             raise CheckpointError(f"expected a run directory or a folder for runs, found none at {shown(str(folder))}")
+        run = next((above for above in folder.absolute().parents if (above / "run.json").is_file()), None)
+        if run is not None and not (folder / "run.json").is_file():
+            raise CheckpointError(f"{shown(str(folder))} is a part of a run; did you mean {shown(str(run))}?")
         try:
             super().__init__(("127.0.0.1", port), _Handler)
         except OSError as error:

@@ -421,14 +421,19 @@ def _tests(lines: Iterable[Line], summary: Line) -> dict[str, tuple[int | None, 
     return tests
 
 
-def _notes(run: RunRecord, has_metrics: bool, unassigned: int) -> Iterator[str]:
+def unfinished(run: RunRecord) -> str:
+    """Return that a run has not finished, and how to continue it if it was stopped; "" for a finished one."""
     if run.status == "running":
-        yield "This run has not finished: it is running, and the report shows what is available so far."
-    elif run.status == "stopped":
+        return "This run is still running."
+    if run.status == "stopped":
         command = shlex.join(["agilerl", "resume", str(run.path)])
-        yield f"This run has not finished: it was stopped, and the report shows what is there. To continue: {command}"
-    elif not run.is_finished:
-        yield f"This run did not finish; its status is “{run.status}”."
+        return f"This run has not finished: it was stopped. To continue: {command}"
+    return "" if run.is_finished else f"This run did not finish; its status is “{run.status}”."
+
+
+def _notes(run: RunRecord, has_metrics: bool, unassigned: int) -> Iterator[str]:
+    if note := unfinished(run):
+        yield note
     if not has_metrics and any(agent.exams for agent in run.agents.values()):
         yield "metrics.jsonl is missing or empty, although there were exams: it was deleted, and there are no curves."
     elif not has_metrics:

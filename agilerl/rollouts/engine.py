@@ -247,7 +247,7 @@ def check_error_rate(samples: int, failures: Sequence[Failure], most: float, *, 
     count = f"all {samples}" if len(errors) == samples else f"{len(errors)} of {samples}"
     allowed = "" if len(errors) == samples else f", more than training.max_error_rate={most:g} allows"
     if episodes:
-        raise EnvError(f"the environment failed in {count} episodes{allowed}; the first: {errors[0].message}")
+        raise EnvError(f"{count} episodes failed{allowed}; the first: {errors[0].message}")
     raise RewardError(f"grading failed on {count} completions{allowed}; the first time: {errors[0].message}")
 
 
@@ -266,7 +266,7 @@ def lost_places(failed: Sequence[Mapping[int, str]], size: int, *, episodes: boo
         first = errors[min(errors)]
         if not episodes:
             raise RewardError(f"grading failed on {len(errors)} of {size} answers of the exam; the first time: {first}")
-        raise EnvError(f"the environment failed in {len(errors)} of {size} exam episodes; the first: {first}")
+        raise EnvError(f"{len(errors)} of {size} exam episodes failed; the first: {first}")
     return lost
 
 

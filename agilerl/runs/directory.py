@@ -379,10 +379,11 @@ def check_vacant(root: Path, *, locked: bool = False, overwrite: bool = False) -
             )
         if not locked:
             check_not_in_use(root)
-        raise CheckpointError(
-            f"{root} holds an unfinished run; resume it with: agilerl resume {shlex.quote(str(root))} - or choose "
-            "another directory (train --overwrite deletes it)."
-        )
+        resume = f"agilerl resume {shlex.quote(str(root))}"
+        remedy = f"resume it with: {resume} - or choose another directory (train --overwrite deletes it)"
+        if not layout.checkpoints.is_dir() or not listed(layout.checkpoints):
+            remedy = "it has no checkpoint, so nothing is lost if you begin it anew with train --overwrite"
+        raise CheckpointError(f"{root} holds an unfinished run; {remedy}.")
     if foreign := [path.name for path in listed(root) if not _is_of_interrupted_start(path)]:
         raise CheckpointError(
             f"{root} is not empty (found {foreign[0]}) and not a run; choose a directory that is empty or new."

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import comb
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -181,10 +182,16 @@ def evaluate(
 
 
 def constant_answer(population: Population, base: float) -> str:
-    """Return a sentence if an agent, in the test just taken, gave one answer to most questions that it does not fit."""
+    """Return a sentence if an agent, in the test just taken, gave one answer to most questions that it does not fit.
+
+    Nothing is said of an agent that earns no more than the ``base`` does on average.
+    """
     # It fits where it earns 1, or more than the base does on average.
     task = population.task
     if not isinstance(task, Task):
+        return ""
+    graded = [t.episode_return for t in population.answered if not math.isnan(t.episode_return)]
+    if not graded or fmean(graded) <= base:  # it has learned nothing that pays
         return ""
     texts = [" ".join(task.graded_text(t.text, t.row).split()) for t in population.answered]
     ((answer, count),) = Counter(texts).most_common(1)

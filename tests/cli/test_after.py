@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import logging
 import re
 import shlex
 import shutil
@@ -406,6 +407,11 @@ def test_help_in_chat_is_not_asked(run: Path, agilerl: Agilerl, monkeypatch: pyt
     assert [json.loads(line)["user"] for line in done.output.splitlines()] == [QUESTION]
     assert "/new" in done.errors
     assert "at most 7 tokens" in done.errors
+    monkeypatch.setenv("COLUMNS", "50")
+    monkeypatch.setattr("sys.stdin", StringIO("/help\n"))
+    done = agilerl("chat", str(run))
+    assert max(map(len, done.errors.splitlines())) <= 50
+    assert "temperature 0.7; trained on single questions" in " ".join(done.output.split())
 
 
 def test_chat_forgets_the_beginning_of_a_long_conversation(
@@ -431,7 +437,9 @@ def _logits(model: Any) -> torch.Tensor:
 
 
 def test_a_merged_model_computes_what_the_adapter_does(run: Path, agilerl: Agilerl) -> None:
-    assert agilerl("merge", str(run), "merged", "--dtype", "float32").code == 0
+    done = agilerl("merge", str(run), "merged", "--dtype", "float32")
+    assert (done.code, done.errors) == (0, "")
+    assert logging.getLogger("bitsandbytes").level == logging.ERROR
     base = AutoModelForCausalLM.from_pretrained(tiny_model_path(), dtype=torch.float32)
     bare = _logits(base)
     wanted = _logits(PeftModel.from_pretrained(base, str(run / "elite")))
@@ -512,6 +520,7 @@ def test_an_export_loads_everywhere(run: Path, agilerl: Agilerl, monkeypatch: py
     written, talk, *others = done.output.splitlines()
     assert written.startswith(f"written: {Path('out').absolute()} (README.md, adapter_config.json, ")
     assert [line.split()[0] for line in others] == ["vLLM", "llama.cpp"]
+    assert strict_json.read_json(Path("out/adapter_config.json"))["base_model_name_or_path"] == "embedded"
     command = talk.removeprefix("talk to it   agilerl ").split()
     monkeypatch.setattr("sys.stdin", StringIO(f"{QUESTION}\n"))
     assert agilerl(*command).code == 0

@@ -76,12 +76,23 @@ def test_all_lives_as_json(run: Path, lines: list[dict[str, Any]], agilerl: Agil
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--agent", "77"], "found 77"), (["--agent", "x"], "--agent"), (["--agents", "3"], "--agent")],
+    [
+        (["--agent", "77"], "found 77; its agents are 0, 1, "),
+        (["--agent", "x"], "--agent"),
+        (["--agents", "3"], "--agent"),
+    ],
 )
 def test_what_is_refused(arguments: list[str], said: str, run: Path, agilerl: Agilerl) -> None:
     found = agilerl("lineage", str(run), *arguments)
     assert (found.code, found.output) == (2, "")
     assert said in found.errors
+
+
+@pytest.mark.parametrize("arguments", [(), ("--agent", "0")])
+def test_a_run_that_has_not_finished_says_so(arguments: tuple[str, ...], tmp_path: Path, agilerl: Agilerl) -> None:
+    root = make_run(tmp_path / "mine", finished=False)
+    told = agilerl("lineage", str(root), *arguments).output
+    assert told.endswith(f"it was stopped. To continue: agilerl resume {root}\n")
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, agilerl: Agilerl) -> None:

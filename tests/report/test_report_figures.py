@@ -23,6 +23,7 @@ from agilerl.report.figures import (
     throughput_figure,
     time_figure,
     tree_figure,
+    tree_width,
 )
 from agilerl.report.life import lives, short_value
 from agilerl.report.load import Score, cost_names, differences, front_exams, load_run
@@ -282,6 +283,11 @@ def test_the_winner_of_a_finished_run_has_a_star_in_the_last_generation(load):
     stars = next(t for t in tree_figure(run)["data"] if t.get("marker", {}).get("symbol") == "star")
     assert stars["x"] == [0, 1]
     assert stars["hovertext"] == ["agent 0 had the best exam of generation 0", "agent 0 is the elite"]
+
+
+def test_the_tree_of_eleven_generations_fits_a_screen_of_1200_pixels(load):
+    run = load(lineage=[birth(0, None, 0), *(fitness(0, generation, 0.5) for generation in range(11))])
+    assert tree_width(run) <= 1095  # without the paddings of the page
 
 
 def test_no_agents_no_tree(load):

@@ -217,6 +217,9 @@ def test_an_empty_run_still_gives_a_report(tmp_path):
     for words in ("no metrics yet", "no agents yet", "No agent has been evaluated yet", "No completions were saved"):
         assert words in found.text
     assert found.figures == {}
+    begun = Page(build_report([write_run(tmp_path / "begun", lineage=[birth(0, None, 0)])], tmp_path / "begun.html"))
+    assert "No agent has been evaluated yet" in begun.text
+    assert begun.text.count("winning lineage") == 1  # no key without data: that of the tree alone
 
 
 def test_nothing_but_nan_still_gives_a_report(tmp_path):

@@ -1,6 +1,8 @@
 """``agilerl watch``: pages about runs on this machine, in a real browser and for requests from elsewhere."""
 
+import hashlib
 import http.client
+import json
 import shutil
 import signal
 import threading
@@ -56,6 +58,10 @@ def test_runs_are_found_below_a_folder_and_not_inside_of_runs_or_behind_links(tm
 def test_a_list_of_runs_leads_to_their_reports(runs, tmp_path, serve):
     shutil.copytree(runs["whole"], tmp_path / "all" / "whole <b>")
     shutil.copytree(runs["unfinished"], tmp_path / "all" / "of" / "unfinished")
+    file = tmp_path / "all" / "of" / "unfinished" / "run.json"
+    info = json.loads(file.read_text())
+    info["config"]["environment"] = {"dataset": [{"path": "/home/me/rows.jsonl"}]}
+    file.write_text(dumps({**info, "config_sha256": hashlib.sha256(dumps(info["config"]).encode()).hexdigest()}))
     (tmp_path / "all" / "damaged").mkdir()
     (tmp_path / "all" / "damaged" / "run.json").write_text("{")
     server = serve(tmp_path / "all")
@@ -65,9 +71,11 @@ def test_a_list_of_runs_leads_to_their_reports(runs, tmp_path, serve):
     assert "whole &lt;b&gt;" in page
     assert "cannot be read" in page
     assert page.count("<td>stopped</td>") == 1
+    assert page.count("<td>exam 0.") == 1  # of the unfinished run; the other one has its test
+    assert "<td>rows.jsonl</td>" in page
     lock = DirectoryLock(tmp_path / "all" / "of" / "unfinished" / ".lock")
     assert "<td>running</td>" in get(server)[1]
-    assert "it is running" in get(server, "/of/unfinished/")[1]
+    assert "is still running" in get(server, "/of/unfinished/")[1]
     lock.release()
     end = time.monotonic() + 60
     while "it was stopped" not in get(server, "/of/unfinished/")[1]:  # a process that ends writes nothing more
@@ -115,6 +123,8 @@ def test_a_report_is_rendered_again_only_for_something_new(tmp_path, serve, monk
 def test_what_cannot_be_watched(tmp_path, runs, serve):
     with pytest.raises(CheckpointError, match="found none"):
         Watch(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=f"did you mean '?{runs['whole']}"):
+        Watch(runs["whole"] / "checkpoints")
     assert "no runs here yet" in get(serve(tmp_path))[1]
     port = serve(runs["whole"]).server_port
     with pytest.raises(ConfigError, match=f"--port {port}"):

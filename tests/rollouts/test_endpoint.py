@@ -185,6 +185,14 @@ def raises(client: Any, row: Row) -> str:
     raise KeyError("no such tool")
 
 
+async def reads(client: Any, row: Row) -> Any:
+    return parsed("{")
+
+
+def parsed(text: str) -> Any:
+    return json.loads(text)
+
+
 def hangs(client: Any, row: Row) -> None:
     time.sleep(3)
 
@@ -225,6 +233,11 @@ async def asks_without_end(client: Any, row: Row) -> str:
     ("program", "kind", "message"),
     [
         (raises, "reward_error", r"KeyError: 'no such tool' \(test_endpoint.py:\d+\)"),
+        (
+            reads,
+            "reward_error",
+            rf"program raised JSONDecodeError.*\(test_endpoint.py:{parsed.__code__.co_firstlineno + 1}\)",
+        ),
         (hangs, "timeout", "within"),
         (sleeps, "timeout", "no result within 1 seconds"),
         (exits, "reward_error", r"exit the process \(SystemExit: 3\) \(test_endpoint.py:\d+\)"),

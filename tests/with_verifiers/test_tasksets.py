@@ -68,7 +68,7 @@ def test_it_learns() -> None:
 
 def test_an_error_of_the_taskset_is_a_failed_episode() -> None:
     task = taskset(params={"unlucky": 1})
-    with pytest.raises(EnvError, match=r"in all 16 episodes; the first: .*TaskError.*an unlucky number"):
+    with pytest.raises(EnvError, match=r"all 16 episodes failed; the first: .*TaskError.*an unlucky number"):
         population(task).rollout()
     task.close()
 
