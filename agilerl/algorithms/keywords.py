@@ -38,11 +38,11 @@ class AgentKeywords(TypedDict, total=False):
     model_config: Any
     quantization_config: Any
     config_overrides: Any
-    attn_implementation: Literal['eager', 'sdpa', 'flex_attention', 'flash_attention_2', 'flash_attention_3'] | None
+    attn_implementation: Literal["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"] | None
     lora_target_scope: str | None
     gradient_checkpointing: bool
     activation_offload: bool
-    torch_compiler: Literal['default', 'reduce-overhead', 'max-autotune', 'max-autotune-no-cudagraphs'] | None
+    torch_compiler: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None
     use_liger_kernel: bool
     use_liger_loss: bool
     use_sequence_packing: bool
@@ -93,15 +93,15 @@ class SurrogateKeywords(ReferenceKeywords, LLMKeywords, total=False):
     beta: float
     adv_clip_range: float | None
     entropy_coef: float
-    kl_estimator: Literal['k1', 'k2', 'k3', 'k3+']
-    kl_placement: Literal['loss', 'reward', 'advantage']
+    kl_estimator: Literal["k1", "k2", "k3", "k3+"]
+    kl_placement: Literal["loss", "reward", "advantage"]
     use_kl_advantage_shaping: bool
     kl_clamp_value: float | None
     kl_target: float | None
     kl_horizon: int
     vllm_importance_sampling_correction: bool
     vllm_importance_sampling_cap: float
-    vllm_importance_sampling_mode: Literal['token_truncate', 'token_mask', 'seq_truncate', 'seq_mask']
+    vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "seq_truncate", "seq_mask"]
 
 
 class PolicyKeywords(LLMKeywords, total=False):
@@ -115,7 +115,7 @@ class PolicyKeywords(LLMKeywords, total=False):
 
 class GroupKeywords(LLMKeywords, total=False):
     whiten_advantages: bool
-    advantage_granularity: Literal['auto', 'trajectory', 'turn']
+    advantage_granularity: Literal["auto", "trajectory", "turn"]
     turn_advantage_trajectory_fallback: bool
     dynamic_sampling: bool
     max_sampling_rounds: int
@@ -130,9 +130,9 @@ class GRPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMK
     clip_coef: float | tuple[float, float]
     dual_clip: float | None
     delta: float | None
-    loss_type: Literal['grpo', 'gspo', 'cispo']
-    importance_sampling_level: Literal['token', 'turn', 'trajectory'] | None
-    adv_norm: Literal['mean_std', 'mean_only', 'batch_std', 'rloo', 'mean']
+    loss_type: Literal["grpo", "gspo", "cispo"]
+    importance_sampling_level: Literal["token", "turn", "trajectory"] | None
+    adv_norm: Literal["mean_std", "mean_only", "batch_std", "rloo", "mean"]
     adv_eps: float
     clip_max: float
     clip_min: float | None
@@ -143,16 +143,16 @@ class GSPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMK
     clip_coef: float | tuple[float, float]
     dual_clip: float | None
     delta: float | None
-    importance_sampling_level: Literal['token', 'turn', 'trajectory'] | None
-    adv_norm: Literal['mean_std', 'mean_only', 'batch_std', 'rloo', 'mean']
+    importance_sampling_level: Literal["token", "turn", "trajectory"] | None
+    adv_norm: Literal["mean_std", "mean_only", "batch_std", "rloo", "mean"]
     adv_eps: float
 
 
 class CISPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
     lr: float
     clip_coef: float | tuple[float, float] | None
-    importance_sampling_level: Literal['token', 'turn', 'trajectory'] | None
-    adv_norm: Literal['mean_std', 'mean_only', 'batch_std', 'rloo', 'mean']
+    importance_sampling_level: Literal["token", "turn", "trajectory"] | None
+    adv_norm: Literal["mean_std", "mean_only", "batch_std", "rloo", "mean"]
     adv_eps: float
     clip_max: float
     clip_min: float | None
@@ -163,7 +163,7 @@ class RLOOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMK
     clip_coef: float | tuple[float, float]
     dual_clip: float | None
     delta: float | None
-    importance_sampling_level: Literal['token', 'turn', 'trajectory'] | None
+    importance_sampling_level: Literal["token", "turn", "trajectory"] | None
 
 
 class MaxRLKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
@@ -171,14 +171,14 @@ class MaxRLKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLM
     clip_coef: float | tuple[float, float]
     dual_clip: float | None
     delta: float | None
-    importance_sampling_level: Literal['token', 'turn', 'trajectory'] | None
+    importance_sampling_level: Literal["token", "turn", "trajectory"] | None
 
 
 class DPPOKeywords(GroupKeywords, PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, total=False):
     lr: float
-    adv_norm: Literal['mean_std', 'mean_only', 'batch_std', 'rloo', 'mean']
+    adv_norm: Literal["mean_std", "mean_only", "batch_std", "rloo", "mean"]
     adv_eps: float
-    divergence: Literal['tv', 'kl']
+    divergence: Literal["tv", "kl"]
     divergence_limit: float
     weight_max: float
 
@@ -188,11 +188,11 @@ class REINFORCEKeywords(PolicyKeywords, SurrogateKeywords, RolloutLLMKeywords, t
     clip_coef: float | tuple[float, float]
     dual_clip: float | None
     delta: float | None
-    importance_sampling_level: Literal['token', 'turn', 'trajectory'] | None
+    importance_sampling_level: Literal["token", "turn", "trajectory"] | None
     gamma: float
-    advantage_estimator: Literal['rebn', 'reinforce++', 'reinforce++-baseline']
-    advantage_granularity: Literal['auto', 'token', 'turn', 'trajectory']
-    ratio_pooling: Literal['mean', 'sum']
+    advantage_estimator: Literal["rebn", "reinforce++", "reinforce++-baseline"]
+    advantage_granularity: Literal["auto", "token", "turn", "trajectory"]
+    ratio_pooling: Literal["mean", "sum"]
 
 
 class PPOKeywords(SurrogateKeywords, RolloutLLMKeywords, total=False):
@@ -207,9 +207,9 @@ class PPOKeywords(SurrogateKeywords, RolloutLLMKeywords, total=False):
     gamma: float
     gae_lambda: float
     turn_level_clip: bool
-    turn_ratio_pooling: Literal['sum', 'mean']
-    advantage_granularity: Literal['auto', 'token', 'turn']
-    turn_value_reduction: Literal['final_value', 'mean']
+    turn_ratio_pooling: Literal["sum", "mean"]
+    advantage_granularity: Literal["auto", "token", "turn"]
+    turn_value_reduction: Literal["final_value", "mean"]
     whiten_advantages: bool
 
 
@@ -230,12 +230,12 @@ class DPOKeywords(ReferenceKeywords, DataKeywords, total=False):
 class KTOKeywords(ReferenceKeywords, DataKeywords, total=False):
     lr: float
     beta: float
-    loss_type: Literal['kto', 'apo_zero_unpaired']
+    loss_type: Literal["kto", "apo_zero_unpaired"]
     desirable_weight: float
     undesirable_weight: float
 
 
 class SFTKeywords(DataKeywords, total=False):
     lr: float
-    loss_type: Literal['nll', 'dft']
+    loss_type: Literal["nll", "dft"]
     packing: bool
