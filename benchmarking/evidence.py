@@ -506,14 +506,17 @@ def interquartile_mean(values: Sequence[float]) -> float:
 
 
 def interval(*groups: Sequence[float], draws: int = 2000) -> tuple[float, float]:
-    """Return the stratified bootstrap 95 % interval of the mean of the groups' interquartile means.
+    """Return the bootstrap 95 % interval of the mean of the groups' interquartile means.
 
-    Each group keeps its number of values (Agarwal et al., arXiv 2108.13264). There the interquartile mean is taken over
-    all values together. Over rates that would leave out the wrong ones, where runs collapse.
+    Groups are of one length: the runs of the same seeds, in order. Seeds are drawn, each with its runs of all groups,
+    because these are not independent (a search that leaves a wrong rate at once is the same run at every rate). For the
+    interquartile mean see Agarwal et al., arXiv 2108.13264. There it is taken over all values together. Over rates that
+    would leave out the wrong ones, where runs collapse.
     """
     rng = np.random.default_rng(0)
-    picks = [rng.choice(np.asarray(values, dtype=float), (draws, len(values))) for values in groups]
-    middles = [np.mean([interquartile_mean(values) for values in pick]) for pick in zip(*picks, strict=True)]
+    table = np.asarray(groups, dtype=float)
+    picks = rng.choice(table.shape[1], (draws, table.shape[1]))
+    middles = [np.mean([interquartile_mean(values) for values in table[:, pick]]) for pick in picks]
     low, high = np.quantile(middles, [0.025, 0.975])
     return float(low), float(high)
 
