@@ -307,7 +307,7 @@ def test_each_sentence_about_a_real_model_has_its_runs() -> None:
         f"the same four runs: {listed(tests('evidence', 'ours', 'x30'))}",
         f"{len(fallen('asha', lambda rate: rate < 1))} of its {len(fallen('asha', lambda rate: rate > 0))}",
         f"it loses {-asha[True]:.1f} points below the right rate, and gains {asha[False]:.1f} from there on",
-        f"the search costs {cost('evidence')} points",
+        f"the search ended {cost('evidence')} points from one annealed agent",
         f"at the right rate ended at {listed(tests('evidence_present', 'ours', 'x1'))} "
         f"(there: {listed(tests('evidence', 'ours', 'x1'))}), {cost('evidence_present')} points",
     ]
