@@ -23,8 +23,8 @@ from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.envs.upstream import known_tasks
 from agilerl.errors import AgileRLError
-from agilerl.training.preflight import Bases, population_of_one
-from agilerl.training.probe import OFTEN, Probe, answered
+from agilerl.training.preflight import Bases, session_of_one
+from agilerl.training.probe import OFTEN, Probe, probe
 
 PREFILL = [{"role": "user", "content": "{question}"}, {"role": "assistant", "content": "The answer is"}]
 FEW = (
@@ -67,7 +67,7 @@ def row(config: RunConfig, bases: Bases, questions: int, samples: int, longest: 
     """Return the results of one row, or the reason why it has none."""
     start = process_time()
     try:
-        population = population_of_one(config, bases)
+        population = session_of_one(config, bases).population
     except AgileRLError as error:
         return {"reason": str(error)}
     try:
@@ -75,7 +75,7 @@ def row(config: RunConfig, bases: Bases, questions: int, samples: int, longest: 
         prompt = fmean(len(ask.place.prompt_ids) for ask in asks)
         if prompt > longest:
             return {"prompt_tokens": round(prompt), "reason": f"prompts of {prompt:.0f} tokens"}
-        found = answered(population, asks)
+        found = probe(population, questions, samples)
     except AgileRLError as error:
         return {"reason": str(error)}
     finally:

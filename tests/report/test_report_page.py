@@ -368,6 +368,6 @@ def test_runs_that_were_graded_by_other_code_are_told_apart(tmp_path):
         document["files"] = {"code": {"/somewhere/my_reward.py": digest}, "data": {"/somewhere/rows.jsonl": "c" * 64}}
         (roots[-1] / "run.json").write_text(json.dumps(document))
     found = Page(build_report(roots, tmp_path / "report.html"))
-    assert "The runs read different 'my_reward.py': what they were graded by" in found.text
+    assert "The runs differ in 'my_reward.py': they were asked or graded differently" in found.text
     assert "sha256 of my_reward.py aaaaaaaaaaaa bbbbbbbbbbbb" in found.text
     assert "rows.jsonl" not in found.text.partition("Configuration")[0]

@@ -285,16 +285,15 @@ def test_the_advice_fits_the_cause(sessions: Any, answer: Answer, graded: str, s
         ([ANSWER, NONE], "'8', because it raised", "because it raised; the other 1 answer to 1 training question "),
     ],
 )
-def test_what_got_no_grade_is_said_first(one: Any, answers: list[Answer], fault: str, said: str) -> None:
-    found, config = Probe([Group("", "5", answers, ["12"] * len(answers), fault)]), load_manifest(None, ())
-    sentence = problem(config.environment, "GRPO", one(), found)
+def test_what_got_no_grade_is_said_first(sessions: Any, answers: list[Answer], fault: str, said: str) -> None:
+    sentence = problem(sessions(), Probe([Group("", "5", answers, ["12"] * len(answers), fault)]))
     assert said in sentence
     assert "same reward" not in sentence
 
 
-def test_alike_within_each_question_is_not_alike_throughout(one: Any) -> None:
+def test_alike_within_each_question_is_not_alike_throughout(sessions: Any) -> None:
     found = Probe([Group("", "5", [Answer("12", score, 3, "stop")] * 2, ["12"] * 2) for score in (0.0, 1.0)])
-    sentence = problem(load_manifest(None, ()).environment, "GRPO", one(), found)
+    sentence = problem(sessions(), found)
     assert "got the same reward as the others to their question (mean 0.5); use harder" in sentence
 
 
