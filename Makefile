@@ -79,7 +79,7 @@ train: $(READY) ## Run the main job; ARGS='...' reaches agilerl train
 real: $(READY) ## Bring SmolLM2-135M-Instruct (Apache-2.0, 92 MB) into build/smollm2
 	$(BIN)/agilerl fetch smollm2 build/smollm2
 
-train-real: real ## Train four agents on it, about eight minutes; ARGS='...' reaches agilerl train
+train-real: real ## Train agents on it, about six minutes on two cores; ARGS='...' reaches agilerl train
 	$(BIN)/agilerl train tutorials/manifests/real/smollm2.yaml $(ARGS)
 
 # The types beside the tests: alone they would leave every core but one idle.

@@ -3,14 +3,15 @@
     python -m benchmarking.evidence run OUT [--model embedded] [--tasks gcd ...] [--strata right ...] [--arms ours ...]
                                             [--seeds 8] [--tokens 180000] [--setting KEY=VALUE]
     python -m benchmarking.evidence table OUT [--against formula_decay]
+    python -m benchmarking.evidence seeds OUT
     python -m benchmarking.evidence plot OUT --to docs/evolution
     python -m benchmarking.evidence pack OUT --to benchmarking/results/evolution.json
 
 ``run`` does what OUT lacks, one run after the other, each in a process of its own, and writes one small JSON file a
 run: it can be stopped at any moment and started again, also several times beside each other. It goes seed by seed, so
 that what is there when it stops are whole seeds. ``table`` prints the test accuracy of the one adapter that a run hands
-over, paired by seed against one agent with all the tokens; ``plot`` draws it; ``pack`` puts all results into one file,
-which table and plot read too.
+over, paired by seed against one agent with all the tokens; ``seeds`` prints the test of each seed; ``plot`` draws it;
+``pack`` puts all results into one file, which the others read too.
 
 A stratum says what the user's configuration is like. On the embedded model: the right learning rate, four times that
 (over the cliff), a tenth of it, or the right one with three more genes. On SmolLM2: the formula's rate, or 3, 10 or 30
@@ -27,9 +28,11 @@ import math
 import os
 import platform
 import signal
+import string
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -674,6 +677,31 @@ def _pooled(values: Mapping[tuple[str, str, int], float]) -> tuple[float, tuple[
     return float(np.mean([interquartile_mean(group) for group in groups.values()])), interval(*groups.values())
 
 
+def seeds(found: Results) -> str:
+    """Return, for each model and budget, the tests of every arm in the order of its seeds.
+
+    A letter marks those of another commit than most.
+    """
+    if not found:
+        return "No results yet."
+    usual, *others = (made for made, _ in Counter(r.get("commit") for r in found).most_common())
+    marks = {usual: "", **dict(zip(others, string.ascii_lowercase))}
+    arms, lines = list(ARMS), []
+    for model, tokens, setting in sorted({(r["model"], r["tokens"], r["setting"]) for r in found}):
+        runs = [r for r in found if (r["model"], r["tokens"], r["setting"]) == (model, tokens, setting)]
+        lines += ["", f"{model}, {tokens // 1000}k tokens" + (f", {setting}" if setting else ""), ""]
+        lines += ["| task | configuration | arm | seeds | tests |", "|---" * 5 + "|"]
+        orders = [list(names) for names in (MODELS[model].tasks, MODELS[model].axis or MODELS[model].strata, arms)]
+        for cell in itertools.product(*orders):
+            own = [r for r in runs if (r["task"], r["stratum"], r["arm"]) == cell]
+            own.sort(key=lambda r: r["seed"])
+            tests = (f"{r['test']:.3f}".removeprefix("0") + marks[r.get("commit")] for r in own)
+            if own:
+                lines.append(f"| {' | '.join(cell)} | {' '.join(str(r['seed']) for r in own)} | {' '.join(tests)} |")
+    notes = [f"{made or 'not recorded'} ({letter or 'no letter'})" for made, letter in marks.items()]
+    return "\n".join([*lines, "", f"Commits: {', '.join(notes)}."])
+
+
 def _arms(found: Results) -> list[str]:
     return [arm for arm in ARMS if arm in {r["arm"] for r in found}]
 
@@ -813,7 +841,7 @@ def _anytime(result: Mapping[str, Any], grid: np.ndarray) -> np.ndarray:
 def arguments() -> argparse.Namespace:
     """Return the arguments of the command line, checked against the model's tasks and strata."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["run", "table", "plot", "pack", "one"])
+    parser.add_argument("what", choices=["run", "table", "seeds", "plot", "pack", "one"])
     parser.add_argument("out")
     parser.add_argument("--model", default="embedded", choices=list(MODELS))
     parser.add_argument("--tasks", nargs="*", help="default: all; of smollm2, aiw")
@@ -865,7 +893,10 @@ def main() -> None:
         wanted = {"task": given.tasks, "stratum": given.strata, "arm": given.arms}
         found = results(Path(given.out))
         found = [r for r in found if all(names is None or r[key] in names for key, names in wanted.items())]
-        print(table(found, given.against) if given.what == "table" else "\n".join(map(str, plot(found, given.to))))
+        if given.what == "table":
+            print(table(found, given.against))
+        else:
+            print(seeds(found) if given.what == "seeds" else "\n".join(map(str, plot(found, given.to))))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agilerl.hpo.spread import EMBEDDED_RATE, lora_rate
 from agilerl.training.resolved import resolve
-from benchmarking import genes
+from benchmarking import genes, showcase
 from benchmarking.evidence import (
     ALONE,
     ARMS,
@@ -26,6 +27,7 @@ from benchmarking.evidence import (
     collapsed,
     interquartile_mean,
     interval,
+    main,
     one,
     pack,
     plot,
@@ -33,6 +35,7 @@ from benchmarking.evidence import (
     results,
     run_all,
     runs_of,
+    seeds,
     table,
 )
 
@@ -225,6 +228,8 @@ def test_the_pages_show_the_committed_results() -> None:
     for name, shown, page in (
         ("evolution", table, "evolution_appendix"),
         ("evidence", table, "evolution_appendix"),
+        ("evolution", seeds, "evolution_appendix"),
+        ("evidence", seeds, "evolution_appendix"),
         ("travel", lambda found: table([r for r in found if r["model"] == "embedded"]), "evolution_appendix"),
         ("operators", lambda found: table(found, against="often"), "search_appendix"),
         ("genes", genes.table, "evolution_appendix"),
@@ -232,18 +237,140 @@ def test_the_pages_show_the_committed_results() -> None:
         assert shown(results(committed / f"{name}.json")).strip() in (ROOT / "docs" / f"{page}.md").read_text(), name
 
 
-def test_the_first_page_shows_the_committed_results() -> None:
-    found = results(ROOT / "benchmarking" / "results" / "evolution.json")
-    page = (ROOT / "docs" / "evolution.md").read_text().partition("## On the tiny model")[2]
+def test_the_figures_are_those_of_the_command_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "evolution_appendix.md").read_text().replace("\\\n", "")
+    command = re.search(r"python -m benchmarking\.(evidence plot \S+evolution\.json .*) --to docs/(\S+)", page)
+    assert command is not None
+    monkeypatch.setattr(sys, "argv", [*command[1].split(), "--to", str(tmp_path / command[2])])
+    monkeypatch.chdir(ROOT)
+    main()
+    drawn = list(tmp_path.iterdir())
+    assert len(drawn) == 2
+    for path in drawn:
+        assert path.read_text() == (ROOT / "docs" / path.name).read_text()
+
+
+def is_of(r: dict[str, Any], arm: str, stratum: str, task: str = "gcd") -> bool:
+    return (r["task"], r["arm"], r["stratum"]) == (task, arm, stratum)
+
+
+class Tiny:
+    """What the committed runs on the tiny model came to, as the pages write it."""
+
+    def __init__(self, name: str) -> None:
+        self.found = results(ROOT / "benchmarking" / "results" / f"{name}.json")
+
+    def tests(self, arm: str, stratum: str, task: str = "gcd") -> dict[int, float]:
+        return {r["seed"]: r["test"] for r in self.found if is_of(r, arm, stratum, task)}
+
+    def mean(self, arm: str, stratum: str, task: str = "gcd") -> str:
+        return f"{interquartile_mean([*self.tests(arm, stratum, task).values()]):.3f}"
+
+    def short(self, arm: str, stratum: str, task: str = "gcd") -> str:
+        return self.mean(arm, stratum, task).removeprefix("0")
+
+    def gap(self, against: str, stratum: str, task: str = "gcd", arm: str = "ours", span: bool = True) -> str:
+        other = self.tests(against, stratum, task)
+        gaps = [100 * (test - other[seed]) for seed, test in self.tests(arm, stratum, task).items() if seed in other]
+        ends = " [{:+.1f} {:+.1f}]".format(*interval(gaps)) if span else ""
+        return f"{interquartile_mean(gaps):+.1f}{ends}"
+
+    def won_back(self, arm: str, stratum: str, task: str) -> str:
+        wrong, own, right = (
+            interquartile_mean([*self.tests(*run, task).values()])
+            for run in (("formula_decay", stratum), (arm, stratum), ("formula_decay", "right"))
+        )
+        return f"{100 * (own - wrong) / (right - wrong):.0f}"
+
+
+def test_the_sentences_on_the_tiny_model_have_the_numbers_of_the_committed_results() -> None:
+    tiny = Tiny("evolution")
+    mean, short, gap, back = tiny.mean, tiny.short, tiny.gap, tiny.won_back
+    page, appendix = (
+        " ".join((ROOT / "docs" / f"{name}.md").read_text().partition(heading)[2].split())
+        for name, heading in (("evolution", "## On the tiny model"), ("evolution_appendix", "## How it is measured"))
+    )
     names = {"formula": "one agent", "formula_decay": "one agent, annealed", "ours": "**the default search**"}
-    for arm, name in (*names.items(), ("random", "four agents, no selection (random)")):
-        tests = [
-            [r["test"] for r in found if (r["task"], r["arm"], r["stratum"]) == ("gcd", arm, stratum)]
-            for stratum in ("right", "high", "low")
-        ]
-        shown = next(line for line in page.splitlines() if line.startswith(f"| {name} |"))
-        cells = [float(cell) for cell in shown.split("|")[2:5]]
-        assert cells == pytest.approx([interquartile_mean(own) for own in tests], abs=6e-4), name
+    names |= {"random": "four agents, no selection (random)"}
+    for arm, name in names.items():
+        assert f"| {name} | {' | '.join(mean(arm, stratum) for stratum in ('right', 'high', 'low'))} |" in page
+    blind = [mean("ours", "right"), mean("ours_blind", "high"), mean("ours_blind", "low")]
+    assert f"| ... that does not know the usual rate | {' | '.join(blind)} |" in page
+
+    wrong = [(task, stratum) for task in ("gcd", "chain_sum") for stratum in ("high", "low")]
+    ours, unaware = ([back(arm, stratum, task) for task, stratum in wrong] for arm in ("ours", "ours_blind"))
+    moves = [f"{short('formula_decay', stratum, task)} -> {short('ours', stratum, task)}" for task, stratum in wrong]
+    right = {task: short("formula_decay", "right", task) for task in ("gcd", "chain_sum")}
+    replayed = [short("replayed", stratum) for stratum in ("right", "high", "low")]
+    blind = [cell.removeprefix("0") for cell in blind]
+    spent = {
+        (arm, stratum): float(np.median([r["cpu_seconds"] for r in tiny.found if is_of(r, arm, stratum)]))
+        for arm in ("ours", "quarter")
+        for stratum in ("right", "high")
+    }
+    dearer = [f"{spent['ours', stratum] / spent['quarter', stratum]:.1f}" for stratum in ("right", "high")]
+    travel = Tiny("travel")
+    lost = travel.gap("replayed", "right", arm="formula_decay").replace("+", "")
+    bases = [
+        100 * float(np.mean([r["base"] for r in tiny.found if is_of(r, "ours", "right", task)]))
+        for task in ("gcd", "chain_sum")
+    ]
+    spelled = [100 * r["test"] for r in tiny.found if r["task"] == "spell_backward"]
+    dated = [r for r in tiny.found if {"commit", "date", "machine"} <= set(r)]
+    assert all(r["arm"] == "ours" and r["stratum"] in ("high", "low") for r in dated)
+    assert len(spelled) == 6
+
+    for sentence in (
+        f"{gap('formula_decay', 'right')} from one annealed agent here, "
+        f"{gap('formula_decay', 'right', 'chain_sum')} on sums of three digits",
+        f"{ours[0]} and {ours[1]} % on `gcd` (four times too high, a tenth), {ours[2]} and {ours[3]} % on `chain_sum` "
+        f"({moves[2]} and {moves[3]}; right: {right['chain_sum']}). The goal was three quarters, which the {ours[3]} % "
+        "miss.",
+        f"it wins back {unaware[0]} and {unaware[1]}, {unaware[2]} and {unaware[3]} %",
+        *(
+            f"{name} {gap(arm, 'right', span=False)} and {gap(arm, 'high', span=False)}"
+            for arm, name in {
+                "random": "`random`",
+                "pbt": "PBT's rule",
+                "tpe": "Optuna's TPE",
+                "recipe": "AgileRL's recipe",
+            }.items()
+        ),
+        f"it reaches {replayed[0]}, {replayed[1]} and {replayed[2]} (right, four times too high, a tenth), where the "
+        f"search that found it, then without the usual rate, reached {blind[0]}, {blind[1]} and {blind[2]}.",
+        f"costs the tiny model {lost.replace(' [', ' points [')} against its usual rate",
+    ):
+        assert sentence in page
+
+    for sentence in (
+        f"gets {bases[0]:.0f} and {bases[1]:.0f} % right",
+        f"The {len(dated)} of `ours` with a wrong rate",
+        f"Of the {len(tiny.found)} runs in the file, the other {len(tiny.found) - len(dated)} have no commit",
+        f"the search is {gap('formula_decay', 'right')} from one annealed agent on `gcd`, "
+        f"{gap('formula_decay', 'right', 'chain_sum')} on `chain_sum`",
+        f"{ours[0]} % ({moves[0]}, right: {right['gcd']}) on `gcd` from a rate four times too high, {ours[1]} % "
+        f"({moves[1]}) from one ten times too low; on `chain_sum` {ours[2]} % ({moves[2]}, right: "
+        f"{right['chain_sum']}) and {ours[3]} % ({moves[3]}).",
+        f"(`ours_blind`) it is {unaware[0]} % and {unaware[1]} %, {unaware[2]} % and {unaware[3]} %",
+        *(
+            f"`{arm}` {gap(arm, 'right')} and {gap(arm, 'high')}"
+            for arm in ("random", "pbt", "tpe", "tournament", "recipe", "halving")
+        ),
+        *(
+            f"`{arm}` {gap(arm, 'right', 'chain_sum')} and {gap(arm, 'high', 'chain_sum')}"
+            for arm in ("random", "pbt", "tpe")
+        ),
+        f"{gap('formula_decay', 'four_genes')} against one annealed agent with all four right, "
+        f"{gap('random', 'four_genes')} against `random`, {gap('pbt', 'four_genes')} against `pbt`, "
+        f"{gap('tpe', 'four_genes')} against `tpe`",
+        f"it comes to {replayed[0]}, {replayed[1]} and {replayed[2]} (right, high, low; the search without the usual "
+        f"rate, which found the schedules: {', '.join(blind)})",
+        f"all six runs end at {min(spelled):.0f} to {max(spelled):.0f} %",
+        f"{gap('quarter', 'right')} right and {gap('quarter', 'high')} four times too high, on `gcd`, for "
+        f"{dearer[0]} and {dearer[1]} times the CPU seconds ({spent['ours', 'right']:.0f} and "
+        f"{spent['ours', 'high']:.0f} against {spent['quarter', 'right']:.0f})",
+    ):
+        assert sentence in appendix
 
 
 def test_the_first_page_shows_what_the_runs_on_a_real_model_came_to(tmp_path: Path) -> None:
@@ -338,3 +465,33 @@ def test_the_page_shows_the_showcase() -> None:
     for who in ("base", "elite"):
         assert f"{result['test'][who]['mean']:.3f} ± {result['test'][who]['stderr']:.3f}" in page
     assert set(result["sha256"]) == {"adapter_model.safetensors", "README.md"}
+    assert round(result["seconds"] / 60) == 6
+    for name in ("Makefile", "docs/expected.md", "tutorials/manifests/real/smollm2.yaml", "tutorials/real_model.ipynb"):
+        assert "about six minutes" in (ROOT / name).read_text(), name
+
+
+def test_the_showcase_shows_both_runs_where_they_differ(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["showcase", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"expected a finished run at \S+, found no \S+summary\.json; train it: make"):
+        showcase.main()
+
+    expected = json.loads(showcase.RESULT.read_text())
+    summary = {**expected, "tokens": {"trained": 1234}, "elite": expected}
+    info = {
+        "config": {"training": expected},
+        "hardware": {"platform": "Linux", "cpu": "Ours"},
+        "versions": {"torch": "9"},
+    }
+    (tmp_path / "elite").mkdir()
+    for name, content in (("summary", summary), ("run", info)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    for name in showcase.FILES:
+        (tmp_path / "elite" / name).write_text("")
+    with pytest.raises(SystemExit) as ended:
+        showcase.main()
+    assert ended.value.code == 1
+    ours, published = capsys.readouterr().out.split("The published run:")
+    assert all(re.search(rf"{value}\n", ours) for value in (r"0\.703 ± 0\.023", "1,234", "Ours", "9"))
+    assert all(re.search(rf"{value}\n", published) for value in (r"0\.703 ± 0\.023", "296,759", "AMD EPYC", "differs"))
