@@ -1,6 +1,7 @@
 """The arms of ``benchmarking/evidence.py`` start from one configuration, and are summed up right."""
 
 import fcntl
+import importlib.util
 import json
 import re
 import sys
@@ -211,8 +212,12 @@ def test_the_collapse_curve_has_a_line_and_a_band_for_each_arm(tmp_path: Path) -
     assert text.count('id="FillBetweenPolyCollection') == 2
 
 
+def test_the_package_that_optunas_cma_es_imports_late_is_installed() -> None:
+    assert importlib.util.find_spec("cmaes")
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("arm", ["tpe", "asha", "replayed"])
+@pytest.mark.parametrize("arm", ["tpe", "cmaes", "asha", "replayed"])
 def test_arms_of_several_runs_count_their_own_tokens(arm: str) -> None:
     found = one(Run("gcd", "right", arm, 1, 60_000))
     assert 60_000 <= found["spent"] < 72_000
