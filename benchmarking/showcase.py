@@ -6,7 +6,8 @@
 
 Without make, train with `agilerl train tutorials/manifests/real/smollm2.yaml --out runs/smollm2`. The result has the
 tests, and the sha256 of the elite's files. On a CPU of the same kind they come out equal to the byte; on another one,
-products round differently, and the tests differ by a few points. Where files differ, it prints both runs and exits with 1.
+products round differently, and the tests differ by a few points. Where files differ, it prints both runs and exits
+with 1.
 """
 
 import argparse
