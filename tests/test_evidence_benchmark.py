@@ -443,13 +443,13 @@ def test_each_sentence_about_a_real_model_has_its_runs() -> None:
         f"at the right rate ended at {listed(tests('evidence_present', 'ours', 'x1'))} "
         f"(there: {listed(tests('evidence', 'ours', 'x1'))}), {cost('evidence_present')} points",
     ]
-    for arm, rate, words, seeds in (
+    for arm, rate, words, chosen in (
         ("ours", "x30", "At 30 times and at a third of the rate two seeds", (105, 106)),
         ("ours", "x1/3", "At 30 times and at a third of the rate two seeds", (105, 106)),
         ("ours_1", "x30", "at 30 times the rate", four),
         ("ours_1", "x10", "at ten times the rate", four),
     ):
-        now, there = (tests(name, arm, rate, seeds) for name in ("evidence_present", "evidence"))
+        now, there = (tests(name, arm, rate, chosen) for name in ("evidence_present", "evidence"))
         shown.append(f"{words} {'ended ' * ('ten' not in words)}at {listed(now)} (there: {listed(there)})")
     [before, after] = [
         r["test"]
