@@ -235,6 +235,7 @@ def test_the_pages_show_the_committed_results() -> None:
         ("evidence", table, "evolution_appendix"),
         ("evolution", seeds, "evolution_appendix"),
         ("evidence", seeds, "evolution_appendix"),
+        ("evidence_later", seeds, "evolution_appendix"),
         ("travel", lambda found: table([r for r in found if r["model"] == "embedded"]), "evolution_appendix"),
         ("operators", lambda found: table(found, against="often"), "search_appendix"),
         ("genes", genes.table, "evolution_appendix"),
@@ -456,7 +457,16 @@ def test_each_sentence_about_a_real_model_has_its_runs() -> None:
         for r in results(ROOT / "benchmarking" / "results" / "evidence_tuning.json")
         if (r["arm"], r["stratum"], r["seed"]) == ("ours_1", "x30", 96)
     ]
-    shown.append(f"30 times the rate ended at {after:.3f} (before: {before:.3f})")
+    later = results(ROOT / "benchmarking" / "results" / "evidence_later.json")
+    ends = {(r["task"], r["arm"], r["stratum"], r["seed"]): r["test"] for r in later}
+    shown.append(f"it ended at {ends['aiw', 'ours_1', 'x30', 106]:.3f} at 30 times the rate")
+    shown.append(f"a tuning seed like it at {after:.3f} (before: {before:.3f})")
+    alone, search = (
+        [f"{ends['calculator', arm, rate, 105]:.3f}" for rate in ("x1", "x10")] for arm in ("formula_decay", "ours")
+    )
+    assert len(set(search)) == 1
+    shown.append(f"ended at {alone[0]} at the right rate and at {alone[1]} at ten times it")
+    shown.append(f"the default search at {search[0]} at both (base {later[-1]['base']:.3f})")
     section = (ROOT / "docs" / "evolution.md").read_text().partition("## On a real model")[2].partition("\n## ")[0]
     text = " ".join(section.split())
     assert [sentence for sentence in shown if sentence not in text] == []
