@@ -235,6 +235,7 @@ def test_the_pages_show_the_committed_results() -> None:
         ("evidence", table, "evolution_appendix"),
         ("evolution", seeds, "evolution_appendix"),
         ("evidence", seeds, "evolution_appendix"),
+        ("controls", table, "evolution_appendix"),
         ("evidence_later", seeds, "evolution_appendix"),
         ("travel", lambda found: table([r for r in found if r["model"] == "embedded"]), "evolution_appendix"),
         ("operators", lambda found: table(found, against="often"), "search_appendix"),
