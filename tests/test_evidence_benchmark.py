@@ -100,6 +100,8 @@ def test_an_interval_keeps_the_values_of_each_group() -> None:
     assert interval([0.0] * 4, [1.0] * 4) == (0.5, 0.5)
     low, high = interval([0.0] * 4 + [1.0] * 4)
     assert low < 0.5 < high
+    # The same runs twice are no more evidence than once.
+    assert interval([0.1, 0.5, 0.9], [0.1, 0.5, 0.9]) == interval([0.1, 0.5, 0.9])
 
 
 def test_a_run_collapsed_below_the_base_or_half_of_the_best_arm() -> None:

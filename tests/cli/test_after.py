@@ -27,7 +27,7 @@ import agilerl as package
 from agilerl.cli.output import readable
 from agilerl.envs.answer_format import AnswerFormat
 from agilerl.errors import CheckpointError
-from agilerl.hpo.fitness import Fitness, interval, paired_difference
+from agilerl.hpo.fitness import Fitness, difference_interval, interval, paired_difference
 from agilerl.models.tiny import tiny_model_path
 from agilerl.report.card import model_card
 from agilerl.report.load import other_questions
@@ -99,6 +99,9 @@ def test_eval_finds_the_numbers_of_the_final_test(run: Path, summary: dict[str, 
         assert found[who]["pass@1"]["mean"] <= found[who]["pass@4"]["mean"]
     means = [found[who]["greedy"]["mean"] for who in ("adapter", "base")]
     assert found["difference"]["mean"] == pytest.approx(means[0] - means[1])
+    pairs = [(one["adapter"]["greedy"]["score"], one["base"]["greedy"]["score"]) for one in found["answers"]]
+    gain = Fitness.from_scores([adapter - base for adapter, base in pairs])
+    assert found["difference"]["ci95"] == pytest.approx(difference_interval(gain))
     assert found["questions"] == len(found["answers"]) == summary["test"]["elite"]["n"]
     assert all(len(one["base"]["samples"]) == 4 for one in found["answers"])
     assert summary["answers"] == [
