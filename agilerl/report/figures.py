@@ -564,7 +564,7 @@ def _by_step(run: RunRecord, key: str) -> dict[tuple[int, int], float]:
 
 
 _ROW_HEIGHT = 104
-_COLUMN_WIDTH = 90
+_COLUMN_WIDTH = 38
 _LABEL_CHARACTERS = 17
 
 

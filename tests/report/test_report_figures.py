@@ -285,8 +285,8 @@ def test_the_winner_of_a_finished_run_has_a_star_in_the_last_generation(load):
     assert stars["hovertext"] == ["agent 0 had the best exam of generation 0", "agent 0 is the elite"]
 
 
-def test_the_tree_of_eleven_generations_fits_a_screen_of_1200_pixels(load):
-    run = load(lineage=[birth(0, None, 0), *(fitness(0, generation, 0.5) for generation in range(11))])
+def test_the_tree_of_26_generations_fits_a_screen_of_1200_pixels(load):
+    run = load(lineage=[birth(0, None, 0), *(fitness(0, generation, 0.5) for generation in range(26))])
     assert tree_width(run) <= 1095  # without the paddings of the page
 
 
