@@ -145,7 +145,7 @@ def _constant_reward(window: _Window) -> str:
         return f"{ungraded:.0%} of the completions {every} got no grade{none}, and all others {earned}"
     if reward[-1] <= 0:
         return f"every completion {every} {earned}, so no answer is right, or the grader misses them"
-    return f"every completion {every} {earned}, so the task is solved, or the grader is too generous"
+    return f"every completion {every} {earned}, so the task is solved, or the grader cannot tell answers apart"
 
 
 def _equal_groups(window: _Window) -> str:

@@ -382,7 +382,7 @@ def check_vacant(root: Path, *, locked: bool = False, overwrite: bool = False) -
         resume = f"agilerl resume {shlex.quote(str(root))}"
         remedy = f"resume it with: {resume} - or choose another directory (train --overwrite deletes it)"
         if not layout.checkpoints.is_dir() or not listed(layout.checkpoints):
-            remedy = "it has no checkpoint, so nothing is lost if you begin it anew with train --overwrite"
+            remedy = "it has no checkpoint, so nothing is lost if you start it again with train --overwrite"
         raise CheckpointError(f"{root} holds an unfinished run; {remedy}.")
     if foreign := [path.name for path in listed(root) if not _is_of_interrupted_start(path)]:
         raise CheckpointError(

@@ -33,6 +33,7 @@ CASES = [
         "75% of the completions of the last 8 iterations got no grade (the grader returned None,",
     ),
     ("constant reward", {"reward_std": 0.0, "reward": 1.0, "frac_reward_zero_std": 1.0}, "the task is solved, or"),
+    ("constant reward", {"reward_std": 0.0, "reward": 0.0, "frac_reward_zero_std": 1.0}, "no answer is right, or"),
     ("equal groups", {"frac_reward_zero_std": 0.95}, "95%"),
     ("cut answers", {"completions/clipped_ratio": 0.75}, "limit of 12"),
     ("no gradient", {"grad_norm": 0.0}, "gradient is 0"),

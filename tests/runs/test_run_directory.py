@@ -120,7 +120,7 @@ def test_an_interrupted_summary_leaves_the_run_open(tmp_path):
 def test_an_unfinished_run_is_not_started_over(tmp_path):
     RunDirectory.create(tmp_path, CONFIG, 7).close()
     with pytest.raises(
-        CheckpointError, match="no checkpoint, so nothing is lost if you begin it anew with train --overwrite"
+        CheckpointError, match="no checkpoint, so nothing is lost if you start it again with train --overwrite"
     ):
         RunDirectory.create(tmp_path, CONFIG, 7)
     (tmp_path / "checkpoints" / "000001").mkdir()
