@@ -270,6 +270,7 @@ class Population(Exams):
                 if position not in known:
                     known[position] = examples_at(self.task, position, self.tokenizer, self.context_length)
                 examples, place = known[position]
+                # Copies, because for another agent the same examples may be another group.
                 drawn += [replace(t, group=number) for t in examples]
                 rollout.note_place(agent.index, place)
             agent.position += self.prompts_per_step
@@ -382,6 +383,7 @@ class Population(Exams):
 
         def revive(child: int) -> LLMAlgorithm:
             agent = self.revived(best)
+            # The state has the index of the agent that it is a copy of.
             agent.index, agent.parent = child, agent.index
             return agent
 

@@ -101,6 +101,7 @@ def train(
         if not isinstance(values, Mapping):
             raise ConfigError(f"{section}: expected a mapping of settings, found {described(values)}")
         settings |= {f"{section}.{name}": value for name, value in values.items()}
+    # An id of gymnasium has its namespace before a slash.
     if task is not None and "/" in task and not task.startswith("reasoning_gym:"):
         settings |= {"environment.env_type": "multiturn", "environment.env_id": task}
     elif task is not None:
@@ -209,7 +210,7 @@ class Run:
 
     @property
     def elite(self) -> "LLMAlgorithm":
-        """The best agent, loaded anew with its base: ``run.elite.generate("2 + 2")``."""
+        """The best agent, newly loaded with its base: ``run.elite.generate("2 + 2")``."""
         from agilerl.training.saved import load
 
         return load(self.adapter)
@@ -300,6 +301,7 @@ def _follow(run: "Started", display: bool) -> None:
     from agilerl.safety.custom_code import contained
 
     try:
+        # Closed even if a display fails or is interrupted: the run's lock and trackers are released at once.
         with closing(run.events), contained():
             if not display:
                 for _ in run.events:

@@ -182,7 +182,7 @@ class Runtime:
 
         The pad token is the one given, else the tokenizer's own, else its end token. ``chat_template_path`` is a file
         with a chat template in place of the tokenizer's, ``chat_template_kwargs`` what the template reads by name
-        (``{"enable_thinking": False}``). Raises ConfigError for a device that this machine has not, for a pad token
+        (``{"enable_thinking": False}``). Raises ConfigError for a device that this machine lacks, for a pad token
         that the tokenizer does not know, for a file that holds no template, or names that the template does not read.
         """
         check_device("cpu" if device is None else device)
@@ -577,6 +577,7 @@ class Runtime:
         several = not isinstance(prompts, str) and not conversational
         tokenizer = self._reads_text("generate")
         asked = [as_messages(one) for one in (prompts if several else [prompts])]
+        # Room for at least one token of an answer.
         ids = [render_prompt(tokenizer, messages, context_length - 1) for messages in asked]
         limits = [min(max_new_tokens or context_length, context_length - len(prompt)) for prompt in ids]
         settings = [SamplingSettings(limit, temperature=temperature) for limit in limits]
@@ -679,6 +680,7 @@ class Runtime:
                 # Half of what this forward had, which may have been less than the limit.
                 self.limits.train_tokens = max(1, (part.batch.distinct_tokens if flat else part.batch.ids.numel()) // 2)
                 continue
+            # select() may have cut the padding that these rows do not need.
             result[first, : values.shape[1]] = values.float()
 
 

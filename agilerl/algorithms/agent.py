@@ -398,7 +398,7 @@ class LLMAlgorithm(Learner):
 
         A text is one message of the user, a conversation a list of ``{"role", "content"}``; either is rendered by the
         chat template, and a final assistant message is continued. Answers are texts without special tokens, greedy
-        unless there is a ``temperature``, of which each ``seed`` gives others. Training is not affected.
+        unless ``temperature`` is above 0; then each ``seed`` gives different ones. Training is not affected.
         ``max_new_tokens`` None takes ``max_output_tokens``, or what the context leaves.
 
         Raises ConfigError without a tokenizer, and for prompts of another form; EnvError for one that is too long.

@@ -105,6 +105,7 @@ def to_batch(
     masks = _groups(action_masks, mask_rows, "action_masks", group_size)
     rows = sum(len(i) for i in ids)
     _check_rows(ids, masks, group_size if stacked else 1)
+    # [prompts, group], for groups of consecutive rows and for those of a list.
     shapes = {(rows // size, size) for size in (group_size, rows // len(ids)) if rows % size == 0}
     by_row = _rewards(rewards, rows, shapes, per_turn=turn_ids is not None)
     # Single rows, as of get_action with repeat_prompts=False: a group is group_size of them in a row.
@@ -250,4 +251,5 @@ def of_all(processes: Processes, scores: np.ndarray) -> np.ndarray:
     """Return the scores of all processes, each of which takes a part of the exam."""
     if processes.size == 1:
         return scores
+    # float64 is what frombuffer reads by default.
     return np.concatenate([np.frombuffer(part) for part in processes.gather(scores.astype(np.float64).tobytes())])

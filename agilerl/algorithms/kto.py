@@ -129,7 +129,7 @@ class KTO(DataAlgorithm):
 def mismatched(batch: RolloutBatch, pad_token_id: int, context_length: int) -> RolloutBatch:
     """Return each row's prompt with the completion of the next row that has another prompt, cut to the context.
 
-    Behind the last row comes the first. Without two different prompts there are no rows.
+    After the last row comes the first. Without two different prompts there are no rows.
     """
     ids, masks, lengths = batch.ids.tolist(), batch.action_mask.tolist(), batch.lengths.tolist()
     starts = [mask.index(True) + 1 for mask in masks]

@@ -464,6 +464,7 @@ class ReferenceLogprobs:
 
         ``slot`` holds the policy, None for the base model alone; ``policy`` is its fingerprint.
         """
+        # As a float: 1 and 1.0 are the same temperature.
         of = policy + repr(float(temperature)).encode()
         keys = [_key(of, batch, row) for row in range(len(batch))]
         missing = list({key: row for row, key in enumerate(keys) if key not in self._known}.values())
@@ -485,6 +486,7 @@ class ReferenceLogprobs:
     def _keep(self, key: bytes, values: Tensor) -> None:
         self._known[key] = values
         self._tokens += len(values) + _ROW_TOKENS
+        # The newest entry stays, even if it alone is over the limit.
         while self._tokens > self.max_tokens and len(self._known) > 1:
             self._tokens -= len(self._known.popitem(last=False)[1]) + _ROW_TOKENS
 

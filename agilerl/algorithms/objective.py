@@ -136,6 +136,7 @@ def policy_terms(inputs: LossInputs, parts: PolicyParts) -> PolicyTerms:
         kl = _kl(inputs.logp, inputs.ref_logp, mask, parts.kl)
         if parts.kl_weight is not None:
             # The metric is of the KL itself, not of the capped one.
+            # Capped on both sides, because k1 may be negative.
             limit = parts.kl_clamp
             loss = loss + parts.kl_weight * (kl if limit is None else kl.clamp(-limit, limit))
     if parts.entropy_coef > 0 and inputs.entropy is not None:

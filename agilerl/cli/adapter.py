@@ -72,6 +72,7 @@ def subject(
     folder, run = find_adapter(path)
     manifests = manifests_in(arguments)
     overrides = [argument for argument in arguments if argument not in manifests]
+    # A dict, and not a set, keeps their order: the error names the first wrong one.
     keys = {override.partition("=")[0].strip(): None for override in overrides}
     _check_keys(keys)
     all_rows = "environment.dataset" in keys and "environment.dataset_test" not in keys
@@ -120,6 +121,7 @@ def _check_keys(keys: Iterable[str]) -> None:
     """Raise ConfigError for settings that an adapter that is trained no further does not have."""
     used = {**dict.fromkeys(_WITHOUT, ()), "algorithm": _ALGORITHM[1:], "training": _TRAINING}
     for key in keys:
+        # The name is empty if a section is given as a whole.
         section, name = [*key.split("."), ""][:2]
         known = used.get(section)
         if name in _OF_TRAINING.get(section, ()) or (known is not None and name not in known):

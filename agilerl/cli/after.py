@@ -224,6 +224,7 @@ def run_chat(
     trained = "; trained on single questions: /new before each" * single
     console.print(f"Drawn at temperature {temperature:g}{trained}.\nType a message, or /help.")
     template, answers = environment.conversation_template or [], AnswerFormat.of(environment)
+    # A system message with the question in it is made for one question, not for a conversation.
     system = [dict(m) for m in template if m["role"] == "system" and "{question}" not in m["content"]]
     slots = {"adapter": agent.slot} | ({"base": None} if beside_base else {})
     conversations = {who: list(system) for who in slots}
@@ -236,6 +237,7 @@ def run_chat(
             help_text = _CHAT_HELP.format(temperature=temperature, most_tokens=most_tokens, asked=asked)
             new_console(file=sys.stderr).print(help_text, soft_wrap=False)
             continue
+        # With a space in it, it is more likely a message that begins with a slash.
         if line.startswith("/") and line != "/new" and " " not in line:
             say(f"There is no command {shown(line)}; /help lists them.")
             continue
@@ -267,6 +269,7 @@ def _lines(*, quiet: bool) -> Iterator[str]:
         with suppress(EOFError):
             while True:
                 yield input("you: ").strip()
+        # Ctrl-D leaves the cursor behind the prompt.
         print()
         return
     # A pipe may hold bytes that are no text in this encoding.

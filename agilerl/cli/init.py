@@ -240,6 +240,7 @@ def _read(path: Path, given: dict[str, str], asks: bool) -> tuple[dict[str, str]
                     f"them it is: --{column} NAME"
                 ) from None
 
+            # A default argument, because the loop gives `column` other values.
             def check(text: str, new: str = column) -> None:
                 read_dataset(path, columns={new: text}, limit=1)
 
@@ -347,6 +348,7 @@ def _source_line(source: str, manifest: Path, rows: Path, names: dict[str, str])
 
 def _yaml(value: str | dict[str, Any]) -> str:
     """Return a value as YAML on one line, its texts quoted where they need it."""
+    # Wider than any value: PyYAML breaks lines at the width.
     text = yaml.safe_dump(value, width=10_000, allow_unicode=True, default_flow_style=True, sort_keys=False)
     return str(text).partition("\n")[0]  # PyYAML ends a document of one scalar with a line of dots
 
@@ -359,6 +361,7 @@ def _write(files: dict[Path, str]) -> None:
     try:
         for path, text in files.items():
             path.parent.mkdir(parents=True, exist_ok=True)
+            # x: a file that has appeared in the meantime is not overwritten either.
             with open(path, "x", encoding="utf-8") as file:
                 written.append(path)
                 file.write(text)

@@ -124,6 +124,7 @@ class Terminal:
         """Return that of a process; of several only one ``speaks``. With a ``width`` all lines go through ``tell``."""
         quiet = not speaks or form in ("nothing", "object")
         if form == "lines":
+            # Wider than any message, so that each is one line of JSON.
             screen = console_of_lines(lambda line: tell(json_line("message", text=line)), 10_000, quiet=quiet)
         else:
             screen = new_console(quiet=quiet) if width is None else console_of_lines(tell, width, quiet=quiet)
@@ -277,6 +278,7 @@ def _on_this_machine(request: Request, *, together: bool) -> None:
     except AgileRLError as error:
         if not _is_reported_elsewhere(error, topology):
             raise
+        # The exit code of the process that prints it.
         sys.exit(1 if isinstance(error, WriteError) else 2)
 
 
@@ -286,7 +288,7 @@ def _is_reported_elsewhere(error: AgileRLError, topology: "Topology | None") -> 
         return error.everywhere and os.environ["RANK"] != "0"
     # All processes of an island raise the same error, unless it is the loss of another process.
     met_by_all = error.everywhere or (topology.island.rank > 0 and not isinstance(error, EngineError))
-    return not topology.is_writer and (topology.world.told or topology.peers.told or met_by_all)
+    return not topology.is_writer and (topology.world.error_is_known or topology.peers.error_is_known or met_by_all)
 
 
 # -- on Ray -----------------------------------------------------------------------------------------------------------
@@ -363,6 +365,7 @@ def carry_out(request: Request, topology: "Topology", terminal: Terminal, stop: 
             stop = opened.enter_context(stoppable(job.root, terminal.console, speaks=topology.is_writer))
         run = events(session, job, stop, overwrite=request.overwrite)
         if not topology.is_writer:
+            # Nothing is shown, but the run only proceeds as its events are asked for.
             for _ in run:
                 pass
         elif terminal.form == "lines":

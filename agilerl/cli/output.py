@@ -93,7 +93,7 @@ def json_line(event: str, **values: object) -> str:
     from agilerl.runs.strict_json import dumps
 
     head = json.dumps({"time": datetime.now(UTC).isoformat(timespec="milliseconds"), "event": event})
-    # Two objects joined, since dumps sorts the keys, and time and event shall come first.
+    # Two objects joined, since dumps sorts the keys, and time and event should come first.
     return f"{head[:-1]}, {dumps(values)[1:]}" if values else head
 
 

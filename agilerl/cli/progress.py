@@ -36,7 +36,7 @@ from agilerl.planning.footprint import money, peak
 from agilerl.population import Population
 from agilerl.report.load import load_run, number
 from agilerl.runs import RunLayout
-from agilerl.runs.diagnosis import Observer, Symptom, advice, told
+from agilerl.runs.diagnosis import Observer, Symptom, advice, by_sentence
 from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.stopping import AFTER_ITERATION, StopRequest
 from agilerl.training.events import (
@@ -75,6 +75,7 @@ def plan_document(
     agents, base, store = population.agents, runtime.base, runtime.store
     iterations, by_tokens = planned_iterations(session), session.scale.ends_by_tokens
     if by_tokens:
+        # Counted with the longest completions: shorter ones leave tokens for more iterations.
         iterations = min(iterations, math.ceil(session.scale.lone_agent()[0] / len(population.everyone)))
     groups = population.group_sizes
     completions = [population.prompts_per_step * group for group in groups]
@@ -347,7 +348,7 @@ def watch(
     symptoms = _symptoms(view.observer, session, view.out)
     if (gain := _gain(summary)) is not None and gain[1] >= _SURE:  # something was learned: only alarms count
         symptoms = {index: [s for s in each if s.samples] for index, each in symptoms.items()}
-    if known := advice(summary) | told(symptoms):
+    if known := advice(summary) | by_sentence(symptoms):
         console.print("What may keep agents from learning")
         for sentence, symptom in known.items():
             for line in [sentence, *shown_samples(symptom.samples)]:
@@ -375,7 +376,7 @@ def log(
             case PhaseStarted():
                 tell(json_line("phase", phase=event.name))
             case RunFinished():
-                known = advice(event.summary) | told(_symptoms(observer, session, event.out))
+                known = advice(event.summary) | by_sentence(_symptoms(observer, session, event.out))
                 for sentence, symptom in known.items():
                     tell(json_line("advice", text=sentence, samples=symptom.samples))
                 tell(json_line("finish", out=event.out, **event.summary))
@@ -385,6 +386,7 @@ def log(
                 observer.add(metric_lines(event))
         progress = {"progress": event.progress} if isinstance(event, IterationDone) else {}
         for values in metric_lines(event):
+            # Arguments are evaluated from left to right: the kind is out of the values before they are unpacked.
             tell(json_line(values.pop("kind"), **progress, **values))
 
     return _shown(events, show, stop)
@@ -607,8 +609,8 @@ class View:
         known = _symptoms(self.observer, self.session, self.out)
         new = {index: [s for s in each if (index, s.name) not in self.shown_symptoms] for index, each in known.items()}
         self.shown_symptoms |= {(index, symptom.name) for index, each in new.items() for symptom in each}
-        self.notes = [Text(sentence) for sentence in told(known)]
-        for sentence in told(new):
+        self.notes = [Text(sentence) for sentence in by_sentence(known)]
+        for sentence in by_sentence(new):
             self._log(sentence)
 
     def explained_mark(self, elite: Mapping[str, Any]) -> str:
@@ -635,7 +637,7 @@ class View:
         first = "the higher reward in training" if math.isfinite(best.training) else "age"
         tie = f"; {first} decides between equal means" * any(others[i].mean == best.mean for i in near)
         rivals = f"agent{'s' * (len(near) > 1)} {', '.join(map(str, near))} (P < {_CLEAR:g} that it is better)"
-        return f"{sentence}, whose {best.n} questions do not tell it from {rivals}{tie}"
+        return f"{sentence}, whose {best.n} questions do not tell it apart from {rivals}{tie}"
 
     def columns(self, most: int | None = None) -> "list[Column]":
         """Return what is shown of each agent, a cell for each: first those that live, then the last ones that left."""

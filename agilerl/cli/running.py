@@ -88,6 +88,7 @@ def stoppable(root: Path, console: Console, *, speaks: bool = True) -> Iterator[
         except KeyboardInterrupt:
             if speaks:
                 say(f"interrupted; resume from the last checkpoint with: agilerl resume {root}")
+            # 128 + SIGINT, as shells report a process that Ctrl-C has ended.
             sys.exit(130)
         except WriteError as error:
             # Without run.json there is nothing to resume.

@@ -323,6 +323,7 @@ class DocumentedSurface(LLMAlgorithm):
 def extend(agent_class: "type[LLMAlgorithm]") -> None:
     """Give agents the members of :class:`DocumentedSurface`, and the keywords of AgileRL that need no action here."""
     for name, member in vars(DocumentedSurface).items():
+        # __doc__, __module__ and the like are those of the class of agents.
         if not name.startswith("__"):
             setattr(agent_class, name, member)
     agent_class.implied = _IMPLIED

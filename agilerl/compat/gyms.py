@@ -182,6 +182,7 @@ class ReasoningGym(Gym[list[Prompt]]):
     ) -> Self:
         """Make an environment from any task; a dataset task leaves out what exceeds ``max_context_length`` tokens."""
         task.fit(tokenizer, max_context_length)
+        # Without __init__, which makes a task of two datasets.
         env = cls.__new__(cls)
         env.return_raw_completions = False
         env._setup(task, tokenizer, data_batch_size_per_gpu, accelerator, max_context_length)
@@ -258,6 +259,7 @@ class ReasoningGym(Gym[list[Prompt]]):
                 f"expected completions for {len(prompts)} prompts, found {len(completion_ids)}; step() takes the ids "
                 "for the prompts that the last reset() or step() returned"
             )
+        # Without the dimension of tokens one shape, (G,), should be left.
         groups = {tuple(ids.shape[:-1]) for ids in completion_ids}
         if [(len(shape), all(shape)) for shape in groups] != [(1, True)]:
             raise EnvError(
@@ -429,6 +431,7 @@ class SFTGym(DataGym):
         Raises:
             EnvError: a dataset that is empty or lacks a column, or a malformed row.
         """
+        # Before super().__init__(), which reads them.
         self.response_column, self.loss_on = response_column, loss_on
         self._form_options = {"response": response_column, "learned": True}
         self._task_class = partial(_Demonstrations, loss_on=loss_on)

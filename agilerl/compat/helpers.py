@@ -220,6 +220,7 @@ def aggregate_metrics_across_gpus(accelerator: Any, metric_tensor: Any = None) -
         raise ConfigError(f"metric_tensor: expected numbers, found {described(metric_tensor)}") from None
     values = values.detach().float().reshape(-1)
     if accelerator is not None and accelerator.num_processes > 1:
+        # Each process counts once, however many numbers it has.
         values = accelerator.gather(values.mean().reshape(1).to(accelerator.device))
     return float(values.mean())
 

@@ -189,7 +189,7 @@ def finetune_llm_reasoning(
     each agent reads all of them.
     """
     agents, gym = _checked(pop, "reasoning"), _gym(ReasoningGym, env, env_fn)
-    # A copy: how long the exams of this loop are is no business of the user's environment.
+    # A copy: the length of this loop's exams must not change the user's environment.
     task, rows = copy.copy(gym.task), gym.data_batch_size_per_gpu
     if isinstance(task, DatasetTask) and not isinstance(task, CuratedTask):
         task.exam_prompts = min(task.exam_prompts, EXAM if options.eval_loop is None else options.eval_loop * rows)
@@ -328,6 +328,7 @@ def _checked(pop: Sequence[LLMAlgorithm], kind: str) -> list[LLMAlgorithm]:
     for number, agent in enumerate(agents):
         if agent in apart:
             agents[number] = type(agent).from_state(agent.state(), runtime, agent.loss)
+            # The user's own object: a state has its genes alone.
             agents[number].hp_config = agent.hp_config
             agent.clean_up()
     return agents

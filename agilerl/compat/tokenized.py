@@ -78,6 +78,7 @@ class TokenObservationWrapper:
         self.pad_id = tokenizer.pad_token_id if pad_id is None else pad_id
         self._ends = end_token_ids(tokenizer) if eos_token_ids is None else frozenset(eos_token_ids)
         self._chat: ChatFormat = self._task.chat(tokenizer)
+        # At least one token is reserved: a prompt that fills the context cannot be answered.
         self._context = (max_model_len, 1 if max_output_tokens is None else max_output_tokens)
         self._episode: Episode | None = None
         self._drawn = 0
@@ -329,6 +330,7 @@ class SyncMultiTurnVecEnv:
 
     def returns(self) -> list[float]:
         """Return the sum of each episode's rewards."""
+        # Each row of an episode has the rewards of all its turns, so the first one will do.
         return [env.trajectories()[0].episode_return for env in self.envs]
 
     def examine(self, agent: Any, batches: int) -> np.ndarray:

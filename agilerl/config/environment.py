@@ -145,7 +145,7 @@ class EnvironmentConfig(Section):
     dataset_test: Datasets = None
     """Rows for the test; None takes ``test_prompts`` rows of ``dataset``."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """Names that the columns of datasets shall have, with those that they have: ``{question: problem}``."""
+    """Names that the columns of datasets get, with those that they have: ``{question: problem}``."""
     bad_rows: Literal["raise", "drop"] = "raise"
     """What to do about rows with a value that is missing, empty or no text: stop before the run, or leave them out and
     count them. Rows that are too long, or that hold special tokens, are always left out and counted."""

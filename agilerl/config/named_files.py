@@ -42,7 +42,7 @@ def names_a_file(source: str) -> bool:
 
 
 def is_packaged(name: str) -> bool:
-    """Say whether a name, which has no folder, is that of a file that reasoning_gym brings along."""
+    """Say whether a name, which has no folder, is that of a file that comes with reasoning_gym."""
     spec = find_spec("reasoning_gym")
     folders = [] if spec is None or spec.submodule_search_locations is None else spec.submodule_search_locations
     return Path(name).name == name and any((Path(folder) / "data" / name).is_file() for folder in folders)
@@ -144,7 +144,7 @@ def _located_code(value: Any, key: str, folder: Path | None) -> Any:
 
 
 def _beside(path: str, key: str, folder: Path | None) -> str:
-    """Return the absolute path of what a manifest may only bring along itself: code, and a template."""
+    """Return the absolute path of what has to come with the manifest: code, and a template."""
     target = (Path.cwd() if folder is None else folder) / Path(path).expanduser()
     if folder is not None and not target.resolve().is_relative_to(folder.resolve()):
         raise ConfigError(
@@ -156,7 +156,7 @@ def _beside(path: str, key: str, folder: Path | None) -> str:
 def file_params(environment: Any) -> Iterator[tuple[dict[str, Any], str, str]]:
     """Yield the parameters of datasets that are files: what holds one, its name there, and its key in ``environment``.
 
-    They are found wherever they stand: in a composite, or among the parameters of an environment's task.
+    They are found wherever they are: in a composite, or among the parameters of an environment's task.
     """
     for owner, name, key in _params(environment):
         if name in _FILE_PARAMS and owner[name] and owner[name].isprintable():

@@ -288,6 +288,7 @@ def default_out(e: EnvironmentConfig) -> Path:
     task = "".join(c if c.isalnum() or c in "_-" else "_" for c in what.rpartition(":")[2])
     name = f"{task[:60]}-{datetime.now():%Y%m%d-%H%M%S}"
     names = chain([name], (f"{name}-{number}" for number in count(2)))
+    # lexists: a link that leads nowhere takes the name as well.
     return next(path for path in map(Path("runs").joinpath, names) if not os.path.lexists(path))
 
 

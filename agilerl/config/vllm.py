@@ -63,8 +63,8 @@ def server_url(text: str | None) -> str | None:
         or parts.query
         or parts.fragment
         or blank
-        or port == 0
         # urlsplit accepts port 0, at which no server listens.
+        or port == 0
     ):
         raise wrong
     if parts.username or parts.password:
@@ -104,7 +104,6 @@ class VLLMConfig(BaseModel):
     sleep_mode: bool = False
     """Give vLLM's GPU memory free between rollouts."""
     sleep_mode_level: int = 1
-    # Users build this class themselves too, and expect the package's own error.
     """1 keeps the base on the host meanwhile; 2 would forget it, and is refused."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] | None = None
     """Data type of vLLM's base; None: the trainer's."""
@@ -152,6 +151,7 @@ class VLLMConfig(BaseModel):
         try:
             super().__init__(**named)
         except ValidationError as error:
+            # Users build this class themselves too, and expect the package's own error.
             raise ConfigError(sentence(error, type(self))) from None
 
     @model_validator(mode="after")

@@ -381,6 +381,7 @@ def cut(batch: RolloutBatch, rows: Tensor, most: MicroBatch, *, flat: bool) -> l
         return []
     unit_rows = min(most.unit, len(rows))
     units = rows.view(-1, unit_rows)
+    # The same empty list for all rows: it is only read.
     paths: list[list[int]] = [[]] * len(batch)
     again: list[float] = []
     lengths = [batch.ids.shape[1]] * len(batch)

@@ -111,10 +111,12 @@ def serving(config: RunConfig) -> list[str]:
     model = str(base_folder(file, "float32" if dtype == "auto" else dtype)) if file.is_file() else resolve_model(name)
     rank = lora_capacity(config.largest_rank)
     size = ["--max-loras", str(config.training.pop_size + 1), "--max-lora-rank", str(rank)]
+    # Log-probs after the temperature, as the trainer computes those that they are compared with.
     return ["vllm", "serve", model, "--enable-lora", *size, "--logprobs-mode", "processed_logprobs"]
 
 
 def _ray() -> Any:
+    # Ray would report its use to a server of its makers.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     # Otherwise CPU processes on a machine with GPUs get a warning that does not concern them.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -235,6 +237,7 @@ def _endings(
             for actor in actors:
                 actor.ask_to_stop.remote(request.signal)
         waiting = {stream: rank for rank, stream in streams.items() if rank not in endings}
+        # With a timeout, because signals are only looked at between two waits.
         ready, _ = ray.wait(list(waiting), num_returns=1, timeout=_POLL_SECONDS)
         for stream in ready:
             word = ray.get(next(stream))

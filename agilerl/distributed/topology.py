@@ -35,7 +35,7 @@ class Exchange:
 
     def __init__(self, processes: Processes = ALONE) -> None:
         self.processes = processes
-        self.told = False
+        self.error_is_known = False
         """Whether the error that ends this process is known to all."""
         self._lost = False
 
@@ -81,7 +81,7 @@ class Exchange:
         try:
             yield
         except AgileRLError as error:
-            if self.size > 1 and not (self.told or self._lost):
+            if self.size > 1 and not (self.error_is_known or self._lost):
                 self._tell(error)
             raise
 
@@ -92,7 +92,7 @@ class Exchange:
             pass
         except EngineError:  # the other processes are gone
             return
-        self.told = True
+        self.error_is_known = True
 
     def _words(self, word: dict[str, Any]) -> list[Any]:
         # numpy's numbers become Python's
@@ -100,7 +100,7 @@ class Exchange:
         words = [json.loads(part) for part in self._meet(lambda: self.processes.gather(data))]
         for one in words:
             if "error" in one:
-                self.told = True
+                self.error_is_known = True
                 raise (ToldWriteError if one["disk"] else ToldError)(one["error"])
         return words
 

@@ -487,7 +487,7 @@ def _divided(
 
 
 def _smaller(sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]], asked: Sizes) -> Iterator[Sizes]:
-    """Yield sizes that may fit: all of a panel's own dataset, and half of the training rows; then ever a tenth less."""
+    """Yield sizes that may fit: all of a panel's own dataset, and half of the training rows; then a tenth less each."""
     distinct = {split: len({fit.key for fit in usable}) for split, usable in fits.items()}
     exam, test = min(asked.exam, distinct.get("exam", asked.exam)), min(asked.test, distinct.get("test", asked.test))
     rows = sources["train"]

@@ -140,6 +140,7 @@ class Episode:
         """
         # There are as many rewards as earlier turns, so their number is that of this one.
         self._rows[-1].append(completion.token_ids, len(self.rewards), completion.logprobs)
+        # A copy: what the environment writes is added to it, and must not reach the completion.
         self._turns.append(list(completion.token_ids))
         self._messages.append({"role": "assistant", "content": text})
         self._log.append(f"> {text}")
@@ -182,6 +183,7 @@ class Episode:
         """
         rewards, outcome = list(self.rewards), self.outcome
         if self.error is not None or not rewards:
+            # At least one: without rewards the return would be 0, which is a grade.
             rewards = [float("nan")] * max(len(rewards), 1)
         question = "\n".join(str(m["content"]) for m in self._opening)
         # The policy did not choose to end at the limit of turns, nor where a completion is full.
@@ -197,6 +199,7 @@ class Episode:
                 outcome=outcome,
             )
             for row in self._rows
+            # A prompt that was never answered has nothing to learn from.
             if row.token_ids
         ]
 

@@ -318,6 +318,7 @@ class ReasoningGymTask(Task):
             warn_of_fewer(self.name, asked, smaller, f"{len(rows)} {kind}")
             sizes = smaller
         self.exam_prompts, self.test_prompts = sizes
+        # The draws are shared with other tasks, which may have needed more of them.
         self._panel = {question: dict(row) for question, row in islice(rows.items(), sum(sizes))}
 
     def _draw(self, purpose: str, number: int, level: int) -> Row:

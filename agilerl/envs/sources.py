@@ -267,6 +267,7 @@ def _json(path: Path, kind: str) -> Part:
 
 def _parsed(text: str, path: Path, where: str, line: int = 1) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        # json by itself keeps the last of several values with one name, and says nothing.
         _check_unique([name for name, _ in pairs], where)
         return dict(pairs)
 

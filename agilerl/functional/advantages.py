@@ -267,7 +267,7 @@ def reinforce_plus_plus_baseline(
     is not 0, and a group of equal rewards gets minus that mean, divided by the batch's spread.
     """
     centred = group_advantages(rewards, groups, norm="mean_only")
-    # group_advantages gives a row without a grade 0, which would go on as a reward of 0.
+    # group_advantages gives a row without a grade 0, which would count as a reward of 0.
     centred = torch.where(torch.isfinite(rewards), centred, torch.nan)
     return reinforce_plus_plus(centred, mask, gamma=gamma, penalty=penalty)
 

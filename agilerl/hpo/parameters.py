@@ -46,6 +46,7 @@ class Evolve:
             object.__setattr__(self, "scale", "choice")
         if self.scale == "choice" and (self.min is not None or self.max is not None):
             raise ConfigError("Evolve: a choice takes `choices`, not `min` and `max`; remove one of the two.")
+        # Without choices they are those of the field (a bool, a Literal), which is not known here.
         if self.scale != "choice" or self.choices is not None:
             # For its checks, at the declaration and not at the first agent.
             self.gene("Evolve", "float", self.choices or ())

@@ -152,6 +152,7 @@ _STARTS = (True, False, "gaussian", "orthogonal", "eva")
 
 def check_lora_config(config: Any) -> None:
     """Raise ConfigError, naming the option, for LoRA variants that the stacked layer does not compute."""
+    # The text of PEFT's enum has the name of its class in front: PeftType.LORA.
     if getattr(config, "peft_type", None) is None or str(config.peft_type).split(".")[-1] != "LORA":
         raise ConfigError(f"lora_config must be a peft.LoraConfig, found {type(config).__name__}")
     for name in _options():
@@ -217,6 +218,7 @@ def write_adapter(folder: Path, layers: Sequence[LinearShape], factors: Factors,
     # Full paths of this model's layers: a pattern might match other layers in another model.
     written.target_modules = [layer.name for layer in layers]
     written.base_model_name_or_path = base_name
+    # As in what PEFT saves: whoever trains the adapter further asks for that.
     written.inference_mode = True
     written.fan_in_fan_out = all(layer.fan_in_fan_out for layer in layers)  # PEFT warns if it differs from the layers
     written.save_pretrained(str(folder))

@@ -409,6 +409,7 @@ class BaseModel:
         together, alone = self.packed(ids, lengths, (4,), lambda rows: nullcontext()), self.hidden(ids)
         keep = torch.arange(9, device=self.device)[None] < lengths[:, None]
         apart = _apart(together, alone, keep)
+        # Not >=, which is False for NaN.
         if not apart < _SAME[self.dtype]:
             raise ConfigError(
                 f"use_sequence_packing=True: {type(self.model).__name__} with attn_implementation="

@@ -25,6 +25,7 @@ def quantisation_in(config: Any) -> QuantizationConfig | None:
     if settings is None:
         return None
     settings = settings if isinstance(settings, dict) else settings.to_dict()
+    # An enum in an object of transformers, a text in config.json.
     method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
     if method != "bitsandbytes":
         raise ConfigError(

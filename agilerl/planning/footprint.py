@@ -93,7 +93,7 @@ def cached_tokens(
 ) -> float:
     """Return the tokens whose keys and values exist at a time: of ``rows`` in training, or of ``exam_rows`` in an exam.
 
-    A prompt's stand there once for the ``group`` completions of it, unless the base cannot share them. In an exam each
+    Those of a prompt exist once for its ``group`` completions, unless the base cannot share them. In an exam each
     row has a prompt of its own. ``longest`` is the length of a row, its ``prompt`` included.
     """
     if not shared:

@@ -129,6 +129,7 @@ def _splits(shape: ModelShape, load: Workload, devices: int, *, vllm: bool) -> I
         islands = min(devices // processes, load.agents, load.most_islands or load.agents)
         for sharded in (False, True) if processes > 1 and divisible else (False,):
             yield Split(islands, processes, sharded, vllm=vllm)
+    # Without 1: that layout is among those above.
     for parallel in sizes[1:] if vllm else ():
         if parallel & (parallel - 1) == 0:  # attention heads come in powers of two
             yield Split(tensor_parallel=parallel, vllm=True)

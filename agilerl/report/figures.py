@@ -182,6 +182,7 @@ def _value_axis(values: Iterable[Any]) -> dict[str, Any]:
 
 
 def _tick(last: int) -> int:
+    # Rounded up, so that there are at most 12 steps.
     return max(1, -(-last // 12))
 
 
@@ -380,7 +381,7 @@ def exam_gains(run: RunRecord) -> dict[int, list[tuple[AgentRecord, float]]]:
 def importance(run: RunRecord, names: Sequence[str]) -> dict[str, tuple[float, int]]:
     """Return the rank correlation of each hyperparameter with the gain that followed, and the degrees of freedom.
 
-    Agents are ranked among those of their generation, since gains shrink as a run goes on while values drift: over all
+    Agents are ranked among those of their generation, since gains shrink during a run while values drift: over all
     generations together, what helps would seem to harm. The value is the one that the agent trained with since the
     exam before. Of hyperparameters with 5 degrees or more, the strongest first.
     """

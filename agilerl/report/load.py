@@ -18,7 +18,7 @@ from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.fitness import Fitness, is_accuracy, pareto_front, within_range
 from agilerl.hpo.strategies import UNITS
 from agilerl.runs import RunLayout, read_lines, read_run
-from agilerl.runs.diagnosis import Symptom, advice, symptoms, told
+from agilerl.runs.diagnosis import Symptom, advice, by_sentence, symptoms
 from agilerl.runs.directory import as_written
 from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.strict_json import read_json
@@ -291,7 +291,8 @@ def load_run(path: Path, price: float | None = None) -> RunRecord:
         for agent in run.agents.values():
             known = symptoms(agent.train, rate if math.isfinite(rate) else None)
             agent.symptoms = [*alarms.get(agent.index, ()), *known]
-        run.symptoms = advice(summary) | told({a.index: a.symptoms for a in run.agents.values() if a.died is None})
+        living = {agent.index: agent.symptoms for agent in run.agents.values() if agent.died is None}
+        run.symptoms = advice(summary) | by_sentence(living)
         return run
 
 
@@ -564,6 +565,7 @@ def _rows(agents: dict[int, AgentRecord], spans: dict[int, list[int]], line: lis
         free = [row for row, last in enumerate(ends) if last < start]
         row = min(free, key=lambda row: (abs(row - wanted), row), default=len(ends))
         if row == len(ends):
+            # For each agent all rows are looked at: a stranger's file could make that take hours.
             if row == _MOST_AT_ONCE:
                 raise CheckpointError(f"expected at most {_MOST_AT_ONCE:,} agents at once in lineage.jsonl, found more")
             ends.append(-math.inf)

@@ -411,6 +411,7 @@ def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
             "winner": index == run.family.winner,
             "parent": life.parents(agent),
             "lived": f"{run.family.spans[index][0]} to {run.family.spans[index][-1]}",
+            # A damaged lineage may give no reason: then the colon goes, too.
             "left": (why if index == elite else "")
             if agent.died is None
             else f"{agent.died}: {agent.reason.removeprefix('left: ')}".rstrip(": "),
@@ -456,6 +457,7 @@ def front_table(run: RunRecord) -> list[dict[str, Any]]:
             "winning": index == run.family.winner,
             "reward": life.plus(exam.score),
             "costs": [life.plus(exam.costs[name], ".4g", ".2g") for name in cost_names(run)],
+            # An exam comes before the mutations of its generation.
             "hyperparameters": _genes(run.agents[index].values(exam.generation - 1)),
             "adapter": str(listed.get(index, {}).get("adapter", "")),
         }

@@ -88,6 +88,7 @@ def _span(values: Sequence[Any]) -> Any:
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if any(isinstance(value, (str, bool)) for value in values):
+        # Sorted as texts, because a name and a boolean cannot be compared.
         return CategoricalDistribution(sorted(set(values), key=str))
     low, high = min(values), max(values)
     if all(isinstance(value, int) for value in values):

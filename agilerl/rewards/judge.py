@@ -43,6 +43,7 @@ Reply with JSON and nothing else: {"score": <number from {{ low }} to {{ high }}
 
 # No braces inside: the object with the verdict is flat, and the search stays linear.
 JSON_OBJECT = re.compile(r"\{[^{}]*\}")
+# 408 (timeout) and 409 (conflict) pass, too: OpenAI's own client retries them as well.
 RETRIED = (408, 409, 429, 500, 502, 503, 504)
 LONGEST_WAIT = 60.0
 _REPLY = 2**20
@@ -202,6 +203,7 @@ class JudgeGrader(WaitingGrader):
 
     def _parsed(self, reply: str) -> float:
         kinds = (int, float) if self._pattern is None else str
+        # JSON's true is no score, although a bool is an int in Python.
         verdicts = (
             value for value in self._verdicts(reply) if isinstance(value, kinds) and not isinstance(value, bool)
         )

@@ -159,6 +159,7 @@ class Regex(_Rule):
         """Return whether the pattern is found; raises RewardTimeoutError if that takes too long."""
         search = regex.fullmatch if self.full else regex.search
         try:
+            # By its text: regex remembers what it has compiled.
             return float(search(self.pattern, completion, timeout=self.timeout) is not None)
         except TimeoutError as error:
             raise RewardTimeoutError(f"{self.pattern!r} took more than {self.timeout:g} s") from error

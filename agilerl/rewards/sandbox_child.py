@@ -156,7 +156,7 @@ def start_init(owner: int) -> int:
 
 
 def take_limits(order: dict[str, Any], *, own_count: bool) -> None:
-    """Apply the limits to this process, which is about to become the program, and give up privileges for good."""
+    """Apply the limits to this process, which is about to become the program, and give up privileges permanently."""
     limits = {
         resource.RLIMIT_AS: int(order["memory_bytes"]),
         resource.RLIMIT_FSIZE: int(order["disk_bytes"]),

@@ -14,6 +14,7 @@ from agilerl.runs.atomic import commit_folder, listed, remove_folder, remove_lef
 STATE = "state.json"
 """Name of the population's own state inside a checkpoint."""
 
+# Two are kept: if the newest turns out to be damaged, the run is resumed from the other one.
 _KEPT, _NUMBERED = 2, re.compile(r"\d{6,}")
 
 _log = logging.getLogger(__name__)
@@ -108,6 +109,7 @@ class CheckpointStore:
         """
         if not self.root.is_dir():
             return
+        # Numbers of any length: a renamed checkpoint may lack the leading zeros.
         folders = [p for p in listed(self.root) if re.fullmatch("[0-9]+", p.name) and p.is_dir()]
         numbers = {folder: number_in(folder) for folder in folders if not folder.is_symlink()}
         wrong = {folder: n for folder, n in numbers.items() if n is not None and folder != self.path(n)}

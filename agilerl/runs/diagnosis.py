@@ -246,7 +246,7 @@ _RULES: Mapping[str, tuple[Callable[[_Window], str], str]] = {
 
 
 class Observer:
-    """Collects the train lines of agents while a run goes on, as much of each as the rules look at."""
+    """Collects the train lines of agents during a run, as much of each as the rules look at."""
 
     def __init__(self, usual_rate: float | None) -> None:
         self.usual_rate = usual_rate
@@ -262,7 +262,7 @@ class Observer:
         return {index: symptoms(self._lines.get(index, ()), self.usual_rate) for index in agents}
 
 
-def told(seen: Mapping[int, Iterable[Symptom]]) -> dict[str, Symptom]:
+def by_sentence(seen: Mapping[int, Iterable[Symptom]]) -> dict[str, Symptom]:
     """Return the symptom of the first agent that has it by a sentence that names all of these agents."""
     by_name: dict[str, list[tuple[int, Symptom]]] = {}
     for index, each in seen.items():
@@ -303,7 +303,7 @@ def early_elite(elite: Mapping[str, Any], iterations: int) -> list[str]:
 
 
 def advice(summary: Mapping[str, Any]) -> dict[str, Symptom]:
-    """Return what the summary of a run says of the run as a whole, in the form of :func:`told`."""
+    """Return what the summary of a run says of the run as a whole, in the form of :func:`by_sentence`."""
     elite = summary.get("elite") or {}
     texts = [elite.get("constant_answer"), summary.get("failed_grades"), *summary.get("advice", ())]
     return {text: Symptom("of the run", text, "") for text in texts if text}

@@ -94,7 +94,7 @@ class RunLayout:
 
     @property
     def status(self) -> str:
-        """``finished`` or what else the summary says; without one ``running``, or ``stopped``: no process is at it."""
+        """``finished`` or what else the summary says; without one ``running``, or ``stopped`` if no process runs it."""
         if self.summary.exists():
             return str(strict_json.read_json(self.summary).get("status", "stopped"))
         return "running" if _in_use(self.root / _LOCK) else "stopped"

@@ -32,6 +32,7 @@ def with_padding(tokenizer: Any, name: str, *, pad_token: str | None = None, pad
             "pad_token=... or pad_token_id=... (in a manifest network.pad_token or network.pad_token_id)"
         )
     if wanted != tokenizer.pad_token_id:
+        # A copy, because a user's tokenizer is not changed.
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.pad_token = tokenizer.convert_ids_to_tokens(wanted)
     return tokenizer

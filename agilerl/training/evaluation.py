@@ -197,6 +197,7 @@ def constant_answer(population: Population, base: float) -> str:
     ((answer, count),) = Counter(texts).most_common(1)
     scores = [t.episode_return for t, one in zip(population.answered, texts) if one == answer]
     wrong = sum(score < 1 and score <= base for score in scores)  # not those without a grade
+    # Most: at least half of the questions, not counting those that it answered right.
     if wrong < FEWEST or 2 * wrong < len(texts) - count + wrong:
         return ""
     return (

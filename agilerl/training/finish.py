@@ -72,6 +72,7 @@ def _chosen(session: Session, progress: Progress, last: Kept) -> tuple[LLMAlgori
 
     candidates = [last]
     # The last exam may itself be one of the best ones.
+    # Iteration 0 is an agent before any training, kept without an exam.
     candidates += [k for k in progress.kept if (k.agent, k.iteration) != (last.agent, last.iteration) and k.iteration]
     choice: dict[str, Any] = {"reason": f"best of the last exam, {progress.best:.3f}"}
     if progress.elite_iteration != last.iteration:
@@ -94,6 +95,7 @@ def _chosen(session: Session, progress: Progress, last: Kept) -> tuple[LLMAlgori
         progress.elite, progress.elite_iteration, progress.best = chosen.state, chosen.iteration, chosen.fitness.mean
         if wanted is not None:
             # The soup has the state of the first one apart from the adapter.
+            # sorted() is stable: the chosen one comes first, and the others keep their order.
             first = sorted(candidates, key=lambda kept: kept is not chosen)
             states = [kept.state for kept in first if kept.state is not None]
             mixed = soup(states, [1 / len(states)] * len(states))

@@ -50,6 +50,7 @@ def samples_per_iteration(session: Session) -> int:
 
 def planned_iterations(session: Session) -> int:
     """Return the number of iterations that ``max_steps`` allows at the current batch sizes."""
+    # Rounded up: an iteration that begins within the budget is carried out as a whole.
     return max(1, -(-session.config.training.max_steps // samples_per_iteration(session)))
 
 
@@ -186,6 +187,7 @@ class Loop:
     """Selects by the exam, and mutates."""
     after_iteration: Callable[[bool], object]
     """Saves what is due; True: the generation has had its last iteration."""
+    # tuple() does nothing, and has no events.
     after_exam: Callable[[], Iterable[Event]] = tuple
     """What follows the exam that ends a generation, before anything evolves."""
     after_generation: Callable[[], object] = tuple
@@ -286,6 +288,7 @@ def _run(
         summary["test"]["elite"] = fitness.to_dict()
         exams = [progress.fitness[agent.index] for agent in population.everyone if agent.index in progress.fitness]
         lost = left_out(population, {"test": [progress.base, fitness], "exam": exams})
+        # Indices are never given twice: without an agent 0 the founder with the user's rate has left.
         gone = min(agent.index for agent in population.everyone) > 0
         rates = session.resolved.rates_to_set(session.usual_rate, gone=gone)
         advice = [*early_elite(elite, progress.iteration), *rates, *lost]

@@ -198,6 +198,7 @@ class Resolved:
             algorithm = {**algorithm, "use_vllm": True, "vllm_config": sampling}
         if topology.world.size > 1:
             device, size = training.device, len(topology.places(training.pop_size))
+            # cuda alone would be the first GPU for every process.
             if device == "cuda" and "LOCAL_RANK" in environment:
                 device = f"cuda:{environment['LOCAL_RANK']}"
             training = training.model_copy(update={"device": device, "pop_size": size})

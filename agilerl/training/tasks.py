@@ -101,7 +101,7 @@ def _procedural(e: EnvironmentConfig, seed: int, name: str, second: int) -> _Tem
     task.template = checked_template(e.conversation_template, ())
     try:
         with warnings.catch_warnings():
-            if second:  # too few questions for it are no news if they are enough for the panels that the user asked for
+            if second:  # too few for it need no warning if there are enough for the panels that the user asked for
                 warnings.simplefilter("ignore")
             task.prepare()
     except EnvError:
@@ -129,6 +129,7 @@ def _from_data(
     compares = config.graders is None or OWN in (config.fitness_grader, *(entry.name for entry in config.graders))
     grader = exact_match if compares else _ungraded
     if test_prompts is None:
+        # An evaluation only asks the test, but a task needs rows for the other two splits as well.
         sides, template = [_rows(config, dataset)] * 3, config.conversation_template
         return DatasetTask(*sides, reward_fn=grader, conversation_template=template, purpose=purpose, seed=seed)
     exam, test = (rows and _rows(config, rows) for rows in (config.dataset_exam, config.dataset_test))

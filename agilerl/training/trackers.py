@@ -454,6 +454,7 @@ def _library(
         title = settings.pop("name", None if root is None else root.name)
         resumed = {"run_id": sent.id} if sent.id else {}
         return tracking.MLflowTracker(project, **{"run_name": title, **resumed, **settings}), sent.id
+    # With resume=allow a name is the run's identity: a second folder of this name must not continue the first run.
     unique = f"{'run' if root is None else root.name}-{uuid.uuid4().hex[:6]}"
     title = sent.id or settings.get("name") or "".join(c if c.isalnum() or c in "._-" else "_" for c in unique)
     return tracking.TrackioTracker(project, **{"resume": "allow", **settings, "name": title}), title

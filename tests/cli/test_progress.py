@@ -121,13 +121,14 @@ MARKS = {
         (0.7, 0.6, 0.7),
         0,
         2,
-        " do not tell it from agent 2 (P < 0.8 that it is better); age decides between equal means\n",
+        " do not tell it apart from agent 2 (P < 0.8 that it is better); age decides between equal means\n",
     ),
     "no tie": (
         (0.699, 0.6, 0.7),
         2,
         2,
-        ", the best of the last exam, whose 9 questions do not tell it from agent 0 (P < 0.8 that it is better)\n",
+        ", the best of the last exam, whose 9 questions do not tell it apart from agent 0 (P < 0.8 that it is "
+        "better)\n",
     ),
     "an earlier agent": ((0.5, 0.6, 0.7), 1, 1, "better than the best of the last exam\n"),
     "the same agent": ((0.5, 0.6, 0.7), 2, 1, "by a second panel of questions it was better than it was at the end\n"),

@@ -155,4 +155,4 @@ def test_alone_everything_is_what_it_was() -> None:
     assert exchange.first(lambda: 5) == 5
     with pytest.raises(EngineError), exchange.telling():
         raise EngineError("nobody to tell")
-    assert not exchange.told
+    assert not exchange.error_is_known

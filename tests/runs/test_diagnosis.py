@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from agilerl.runs.diagnosis import WINDOW, Observer, advice, early_elite, failed_grades, symptoms, told
+from agilerl.runs.diagnosis import WINDOW, Observer, advice, by_sentence, early_elite, failed_grades, symptoms
 
 HEALTHY: dict[str, Any] = {
     "reward": 0.5,
@@ -126,7 +126,7 @@ def test_an_observer_sees_the_first_and_the_last_iterations() -> None:
         observer.add([rising, HEALTHY | {"agent": 3, "entropy": 0.0}])
     found = observer.symptoms([0, 3, 7])
     assert {index: [s.name for s in each] for index, each in found.items()} == {0: [], 3: ["no exploration"], 7: []}
-    (sentence,) = told({3: found[3], 5: found[3]})
+    (sentence,) = by_sentence({3: found[3], 5: found[3]})
     assert sentence.startswith("agents 3, 5: entropy is 0")
 
 

@@ -71,6 +71,7 @@ def calculator(expression: str) -> str:
 def _value(node: ast.expr) -> Number:
     """Evaluate one node; refuse anything but arithmetic on numbers."""
     match node:
+        # Not isinstance, which takes True for an int.
         case ast.Constant(value) if type(value) in (int, float):
             return _within(value)
         case ast.Name(name) if name in CONSTANTS:
@@ -266,6 +267,7 @@ class SearchTool:
 
     def close(self) -> None:
         """Close the connections; the next search opens new ones."""
+        # Where cached_property keeps it: to ask for self._client would open one.
         if "_client" in vars(self):
             vars(self).pop("_client").close()
 

@@ -289,6 +289,7 @@ def _reward_of(environment: Any) -> Callable[..., Any] | None:
     if not callable(getattr(environment, "get_reward", None)):
         return None
 
+    # Async, because get_reward() may be; its parameter is the column that step_ids() adds to the row.
     async def grader(environments: Sequence[Any]) -> list[Any]:
         rewards = [one.get_reward() for one in environments]
         return [await reward if inspect.isawaitable(reward) else reward for reward in rewards]

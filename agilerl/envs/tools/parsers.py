@@ -312,7 +312,7 @@ def _marked(tokenizer: Any, ids: Sequence[int], *tags: str) -> str:
 
 def _after_thinking(marked: str, begin: str, end: str) -> str:
     """Remove the thinking, also one that never ended: a call that is only considered does not count."""
-    # Behind the last end, and before a beginning that has none.
+    # After the last end, and before a beginning that has none.
     return marked.rpartition(MARK + end)[2].partition(MARK + begin)[0]
 
 

@@ -142,6 +142,7 @@ class Session:
         if self.asked >= self.limits.max_calls:
             self.truncated = "turns"
             raise RefusedError(f"an episode may make {self.limits.max_calls} calls", code="too_many_calls")
+        # It counts as a limit of turns: EpisodeOutcome has no kind of its own for tokens.
         if self.limits.max_tokens is not None and self.tokens + self.promised >= self.limits.max_tokens:
             self.truncated = "turns"
             raise RefusedError(f"an episode may generate {self.limits.max_tokens} tokens", code="too_many_tokens")
@@ -152,6 +153,7 @@ class Session:
                 code="context_length_exceeded",
             )
         fits = [call for call in self.calls if len(call.ids) < len(ids) and call.ids == ids[: len(call.ids)]]
+        # The longest: of the calls in a line each begins with those before it, and the last one counts.
         parent = max(fits, key=lambda call: len(call.ids), default=None)
         self.asked += 1
         return Call(ids, parent, self._key(ids, parent, seed), self._conversation(parent))
@@ -179,6 +181,7 @@ class Session:
         if not self.keeps:
             return None
         known = None if parent is None else parent.conversation
+        # A copy, because two calls may continue the same one.
         return Conversation() if known is None else replace(known)
 
     def request(self, call: Call, max_tokens: int | None) -> GenerationRequest:
@@ -233,9 +236,9 @@ class Session:
             if row is None:
                 rows.append(row := TrainingRow(list(call.prompt_ids)))
             else:
-                heard = call.prompt_ids[len(row.ids) :]
+                added = call.prompt_ids[len(row.ids) :]
                 # What the program added was not sampled: no turn, and no loss.
-                row.append(heard, -1, [0.0] * len(heard))
+                row.append(added, -1, [0.0] * len(added))
             row.append(call.completion.token_ids, turns[id(call)], call.completion.logprobs)
             tails[id(call)] = row
         return rows

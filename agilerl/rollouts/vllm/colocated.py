@@ -105,6 +105,7 @@ class ColocatedVLLM:
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(_CPU_BATCH, self.context_length),
         }
+        # The user's keywords replace those for a CPU, but none of ours.
         return {**(of_cpu if on_cpu else {}), **c.engine_kwargs, **given}
 
     def _launched(self, options: dict[str, Any]) -> Any:
@@ -124,6 +125,7 @@ class ColocatedVLLM:
                 "place of vllm"
             ) from error
         finally:
+            # vLLM may have changed it, and training computes in this process as well.
             torch.set_num_threads(threads)
 
     def _check_tokenizer(self, source: str) -> None:

@@ -162,6 +162,7 @@ def trainer_logprobs(
         hidden = base.hidden(ids.to(base.device))
     logprobs: list[list[float]] = [[] for _ in rows]
     for states, k in zip(hidden, order):
+        # The state before a token predicts it: those of the completion begin at the last token of the prompt.
         first, targets = len(rows[k][1]), torch.tensor(list(rows[k][2]), dtype=torch.int64, device=base.device)
         logprobs[k] = base.logprobs(states[first - 1 : first - 1 + len(targets)], targets, temperature)[0].tolist()
     return logprobs
@@ -444,6 +445,7 @@ class OffloadedBase:
         for tensor, on_host in zip(tensors, self._host, strict=True):
             # Through .data the parameters stay the same objects, and tied ones stay tied.
             tensor.data = on_host
+        # Otherwise torch keeps the freed memory to itself, and vLLM cannot have it.
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.empty_cache()
         try:

@@ -74,6 +74,7 @@ class _Choice(Reply):
 
 
 class _Completion(Reply):
+    # Exactly one: each row is a request for one answer.
     choices: tuple[_Choice]
 
 
@@ -202,6 +203,7 @@ class VLLMServer:
             "/v1/completions",
             {**row.sampling, "model": model, "prompt": row.prompt_ids, "return_token_ids": True},
             shape=_Completion,
+            # With return_token_ids the answer repeats the ids of the prompt.
             tokens=len(row.prompt_ids) + most,
             most=most,
             vocabulary=self.base.vocabulary_size,
@@ -255,6 +257,7 @@ def _leave(server: Server, names: set[str]) -> None:
         try:
             server.send("/v1/unload_lora_adapter", {"lora_name": name}, seconds=CONNECTING)
         except RequestError as error:
+            # No answer: with the server its adapters have gone as well.
             if error.status is None:
                 break
     server.close()
