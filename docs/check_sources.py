@@ -27,7 +27,7 @@ def rows(text: str, heading: str) -> list[list[str]]:
 def sources() -> dict[tuple[str, str], tuple[str, str, str]]:
     """Return when each version of each project was released and read, and where."""
     text = SOURCES.read_text(encoding="utf-8")
-    return {(project, version): (day, read, where) for project, version, day, read, where in rows(text, "# What")}
+    return {(project, version): (day, read, where) for project, version, day, read, where in rows(text, "# Sources")}
 
 
 def defaults() -> dict[tuple[str, str], tuple[Any, ...]]:

@@ -563,7 +563,7 @@ def pushed(batch: int = 0, dloss_dlogp: float = 1.0) -> Any:
     return adapter(agent)
 
 
-FROZEN = NoOp("the base is frozen: no mode, wrapping or compilation of it changes")
+FROZEN = NoOp("the base is frozen: its mode, wrapping and compilation never change")
 TEXT = NoOp("text has no spaces, and is not preprocessed")
 DONE: dict[str, tuple[Callable[..., Any] | None, dict[str, Entry]]] = {
     "get_action": (acts, {"obs": to(PROMPTS[:1]), "training": to(False), "repeat_prompts": to(False)}),
