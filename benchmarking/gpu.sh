@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measure this package on one GPU, in one command and under ten minutes: see docs/gpu.md and gpu.py.
+# Measure this package on one GPU, in one command and about ten minutes: see docs/gpu.md and gpu.py.
 #
 #     benchmarking/gpu.sh OUT [cuda|cpu] [PYTHON]
 #
