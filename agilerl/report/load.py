@@ -430,8 +430,9 @@ def _tests(lines: Iterable[Line], summary: Line) -> dict[str, tuple[int | None, 
 
 def _by_question(lines: Iterable[Line]) -> Iterator[tuple[str, tuple[str, Fitness]]]:
     for line in lines:
-        if asked := line.get("by_question"):
-            yield str(line.get("who")), (str(asked["sha256"]), Fitness(math.nan, scores=tuple(map(number, asked["scores"]))))
+        if each := line.get("by_question"):
+            scores = Fitness(math.nan, scores=tuple(map(number, each["scores"])))
+            yield str(line.get("who")), (str(each["sha256"]), scores)
 
 
 def unfinished(run: RunRecord) -> str:

@@ -419,7 +419,9 @@ def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
             if agent.died is None
             else f"{agent.died}: {agent.reason.removeprefix('left: ')}".rstrip(": "),
             "changes": "; ".join(map(life.changed, agent.mutations)),
-            "fitness": life.plus(agent.best.score) if agent.best else "none" if not agent.exams else "not finite",
+            "fitness": life.plus(agent.best.score)
+            if agent.best
+            else life.idle(run, agent) or ("not finite" if agent.exams else "none"),
             "steps": ", ".join([str(len(agent.train)), *(f"{len(at)} {what}" for what, at in agent.trouble.items())]),
             "trained": f"{int(tokens):,}" if math.isfinite(tokens := agent.tokens.get("trained", math.nan)) else "",
             "hyperparameters": _genes(agent.first_values()),

@@ -375,8 +375,9 @@ def _check_plain(root: Path) -> None:
 def check_vacant(root: Path, *, locked: bool = False, overwrite: bool = False) -> None:
     """Raise CheckpointError if a new run must not be started in a directory; writes nothing to it.
 
-    A run that learned nothing is in nobody's way, unless a process uses it. ``locked`` means that this process holds the lock, so that no other process can be using the directory. With
-    ``overwrite``, the directory may hold a run that no process uses, and nothing else.
+    A run that learned nothing may be replaced, unless a process uses it. ``locked`` means that this process holds the
+    lock, so that no other process can be using the directory. With ``overwrite``, the directory may hold any run that
+    no process uses, and nothing else.
     """
     if not root.exists():
         return

@@ -304,7 +304,7 @@ def _run(
 
 def _tested(population: Population, who: str, agent: int | None, fitness: Fitness) -> HeldOutTest:
     """Return the event of a test, with a digest of its questions if all of them count."""
-    rows = [dict(place.row) for place in population.places("test")]
+    rows = [dict(question.row) for question in population.places("test")]
     counts = len(fitness.scores) == len(rows)
     return HeldOutTest(who, agent, fitness, hashlib.sha256(repr(rows).encode()).hexdigest() if counts else "")
 

@@ -87,7 +87,8 @@ def changed(run: Path, tmp_path: Path) -> Callable[..., Path]:
 
 
 def replace_in(file: Path, text: str, by: str) -> None:
-    assert text in (content := file.read_text())
+    content = file.read_text()
+    assert text in content
     file.write_text(content.replace(text, by))
 
 
@@ -717,6 +718,7 @@ def test_compare_shows_what_differs(run: Path, changed: Any, agilerl: Agilerl) -
     assert "so the test does not tell them apart; on different questions, as training.seed differs." in done.output
     found = json.loads((run / "summary.json").read_text())["elite"]["hyperparameters"]["lr"]
     assert next(line.split() for line in lines if line.startswith("elite trained"))[3:] == [f"lr={found:.3g}"] * 2
+    assert json.loads((run / "run.json").read_text())["genes"] == {"lr": "[1e-06, 0.01]"}
     found = json.loads(agilerl("compare", str(run), str(other), "--json").output)
     assert found["settings"]["algorithm.lr"] == [0.001, 0.5]
     assert found["results"][0] == found["results"][1]
@@ -766,7 +768,7 @@ def test_compare_pairs_the_questions_of_the_test(run: Path, changed: Any, agiler
     verdict = f"(95 % interval {low:+.3f} to {high:+.3f}), {{}}; paired by question."
     assert verdict.format("which is more than chance") in agilerl("compare", str(run), str(other)).output
     replace_in(other / "metrics.jsonl", written, line)
-    assert "so the test does not tell them apart; paired by question." in agilerl("compare", str(run), str(other)).output
+    assert "tell them apart; paired by question." in agilerl("compare", str(run), str(other)).output
     replace_in(other / "metrics.jsonl", '"sha256":"', '"sha256":"other ')
     assert "apart; on different questions." in agilerl("compare", str(run), str(other)).output
     replace_in(other / "metrics.jsonl", '"by_question"', '"unknown"')  # as of a run of an earlier version
