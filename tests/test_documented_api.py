@@ -323,3 +323,11 @@ def test_the_size_of_a_pass_is_the_one_in_the_docs() -> None:
     rows += [line for line in losses.splitlines() if "`mean_token_accuracy`" in line]
     assert len(rows) == len(ALGORITHMS) + 1
     assert [row for row in rows if f"at most {PASS_TOKENS:,} tokens" not in row] == []
+
+
+def test_signatures_show_types_without_the_rules_for_them() -> None:
+    public = {name: getattr(agilerl, name) for name in agilerl.__all__}
+    shown = {name: str(inspect.signature(thing)) for name, thing in public.items() if callable(thing)}
+    # A dataclass has its fields' annotations.
+    assert [name for name, signature in shown.items() if "Annotated[" in signature] == ["RLParameter"]
+    assert "model: Optional[str] = None" in shown["train"]

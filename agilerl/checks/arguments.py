@@ -197,8 +197,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
     @wraps(function)
     def door(*args: P.args, **kwargs: P.kwargs) -> R:
         # Read at the first call, because annotations may name things that are defined further down.
-        if len(hints) < len(function.__annotations__):
-            hints.update(_hints(function))
+        if len(hints) < len(door.__annotations__):
+            hints.update(_hints(door))
             wanted = (hints.get(name, Any) for name in known)
             # No value is of type _Misfit: such an argument always takes the slow way.
             exact.extend(hint if hint is Any or hint in _SIMPLE else _Misfit for hint in wanted)
@@ -211,6 +211,9 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         rest = args[len(named) :]
         return function(*named, *rest, **{name: argument(args, name, value) for name, value in kwargs.items()})  # type: ignore[arg-type]
 
+    # help() shows those of the innermost function; ``door`` keeps the whole ones, which are the rules.
+    bare = {name: _bare(annotation) for name, annotation in function.__annotations__.items()}
+    inspect.unwrap(function).__annotations__ = bare
     return door
 
 
@@ -255,6 +258,15 @@ def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
         owner = holder.__name__ if owner in (base.__qualname__ for base in holder.__mro__) else owner
         name = owner if name == "__init__" else f"{owner}.{name}"
     return name
+
+
+def _bare(annotation: Any) -> Any:
+    """Return an annotation without its rules: ``int`` of ``Annotated[int, Within(least=1)]``."""
+    if annotation is None or isinstance(annotation, type | str):
+        return annotation
+    with suppress(NameError):  # a name that is defined further down
+        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"": annotation}), {})[""]
+    return annotation
 
 
 def _hints(function: Callable[..., Any]) -> dict[str, Any]:

@@ -503,6 +503,7 @@ def run_compare(
 
 def _verdict(runs: Sequence["RunRecord"], differ: Mapping[str, Any]) -> str:
     """Return what the tests say about the elites of two runs, or why the scores of runs cannot be compared."""
+    from agilerl.hpo.fitness import difference_interval, paired_difference
     from agilerl.report.load import other_questions, why_not_comparable
 
     if warning := why_not_comparable(differ):
@@ -512,11 +513,19 @@ def _verdict(runs: Sequence["RunRecord"], differ: Mapping[str, Any]) -> str:
     if len(elites) != 2 or not math.isfinite(error):
         return ""
     gap = elites[1].mean - elites[0].mean
-    verdict = "which is more than chance" if abs(gap) > 2 * error else "so the test does not tell them apart"
-    asked = "not paired by question, as runs keep no score of each"
-    if names := other_questions(runs, differ):
+    sized, surely = f"± {error:.3f} (one standard error)", abs(gap) > 2 * error
+    asked = "not paired by question, as not both runs have a score of each"
+    known = [run.by_question["elite"] for run in runs if "elite" in run.by_question]
+    if len(known) == 2 and known[0][0] == known[1][0]:
+        low, high = difference_interval(paired_difference(known[1][1], known[0][1]))
+        sized, surely = f"(95 % interval {low:+.3f} to {high:+.3f})", low > 0 or high < 0
+        asked = "paired by question"
+    elif names := other_questions(runs, differ):
         asked = f"on different questions, as {' and '.join(names)} differ{'s' * (len(names) == 1)}"
-    return f"Elites, second minus first: {gap:+.3f} ± {error:.3f} (one standard error), {verdict}; {asked}."
+    elif len(known) == 2:
+        asked = "on different questions"
+    verdict = "which is more than chance" if surely else "so the test does not tell them apart"
+    return f"Elites, second minus first: {gap:+.3f} {sized}, {verdict}; {asked}."
 
 
 def _result(run: Any) -> dict[str, Any]:

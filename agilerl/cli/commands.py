@@ -246,7 +246,7 @@ def run_lineage(
     elif agent is None:
         _show_lives(histories, record.family.line)
     else:
-        _show_life(histories[0])
+        _show_life(histories[0], "stayed to the end" if record.is_finished else "is in the population")
     if not as_json and (note := unfinished(record)):
         tell_line(note)
 
@@ -257,7 +257,8 @@ def _show_lives(histories: Sequence[dict[str, Any]], line: Sequence[int]) -> Non
         column.no_wrap = column.header not in ("genes", "why")
     table.columns[-1].min_width = 30  # in 80 columns, too
     for life in histories:
-        reasons = [life["elite"], life["reason"].removeprefix("left: "), *(s["name"] for s in life["symptoms"])]
+        reasons = [life["idle"], life["elite"], life["reason"].removeprefix("left: ")]
+        reasons += [symptom["name"] for symptom in life["symptoms"]]
         table.add_row(
             f"{life['agent']}{'*' if life['agent'] in line else ' '}",
             "-" if life["parent"] is None else str(life["parent"]),
@@ -271,9 +272,10 @@ def _show_lives(histories: Sequence[dict[str, Any]], line: Sequence[int]) -> Non
     tell_line("* winning lineage; left: after this generation. One agent's life: --agent N")
 
 
-def _show_life(life: dict[str, Any]) -> None:
-    became = "stayed to the end" if life["left"] is None else f"left after generation {life['left']}"
-    tell_line(f"Agent {life['agent']} trained for {counted(life['iterations'], 'iteration')} and {became}.")
+def _show_life(life: dict[str, Any], stays: str) -> None:
+    trained = life["idle"] or f"trained for {counted(life['iterations'], 'iteration')}"
+    became = stays if life["left"] is None else f"left after generation {life['left']}"
+    tell_line(f"Agent {life['agent']} {trained} and {became}.")
     tell_line(f"Its hyperparameters at the end: {genes_text(life['hyperparameters']) or 'none evolved'}")
     table = facts((f"generation {event['generation']}", event["sentence"]) for event in life["events"])
     table.columns[0].no_wrap = True

@@ -86,9 +86,17 @@ class Request:
         return self.config.typed_addresses if isinstance(self.config, RunConfig) else ()
 
     @property
+    def repeats(self) -> bool:
+        """Whether ``root`` has a run that ended before it learned anything, in whose place a new one may begin."""
+        from agilerl.runs.directory import RunLayout
+
+        layout = RunLayout(self.root)
+        return layout.run_json.exists() and not layout.has_learned and layout.status == "stopped"
+
+    @property
     def begins(self) -> bool:
         """Whether this is a new run, rather than one that ``root`` has already."""
-        is_there = self.resumes and not self.dry_run and (self.root / "run.json").exists()
+        is_there = self.resumes and not self.dry_run and (self.root / "run.json").exists() and not self.repeats
         return self.config is not None and not is_there
 
     @property
@@ -244,6 +252,7 @@ def launch(request: Request, manifest: str = "", out: Path | None = None) -> Non
             request = replace(request, root=root)
             if writes and request.begins:  # a resumed run is announced after it has been read
                 what = f"Starting a run of {manifest} in {shown(str(root))}"
+                what += ", where one ended before it learned anything" * request.repeats
                 what = f"Checking {manifest}" if request.dry_run else what
                 Terminal.of(request.form).console.print(f"{what}: loading the libraries and the model.")
             if not together:  # of several processes each would print the error

@@ -22,6 +22,7 @@ def lives(run: RunRecord) -> list[dict[str, Any]]:
             "left": agent.died,
             "reason": agent.reason,
             "iterations": len(agent.train),
+            "idle": idle(run, agent),
             "hyperparameters": agent.values(),
             "exams": [
                 {"generation": exam.generation, "step": exam.step, **asdict(exam.score)}
@@ -39,6 +40,13 @@ def lives(run: RunRecord) -> list[dict[str, Any]]:
         }
         for index, agent in run.agents.items()
     ]
+
+
+def idle(run: RunRecord, agent: AgentRecord) -> str:
+    """Return that an agent has not been trained, and so has no result of its own; "" for one that has."""
+    if agent.generations:
+        return ""
+    return "never trained" if run.is_finished or agent.died is not None else "has not trained yet"
 
 
 def chosen(run: RunRecord) -> tuple[int | None, str]:

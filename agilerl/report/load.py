@@ -143,6 +143,8 @@ class RunRecord:
     """Lines of exams and selections, for their times; the scores are in ``agents``."""
     tests: dict[str, tuple[int | None, Score]]
     """Agent and score of "base", "elite" and "median_first_generation", as far as they are known."""
+    by_question: dict[str, tuple[str, Fitness]]
+    """Of these the digest of the questions, and the score of each; lacks runs of earlier versions."""
     elites: dict[int, int]
     """Elite of each generation."""
     seconds: float
@@ -201,6 +203,9 @@ def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
             settings.pop("algorithm.seed", None)  # not a second difference: it is the run's seed unless it is set
         if settings.get("selection_strategy.name") != "tournament":
             settings.pop("selection_strategy.tournament_size", None)  # recorded for every strategy, used by one
+        if all("genes" in run.info for run in runs):  # the ranges that applied say more than those that were given
+            settings = {name: value for name, value in settings.items() if not _RANGE.fullmatch(name)}
+            settings |= {f"{_GENES}.{name}": span for name, span in run.info["genes"].items()}
         questions = max((exam.score.n for agent in run.agents.values() for exam in agent.exams), default=0)
         settings |= {"training.pop_size": run.founders} if run.founders else {}
         if questions:  # where grading failed, fewer than were asked
@@ -245,7 +250,8 @@ def other_questions(runs: Sequence["RunRecord"], differ: Iterable[str]) -> list[
     return ["the size of the exam" if name == _GRADED else name for name in differ if name in names]
 
 
-_DIGEST, _GRADED = "sha256 of ", "exam questions graded"
+_DIGEST, _GRADED, _GENES = "sha256 of ", "exam questions graded", "mutation.rl_hp_selection"
+_RANGE = re.compile(rf"{re.escape(_GENES)}(\..*\.(min|max|choices))?")
 
 _SCORED = re.compile(
     rf"{_DIGEST}.*|environment\.(task|params|env_id|columns|curriculum|reward|graders|fitness_grader"
@@ -281,6 +287,7 @@ def load_run(path: Path, price: float | None = None) -> RunRecord:
             agents=dict(sorted(agents.items())),
             timed=[*kinds["eval"], *kinds["evolution"]],
             tests=_tests(kinds["test"], summary),
+            by_question=dict(_by_question(kinds["test"])),
             elites=elites,
             seconds=number_or(summary.get("seconds"), max(elapsed, default=math.nan)),
             price=number(training.get("price_per_hour") if price is None else price),
@@ -420,6 +427,13 @@ def _tests(lines: Iterable[Line], summary: Line) -> dict[str, tuple[int | None, 
     for line in lines:
         tests[str(line.get("who"))] = _whole(line.get("agent")), score_of(line, "eval/", "reward_mean")
     return tests
+
+
+def _by_question(lines: Iterable[Line]) -> Iterator[tuple[str, tuple[str, Fitness]]]:
+    for line in lines:
+        if each := line.get("by_question"):
+            scores = Fitness(math.nan, scores=tuple(map(number, each["scores"])))
+            yield str(line.get("who")), (str(each["sha256"]), scores)
 
 
 def unfinished(run: RunRecord) -> str:

@@ -369,6 +369,7 @@ def facts(run: RunRecord) -> dict[str, str]:
     named = {
         "Status": run.status,
         "Algorithm": algorithm.get("name"),
+        "Genes": ", ".join(f"{name} in {span}" for name, span in info.get("genes", {}).items()),
         "Population": f"{began}, at the end {left}" if began and left and began != left else began or left,
         "Generations": summary.get("generations") or len(generations),
         "Agents in total": len(run.agents),
@@ -391,7 +392,10 @@ def facts(run: RunRecord) -> dict[str, str]:
 def configuration(run: RunRecord) -> dict[str, str]:
     """Return the foldable texts at the end of a report: configuration, versions, hardware."""
     info = run.info
-    texts = {"Configuration": info["config"], "Versions": info["versions"], "Hardware": info.get("hardware")}
+    config = dict(info["config"])
+    if "genes" in info:  # the ranges that applied, not those that were given
+        config["mutation"] = {**(config.get("mutation") or {}), "rl_hp_selection": info["genes"]}
+    texts = {"Configuration": config, "Versions": info["versions"], "Hardware": info.get("hardware")}
     texts["Summary"] = run.summary
     return {
         title: yaml.safe_dump(value, sort_keys=True, allow_unicode=True, width=100)
@@ -416,7 +420,9 @@ def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
             if agent.died is None
             else f"{agent.died}: {agent.reason.removeprefix('left: ')}".rstrip(": "),
             "changes": "; ".join(map(life.changed, agent.mutations)),
-            "fitness": life.plus(agent.best.score) if agent.best else "none" if not agent.exams else "not finite",
+            "fitness": life.plus(agent.best.score)
+            if agent.best
+            else life.idle(run, agent) or ("not finite" if agent.exams else "none"),
             "steps": ", ".join([str(len(agent.train)), *(f"{len(at)} {what}" for what, at in agent.trouble.items())]),
             "trained": f"{int(tokens):,}" if math.isfinite(tokens := agent.tokens.get("trained", math.nan)) else "",
             "hyperparameters": _genes(agent.first_values()),

@@ -49,10 +49,10 @@ _KINDS: dict[type, tuple[str, ...]] = {
     int: ("schema_version", "seed"),
     str: ("config_sha256", "started"),
     list: ("command",),
-    dict: ("config", "versions", "files", "given", "hardware"),
+    dict: ("config", "versions", "files", "given", "hardware", "genes"),
 }
 """Keys of ``run.json`` by the type of their values."""
-_OPTIONAL = ("files", "given", "hardware")
+_OPTIONAL = ("files", "given", "hardware", "genes")
 """Keys that a run of an older version may lack."""
 
 
@@ -91,6 +91,17 @@ class RunLayout:
                 f"that file and resume the run: agilerl resume {shlex.quote(str(self.root))}"
             )
         return True
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether another start would lose anything: an iteration, a checkpoint or a result."""
+        folders = [folder for folder in (self.checkpoints, self.completions) if folder.is_dir()]
+        if self.summary.exists() or self.elite.exists() or any(map(listed, folders)):
+            return True
+        try:
+            return any(line.get("kind") == "train" for line in read_lines(self.metrics))
+        except CheckpointError:  # what cannot be read may be worth a look
+            return True
 
     @property
     def status(self) -> str:
@@ -141,14 +152,16 @@ class RunDirectory(RunLayout, Closing):
         date: datetime | None = None,
         overwrite: bool = False,
         usual_rate: float | None = None,
+        genes: Mapping[str, str] | None = None,
     ) -> Self:
-        """Start a run in a directory that is empty or does not exist yet.
+        """Start a run in a directory that is empty, does not exist yet, or holds a run that learned nothing.
 
         ``config`` is the resolved configuration (any JSON value), ``given`` the part of it that was set explicitly
         (None: all of it). ``command`` (None: that of this process) is written without keys and passwords. ``files`` has
         the sha256 of the files that the run reads, by kind and path. ``date`` is what its chat templates see, local
         time (None: now). ``overwrite`` deletes a run in the directory, unless it is in use or something else lies
-        beside it. ``usual_rate`` is the learning rate that is usual for the base, for the report.
+        beside it. For the report, ``usual_rate`` is the learning rate that is usual for the base, and ``genes`` are the
+        ranges of what evolves, in words.
         Raises CheckpointError, having written nothing, if the directory is in use, or holds a run or something else.
         """
         # A copy as a reader gets it back, which later changes of the caller's do not reach.
@@ -164,8 +177,7 @@ class RunDirectory(RunLayout, Closing):
         try:
             # Check again under the lock: another process may have been faster.
             check_vacant(root, locked=True, overwrite=overwrite)
-            if overwrite:
-                delete_run(root)
+            delete_run(root)  # one that had learned nothing, or is to be overwritten
             info = {
                 "schema_version": SCHEMA_VERSION,
                 "arithmetic_version": ARITHMETIC_VERSION,
@@ -181,6 +193,8 @@ class RunDirectory(RunLayout, Closing):
             }
             if usual_rate is not None:
                 info["usual_rate"] = usual_rate
+            if genes is not None:
+                info["genes"] = dict(genes)
             if given is not None:
                 info |= {"given": given, "given_sha256": _sha256(given)}
             run = cls(root, lock, info)
@@ -361,15 +375,16 @@ def _check_plain(root: Path) -> None:
 def check_vacant(root: Path, *, locked: bool = False, overwrite: bool = False) -> None:
     """Raise CheckpointError if a new run must not be started in a directory; writes nothing to it.
 
-    ``locked`` means that this process holds the lock, so that no other process can be using the directory. With
-    ``overwrite``, the directory may hold a run that no process uses, and nothing else.
+    A run that learned nothing may be replaced, unless a process uses it. ``locked`` means that this process holds the
+    lock, so that no other process can be using the directory. With ``overwrite``, the directory may hold any run that
+    no process uses, and nothing else.
     """
     if not root.exists():
         return
     if not root.is_dir():
         raise CheckpointError(f"expected a directory for the run at {root}, found a file; choose another path.")
     layout = RunLayout(root)
-    if layout.run_json.exists() and overwrite:
+    if layout.run_json.exists() and (overwrite or not layout.has_learned):
         _check_deletable(root, locked=locked)
         return
     if layout.run_json.exists():

@@ -174,6 +174,8 @@ class HeldOutTest(Event):
     agent: int | None
     """The agent's index; None for the base model."""
     fitness: Fitness
+    questions: str = ""
+    """A digest of the questions that ``fitness.scores`` belong to; "" if some got no grade and are left out."""
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The training loop: rollouts, updates, exams, selection, checkpoints, and a final held-out test."""
 
+import hashlib
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack
@@ -91,6 +92,7 @@ def train(
         date=session.date,
         overwrite=overwrite,
         usual_rate=session.usual_rate,
+        genes={name: gene.span() for name, gene in session.population.agents[0].genes.items()},
     )
     with run:
         yield from _work(session, out, run, stop, trackers)
@@ -246,7 +248,7 @@ def _run(
             ranked = ranking(progress.exam)
             middle = ranked[(len(ranked) - 1) // 2]  # the better of the two in the middle
             progress.median = Median(index=middle, fitness=population.evaluate_agent(middle, "test"))
-            yield HeldOutTest("median_first_generation", middle, progress.median.fitness)
+            yield _tested(population, "median_first_generation", middle, progress.median.fitness)
 
     def after_generation() -> None:
         progress.exam = None
@@ -263,7 +265,7 @@ def _run(
             yield event_of(probed, "" if probed.has_signal else problem(session, probed))
         yield PhaseStarted("base test")
         progress.base = population.evaluate_base("test")
-        yield HeldOutTest("base", None, progress.base)
+        yield _tested(population, "base", None, progress.base)
         if session.config.restarts:
             first = population.everyone[0].index
             progress.begin(first, population.state_of(first))
@@ -284,7 +286,7 @@ def _run(
     tested = tested_elite(session, writer, progress)
     if tested is not None:
         elite, fitness, answers = tested
-        yield HeldOutTest("elite", elite["index"], fitness)
+        yield _tested(population, "elite", elite["index"], fitness)
         summary["test"]["elite"] = fitness.to_dict()
         exams = [progress.fitness[agent.index] for agent in population.everyone if agent.index in progress.fitness]
         lost = left_out(population, {"test": [progress.base, fitness], "exam": exams})
@@ -301,6 +303,13 @@ def _run(
         return summary
 
     yield RunFinished(root, {"status": "finished", **session.topology.peers.first(finish)})
+
+
+def _tested(population: Population, who: str, agent: int | None, fitness: Fitness) -> HeldOutTest:
+    """Return the event of a test, with a digest of its questions if all of them count."""
+    rows = [dict(question.row) for question in population.places("test")]
+    counts = len(fitness.scores) == len(rows)
+    return HeldOutTest(who, agent, fitness, hashlib.sha256(repr(rows).encode()).hexdigest() if counts else "")
 
 
 def _spent(session: Session, progress: Progress) -> float:

@@ -207,7 +207,9 @@ def metric_lines(event: Event) -> Iterator[dict[str, Any]]:
         case PreflightDone():
             yield {"kind": "preflight", **event.metrics}
         case HeldOutTest():
-            yield {"kind": "test", "who": event.who, "agent": event.agent, **event.metrics}
+            scores = {"sha256": event.questions, "scores": event.fitness.scores}
+            each = {"by_question": scores} if event.questions else {}
+            yield {"kind": "test", "who": event.who, "agent": event.agent, **event.metrics, **each}
 
 
 def _when(event: IterationDone | ExamDone | Evolved) -> dict[str, int]:

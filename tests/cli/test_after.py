@@ -86,6 +86,12 @@ def changed(run: Path, tmp_path: Path) -> Callable[..., Path]:
     return change
 
 
+def replace_in(file: Path, text: str, by: str) -> None:
+    content = file.read_text()
+    assert text in content
+    file.write_text(content.replace(text, by))
+
+
 # -- eval -------------------------------------------------------------------------------------------------------------
 
 
@@ -701,6 +707,7 @@ def test_push_without_a_token_or_a_proper_name(
 
 def test_compare_shows_what_differs(run: Path, changed: Any, agilerl: Agilerl) -> None:
     other = changed(algorithm={"lr": 0.5, "seed": 7}, training={"seed": 7})
+    replace_in(other / "metrics.jsonl", '"sha256":"', '"sha256":"other ')
     done = agilerl("compare", str(run), str(other))
     assert done.code == 0, done.errors
     lines = done.output.splitlines()
@@ -711,6 +718,7 @@ def test_compare_shows_what_differs(run: Path, changed: Any, agilerl: Agilerl) -
     assert "so the test does not tell them apart; on different questions, as training.seed differs." in done.output
     found = json.loads((run / "summary.json").read_text())["elite"]["hyperparameters"]["lr"]
     assert next(line.split() for line in lines if line.startswith("elite trained"))[3:] == [f"lr={found:.3g}"] * 2
+    assert json.loads((run / "run.json").read_text())["genes"] == {"lr": "[1e-06, 0.01]"}
     found = json.loads(agilerl("compare", str(run), str(other), "--json").output)
     assert found["settings"]["algorithm.lr"] == [0.001, 0.5]
     assert found["results"][0] == found["results"][1]
@@ -731,9 +739,7 @@ def test_compare_shows_what_differs_inside_lists_and_cuts_long_values(
     assert Path(lines[-1].removeprefix("report written: ")).is_file()
 
 
-def test_compare_says_which_settings_follow_from_others_and_pairs_nothing(
-    run: Path, tmp_path: Path, agilerl: Agilerl
-) -> None:
+def test_compare_says_which_settings_follow_from_others(run: Path, tmp_path: Path, agilerl: Agilerl) -> None:
     info = json.loads((run / "run.json").read_text())
     info["given"]["training"].pop("evo_steps", None)
     for evo_steps, given in ((5, info["given"]), (3, info["given"] | {"algorithm": {"lr": 0.5}})):
@@ -747,9 +753,27 @@ def test_compare_says_which_settings_follow_from_others_and_pairs_nothing(
     done = agilerl("compare", str(tmp_path / "5"), str(tmp_path / "3"))
     rows = [line.split() for line in done.output.splitlines() if line.startswith(("algorithm", "training"))]
     assert rows == [["algorithm.lr", "0.001", "0.5"], ["training.evo_steps", "(derived)", "5", "3"]]
-    assert "apart; not paired by question, as runs keep no score of each." in done.output
     page = Path(done.output.splitlines()[-1].removeprefix("report written: ")).read_text()
     assert "training.evo_steps (derived)" in page
+
+
+def test_compare_pairs_the_questions_of_the_test(run: Path, changed: Any, agilerl: Agilerl) -> None:
+    other = changed(algorithm={"lr": 0.5})
+    line = next(line for line in (run / "metrics.jsonl").read_text().splitlines() if '"who":"elite"' in line)
+    scores = json.loads(line)["by_question"]["scores"]
+    better = [score + 0.5 for score in scores]
+    written = line.replace(json.dumps(scores, separators=(",", ":")), json.dumps(better, separators=(",", ":")))
+    replace_in(other / "metrics.jsonl", line, written)
+    low, high = difference_interval(Fitness.from_scores([b - a for a, b in zip(scores, better)]))
+    verdict = f"(95 % interval {low:+.3f} to {high:+.3f}), {{}}; paired by question."
+    assert verdict.format("which is more than chance") in agilerl("compare", str(run), str(other)).output
+    replace_in(other / "metrics.jsonl", written, line)
+    assert "tell them apart; paired by question." in agilerl("compare", str(run), str(other)).output
+    replace_in(other / "metrics.jsonl", '"sha256":"', '"sha256":"other ')
+    assert "apart; on different questions." in agilerl("compare", str(run), str(other)).output
+    replace_in(other / "metrics.jsonl", '"by_question"', '"unknown"')  # as of a run of an earlier version
+    unpaired = "apart; not paired by question, as not both runs have a score of each."
+    assert unpaired in agilerl("compare", str(run), str(other)).output
 
 
 def test_compare_gives_no_verdict_on_different_tasks(run: Path, changed: Any, agilerl: Agilerl) -> None:

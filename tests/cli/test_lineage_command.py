@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from agilerl.hpo.lineage import birth_record
 from agilerl.report.load import load_run
-from agilerl.runs import read_lines
+from agilerl.report.page import lineage_table
+from agilerl.runs import JsonLines, read_lines
 from tests.cli.outcome import Outcome
 from tests.report.synthetic_run import make_run
 
@@ -92,7 +94,23 @@ def test_what_is_refused(arguments: list[str], said: str, run: Path, agilerl: Ag
 def test_a_run_that_has_not_finished_says_so(arguments: tuple[str, ...], tmp_path: Path, agilerl: Agilerl) -> None:
     root = make_run(tmp_path / "mine", finished=False)
     told = agilerl("lineage", str(root), *arguments).output
+    assert "stayed to the end" not in told
     assert told.endswith(f"it was stopped. To continue: agilerl resume {root}\n")
+
+
+def test_an_agent_that_has_not_trained_is_called_that(tmp_path: Path, agilerl: Agilerl) -> None:
+    root = make_run(tmp_path / "mine", finished=False)
+    with JsonLines(root / "lineage.jsonl") as lineage:
+        lineage.write(birth_record(99, 0, 9, 50, {"lr": 0.1}))
+    row = next(row for row in agilerl("lineage", str(root)).output.splitlines() if row.startswith("   99"))
+    assert row.split()[2:4] == ["0", "-"]
+    assert "has not trained yet" in row
+    told = agilerl("lineage", str(root), "--agent", "99").output
+    assert told.startswith("Agent 99 has not trained yet and is in the population.")
+    run = load_run(root)
+    assert lineage_table(run)[-1]["fitness"] == "has not trained yet"
+    run.agents[99].died = 9
+    assert lineage_table(run)[-1]["fitness"] == "never trained"
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, agilerl: Agilerl) -> None:

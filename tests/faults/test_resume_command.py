@@ -134,6 +134,8 @@ def test_a_setting_that_was_given_and_no_longer_is(agilerl: Agilerl, tmp_path: P
     several = (*TINY, "algorithm={name: 'choice[GRPO, CISPO]', group_size: 4, batch_size: 8}")
     next(events := begin(tmp_path / "run", *several, "algorithm.lr=1e-3"))
     events.close()  # type: ignore[attr-defined]
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as metrics:
+        metrics.write('{"kind":"train"}\n')  # else the run has learned nothing, and begins again
     outcome = agilerl("train", *several, "--out", "run", "--resume", "auto")
     assert outcome.code == 2
     assert "started with algorithm.lr=0.001, now it is left out" in outcome.errors
@@ -146,15 +148,19 @@ def test_of_what_differs_the_setting_that_was_given_is_named(kept: Path, agilerl
     assert "started with training.seed=42, now it is 7" in outcome.errors
 
 
-def test_resume_auto_starts_where_there_is_no_run(agilerl: Agilerl, tmp_path: Path) -> None:
-    """Also in what a process leaves that dies before ``run.json`` is there."""
+@pytest.mark.parametrize("learned_nothing", [False, True])
+def test_resume_auto_starts_where_there_is_no_run(learned_nothing: bool, agilerl: Agilerl, tmp_path: Path) -> None:
+    """Also in what a process leaves that dies before ``run.json`` is there, or before it learned anything."""
+    if learned_nothing:  # with other settings, and other files
+        RunDirectory.create(tmp_path / "run", {"a": 1}, 7, files={"code": {"gone.py": "0"}}).close()
     for folder in ("completions", "checkpoints"):
-        (tmp_path / "run" / folder).mkdir(parents=True)
+        (tmp_path / "run" / folder).mkdir(parents=True, exist_ok=True)
     for name in (".lock", ".run.json.4711.tmp"):
         (tmp_path / "run" / name).touch()
     short = (*TINY, "training.max_steps=16", "training.evo_steps=1")
     outcome = agilerl("train", *short, "--out", "run", "--resume", "auto")
     assert (outcome.code, outcome.errors) == (0, "")
+    assert ("where one ended before it learned anything" in outcome.output) == learned_nothing
     assert "iteration 1 (100%" in outcome.output
     assert (tmp_path / "run" / "summary.json").exists()
     without = agilerl("train", *short, "--resume", "auto")

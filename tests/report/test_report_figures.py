@@ -29,6 +29,7 @@ from agilerl.report.life import lives, short_value
 from agilerl.report.load import Score, cost_names, differences, front_exams, load_run
 from agilerl.report.page import (
     comparison,
+    configuration,
     facts,
     front_table,
     lineage_table,
@@ -356,7 +357,7 @@ def test_tables_name_what_is_known(load):
     lineage += [fitness(1, 0, math.nan), {"event": "death", "agent": 1, "generation": 0, "reason": "sick"}]
     run = load(lineage=lineage, config={"environment": {"task": "t"}, "a": {"b": 1}})
     rows = lineage_table(run)
-    assert [row["fitness"] for row in rows] == ["0.500 ± 0.100", "not finite", "none"]
+    assert [row["fitness"] for row in rows] == ["0.500 ± 0.100", "not finite", "has not trained yet"]
     assert rows[1]["left"] == "0: sick"
     won = load(lineage=lineage, summary={"elite": {"index": 0, "reason": "best exam, 0.500"}})
     assert [row["left"] for row in lineage_table(won)] == ["elite: best exam, 0.500", "0: sick", ""]
@@ -375,6 +376,14 @@ def test_tables_name_what_is_known(load):
     assert differences([given, halved])["training.pop_size"] == [1, 4]
     ungraded = load(lineage=[birth(0, None, 0), birth(4, 0, 1), fitness(0, 0, 0.5, n=51)], config=given.info["config"])
     assert differences([given, ungraded]) == {"exam questions graded": [20, 51]}
+    # The ranges that applied, where all runs recorded them; else what was given.
+    old = load(config={"mutation": {"rl_hp_selection": {"lr": {"min": None, "max": 0.1, "scale": None}}}})
+    new, less = (load(config={"mutation": {"rl_hp_selection": {}}}) for _ in range(2))
+    assert list(differences([old, new])) == ["mutation.rl_hp_selection", "mutation.rl_hp_selection.lr.max"]
+    old.info["genes"], new.info["genes"], less.info["genes"] = {"lr": "[0.001, 0.1]"}, {"lr": "[0.001, 1]"}, {}
+    assert differences([old, new, less]) == {"mutation.rl_hp_selection.lr": ["[0.001, 0.1]", "[0.001, 1]", None]}
+    assert facts(old)["Genes"] == "lr in [0.001, 0.1]"
+    assert "lr: '[0.001, 0.1]'" in configuration(old)["Configuration"]
     other = load(config={"environment": {"task": "t"}, "a": {"b": 2}})
     assert ("a.b", ["1", "2"]) in comparison([run, other], ["x", "y"])["settings"]
 

@@ -119,6 +119,14 @@ def test_an_interrupted_summary_leaves_the_run_open(tmp_path):
 
 def test_an_unfinished_run_is_not_started_over(tmp_path):
     RunDirectory.create(tmp_path, CONFIG, 7).close()
+    (tmp_path / "metrics.jsonl").write_text('{"kind":"test"}\n')
+    RunDirectory.create(tmp_path, CONFIG, 8).close()  # in place of one that learned nothing
+    assert (read_run(tmp_path)["seed"], (tmp_path / "metrics.jsonl").exists()) == (8, False)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(CheckpointError, match="not part of a run"):
+        RunDirectory.create(tmp_path, CONFIG, 9)
+    (tmp_path / "thesis.tex").unlink()
+    (tmp_path / "metrics.jsonl").write_text('{"kind":"train"}\n')
     with pytest.raises(
         CheckpointError, match="no checkpoint, so nothing is lost if you start it again with train --overwrite"
     ):
@@ -135,6 +143,7 @@ def test_a_run_that_another_process_made_a_moment_ago_is_not_overwritten(tmp_pat
     def late(path):
         monkeypatch.undo()
         RunDirectory.create(tmp_path / "run", CONFIG, 1).close()
+        (tmp_path / "run" / "metrics.jsonl").write_text('{"kind":"train"}\n')
         return lock(path)
 
     monkeypatch.setattr(directory, "DirectoryLock", late)
