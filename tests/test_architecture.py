@@ -69,8 +69,8 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 CEILINGS = {
     ".": 2_235,
     "algorithms": 6_255,
-    "checks": 782,
-    "cli": 4_834,
+    "checks": 785,
+    "cli": 4_835,
     "compat": 2_630,
     "config": 2_330,
     "data": 645,
@@ -80,13 +80,13 @@ CEILINGS = {
     "hpo": 2_985,
     "models": 3_805,
     "planning": 955,
-    "report": 2_599,
+    "report": 2_600,
     "rewards": 2_930,
     "rollouts": 4_065,
     "runs": 2_135,
     "safety": 795,
     "text": 305,
-    "training": 4_642,
+    "training": 4_645,
     "utils": 40,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises
