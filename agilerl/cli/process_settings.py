@@ -48,14 +48,17 @@ def loading_done() -> None:
         return
     was_enabled = any(_loading)
     _loading.clear()
-    if not gc.get_freeze_count():  # a second freeze would keep the first command's garbage forever
+    if not _frozen:  # a second freeze would keep the first command's garbage forever
         gc.freeze()
+        _frozen.append(True)
     if was_enabled:
         gc.enable()
 
 
 _loading: list[bool] = []
 """Whether garbage collection was on before :func:`apply`; empty if there is nothing to restore."""
+_frozen: list[bool] = []
+"""Not empty once :func:`loading_done` has frozen; the collector would count every frozen object to answer that."""
 _debugging: list[bool] = [False]
 
 
