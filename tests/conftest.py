@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 # Set before the libraries read them.
@@ -48,6 +49,12 @@ LONGEST = (
     ),
 )
 """Files of 10 seconds and more, roughly the longest first: one of them at the end would leave the other cores idle."""
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """One more than there are cores: a fifth of the time, tests wait for a process, a browser or the end of a time."""
+    return (yield) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
