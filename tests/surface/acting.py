@@ -86,7 +86,8 @@ def stages(facts: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[Any]
 
 class Before:
     """The facts without the change, found out as far as needed. They are the same every time: else a difference would
-    prove nothing."""
+    prove nothing.
+    """
 
     def __init__(self, facts: Callable[..., Any], given: Mapping[str, Any]) -> None:
         self._both = zip_longest(stages(facts, given), stages(facts, given))
