@@ -8,6 +8,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -183,7 +184,7 @@ def test_the_benchmark_counts_a_program(tmp_path: Path) -> None:
 def collecting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leave the collector as it was, and nothing frozen for the rest of the tests."""
     monkeypatch.delenv(process_settings.SWITCH, raising=False)
-    monkeypatch.setattr(process_settings, "_frozen", [])
+    monkeypatch.setattr(process_settings, "_freeze_once", cache(gc.freeze))
     frozen = gc.get_freeze_count()
     yield
     process_settings.loading_done()
