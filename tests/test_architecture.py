@@ -68,7 +68,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 
 CEILINGS = {
     ".": 2_235,
-    "algorithms": 6_255,
+    "algorithms": 6_260,
     "checks": 775,
     "cli": 4_815,
     "compat": 2_630,
@@ -77,7 +77,7 @@ CEILINGS = {
     "distributed": 720,
     "envs": 7_685,
     "functional": 1_625,
-    "hpo": 2_985,
+    "hpo": 2_987,
     "models": 3_805,
     "planning": 955,
     "report": 2_575,
