@@ -33,9 +33,11 @@ settings.load_profile("repeatable")
 LONGEST = (
     *("test_ray", "test_kill", "test_tutorials", "test_islands", "test_islands_faults", "test_attacks_on_scoring"),
     *("test_readme", "test_resume_kinds", "test_attacks", "test_one_agent", "test_curriculum", "test_family"),
-    *("test_isolated", "test_command_line", "test_what_scorers_evaluate", "test_user_types"),
+    *("test_isolated", "test_command_line", "test_what_scorers_evaluate", "test_user_types", "test_endpoint"),
+    *("test_report_in_a_browser", "test_after", "test_what_was_set", "test_default_search", "test_wrong_arguments"),
     *(
         "test_agents_arguments",
+        "test_evidence_benchmark",
         "test_other_arguments",
         "test_loops",
         "test_helpers",
