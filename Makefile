@@ -104,7 +104,7 @@ lint: $(READY) ## Style and format
 types: $(READY) ## Types of the package
 	$(BIN)/mypy
 
-unit: $(READY) ## pytest, a process for each core; ARGS='tests/hpo -k tournament' narrows it
+unit: $(READY) ## pytest, one process more than cores; ARGS='tests/hpo -k tournament' narrows it
 	$(BIN)/pytest $(DIVIDED) $(ARGS)
 
 test-nightly: $(READY) ## The further members of tables of cases, of which test runs some; not a part of test

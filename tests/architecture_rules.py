@@ -3,7 +3,7 @@
 import ast
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 POSITIONAL, DEPTH = 6, 4
 
@@ -83,6 +83,11 @@ class Import:
     line: int
 
 
+@cache
+def parsed(source: str) -> ast.Module:
+    return ast.parse(source)
+
+
 @dataclass(frozen=True)
 class Module:
     name: str
@@ -92,7 +97,11 @@ class Module:
 
     @cached_property
     def tree(self) -> ast.Module:
-        return ast.parse(self.source)
+        return parsed(self.source)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
 
     @cached_property
     def imports(self) -> list[Import]:
@@ -112,7 +121,7 @@ class Module:
     def aliases(self) -> dict[str, str]:
         """What a local name stands for: ``np`` is ``numpy``."""
         found = {}
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if isinstance(node, ast.Import):
                 for a in node.names:
                     found |= {a.asname: a.name} if a.asname else {a.name.partition(".")[0]: a.name.partition(".")[0]}
@@ -120,11 +129,10 @@ class Module:
                 found |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
         return found
 
-    def calls(self) -> Iterator[tuple[str, ast.Call]]:
+    @cached_property
+    def calls(self) -> list[tuple[str, ast.Call]]:
         """Each call with the full name of what is called; a method of an unknown object begins with a dot."""
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Call):
-                yield self.dotted(node.func), node
+        return [(self.dotted(node.func), node) for node in self.nodes if isinstance(node, ast.Call)]
 
     def dotted(self, node: ast.expr) -> str:
         if isinstance(node, ast.Name):
@@ -134,8 +142,9 @@ class Module:
             return f"{owner}.{node.attr}"
         return ""
 
-    def functions(self) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
-        yield from self._functions(self.tree, self.name)
+    @cached_property
+    def functions(self) -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+        return list(self._functions(self.tree, self.name))
 
     def _functions(self, node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
         for child in ast.iter_child_nodes(node):
@@ -190,7 +199,7 @@ def forbidden_imports(module: Module) -> Iterator[str]:
 
 
 def positional(module: Module) -> Iterator[str]:
-    for name, node in module.functions():
+    for name, node in module.functions:
         names = [a.arg for a in [*node.args.posonlyargs, *node.args.args]]
         implied = names[:1] in (["self"], ["cls"], ["ctx"])  # ctx: torch.autograd.Function
         if len(names) - implied > POSITIONAL:
@@ -201,31 +210,31 @@ def unsafe(module: Module) -> Iterator[str]:
     for found in module.imports:
         if any(part_of(found.target, name) for name in UNSAFE_IMPORTS):
             yield f"{module.name}: imports {found.target} (line {found.line})"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Name | ast.Attribute) and module.dotted(node) in UNSAFE_NAMES:
             yield f"{module.name}: {module.dotted(node)} (line {node.lineno})"
-    for _, call in module.calls():
+    for _, call in module.calls:
         for keyword in call.keywords:
             safe = UNSAFE_KEYWORDS.get(keyword.arg or "")
             if safe is not None and ast.unparse(keyword.value) != safe:
                 yield f"{module.name}: {keyword.arg} (line {call.lineno})"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Dict):  # for f(**{...})
             for key, value in zip(node.keys, node.values):
                 name = key.value if isinstance(key, ast.Constant) else None
-                if UNSAFE_KEYWORDS.get(str(name), ast.unparse(value)) != ast.unparse(value):
+                if str(name) in UNSAFE_KEYWORDS and ast.unparse(value) != UNSAFE_KEYWORDS[str(name)]:
                     yield f"{module.name}: {name} (line {node.lineno})"
 
 
 def dynamic_imports(module: Module) -> Iterator[str]:
     """Modules by a name that is not in the source; each place is an exception with a reason."""
-    for name, _ in module.calls():
+    for name, _ in module.calls:
         if name.rpartition(".")[2] in DYNAMIC_IMPORTS:
             yield f"{module.name}: {name.rpartition('.')[2]}"
 
 
 def global_rng(module: Module) -> Iterator[str]:
-    for name, call in module.calls():
+    for name, call in module.calls:
         owner, _, last = name.rpartition(".")
         of_torch = part_of(owner, "torch")
         seeds = of_torch and last in ("manual_seed", "manual_seed_all", "seed")
@@ -238,17 +247,17 @@ def global_rng(module: Module) -> Iterator[str]:
 
 def hidden_machinery(module: Module) -> Iterator[str]:
     """No metaclass, and no attribute lookup in code; the package itself may import lazily."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.ClassDef) and any(keyword.arg == "metaclass" for keyword in node.keywords):
             yield f"{module.name}: metaclass of {node.name}"
-    for name, node in module.functions():
+    for name, node in module.functions:
         if node.name in ("__getattr__", "__getattribute__") and name != "agilerl.__getattr__":
             yield name
 
 
 def vague_names(module: Module) -> Iterator[str]:
     """Names of variables and arguments say what the thing is, not that it was found or is one's own."""
-    for _, function in module.functions():
+    for _, function in module.functions:
         for node in ast.walk(function):
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE:
                 yield f"{module.name}: {node.id}"
@@ -309,7 +318,7 @@ def too_deep(modules: Mapping[str, Module]) -> list[str]:
     """Classes with more than DEPTH classes of the package from the root of their inheritance to themselves."""
     bases: dict[str, list[str]] = {}
     for module in modules.values():
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 names = [module.dotted(b.value if isinstance(b, ast.Subscript) else b) for b in node.bases]
                 bases[f"{module.name}.{node.name}"] = [n if "." in n else f"{module.name}.{n}" for n in names]

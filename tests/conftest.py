@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from collections.abc import Generator
 from pathlib import Path
 
 # Set before the libraries read them.
@@ -32,9 +33,11 @@ settings.load_profile("repeatable")
 LONGEST = (
     *("test_ray", "test_kill", "test_tutorials", "test_islands", "test_islands_faults", "test_attacks_on_scoring"),
     *("test_readme", "test_resume_kinds", "test_attacks", "test_one_agent", "test_curriculum", "test_family"),
-    *("test_isolated", "test_command_line", "test_what_scorers_evaluate", "test_user_types"),
+    *("test_isolated", "test_command_line", "test_what_scorers_evaluate", "test_user_types", "test_endpoint"),
+    *("test_report_in_a_browser", "test_after", "test_what_was_set", "test_default_search", "test_wrong_arguments"),
     *(
         "test_agents_arguments",
+        "test_evidence_benchmark",
         "test_other_arguments",
         "test_loops",
         "test_helpers",
@@ -48,6 +51,12 @@ LONGEST = (
     ),
 )
 """Files of 10 seconds and more, roughly the longest first: one of them at the end would leave the other cores idle."""
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """One more than there are cores: a fifth of the time, tests wait for a process, a browser or the end of a time."""
+    return (yield) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -68,7 +68,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 
 CEILINGS = {
     ".": 2_235,
-    "algorithms": 6_255,
+    "algorithms": 6_260,
     "checks": 785,
     "cli": 4_835,
     "compat": 2_630,
@@ -77,7 +77,7 @@ CEILINGS = {
     "distributed": 720,
     "envs": 7_685,
     "functional": 1_625,
-    "hpo": 2_985,
+    "hpo": 2_990,
     "models": 3_805,
     "planning": 955,
     "report": 2_600,
@@ -112,16 +112,19 @@ def package() -> dict[str, Module]:
     return {module_name(p): Module(module_name(p), p.read_text(encoding="utf-8"), names) for p in paths}
 
 
+@cache
+def violations(rule: str) -> frozenset[str]:
+    return frozenset(violation for module in package().values() for violation in RULES[rule](module))
+
+
 @pytest.mark.parametrize("rule", RULES)
 def test_package_keeps_the_rule(rule: str) -> None:
-    found = [violation for module in package().values() for violation in RULES[rule](module)]
-    assert sorted(set(found) - set(ALLOWED.get(rule, ()))) == []
+    assert sorted(violations(rule) - set(ALLOWED.get(rule, ()))) == []
 
 
 @pytest.mark.parametrize("rule", ALLOWED)
 def test_no_exception_outlives_its_reason(rule: str) -> None:
-    found = {violation for module in package().values() for violation in RULES[rule](module)}
-    assert set(ALLOWED[rule]) <= found
+    assert set(ALLOWED[rule]) <= violations(rule)
 
 
 def lines_of(path: Path) -> int:

@@ -51,6 +51,8 @@ def carries(annotation: ast.expr | None) -> bool:
     if annotation is None:
         return False
     text = ast.unparse(annotation)
+    if not any(name in text for name in CARRIED):
+        return False
     tree = ast.parse(text.strip("\"'"), mode="eval")
     inside = [node for call in ast.walk(tree) if _is_callable(call) for node in ast.walk(call)]
     names = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and node not in inside)
@@ -65,7 +67,7 @@ def functions(package: dict[str, Module]) -> dict[str, Function]:
     """Return the functions of the package by their full names."""
     found = {}
     for module in package.values():
-        for name, node in module.functions():
+        for name, node in module.functions:
             owner = name.rpartition(".")[0].rpartition(".")[2]
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             given = any(carries(argument.annotation) for argument in arguments)
@@ -103,12 +105,15 @@ def handovers(root: Path) -> tuple[list[str], list[Call]]:
     package = modules(root)
     known = functions(package)
     every = list(calls(package, known))
+    callees: dict[str, list[str]] = {}
+    for call in every:
+        callees.setdefault(call.caller, []).append(call.callee)
     reached, waiting = set[str](), [name for name in known if name.startswith(("agilerl.cli.", "agilerl.run."))]
     while waiting:
         name = waiting.pop()
         if name not in reached:
             reached.add(name)
-            waiting += [call.callee for call in every if call.caller == name]
+            waiting += callees.get(name, [])
     rows = {name: layer(function.module.name) or 0 for name, function in known.items()}
     climbs = [c for c in every if c.caller in reached and known[c.callee].returns and rows[c.callee] < rows[c.caller]]
     return sorted(name for name in reached if known[name].receives), climbs

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
@@ -73,6 +74,13 @@ from agilerl.runtime import Runtime
 from agilerl.text.padding import padding_id
 
 
+# Each new agent sets a dozen attributes of its own.
+@lru_cache(maxsize=1000)
+def _close_to(config: type[BaseModel], name: str) -> list[str]:
+    """Return the hyperparameter that a name may be meant for, if any."""
+    return get_close_matches(name, config.model_fields, n=1, cutoff=0.8)
+
+
 class LLMAlgorithm(Learner):
     """One agent of a population: hyperparameters and a slot of a shared :class:`Runtime`.
 
@@ -108,7 +116,7 @@ class LLMAlgorithm(Learner):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a new one with nearly the name of a hyperparameter is set as well, with a warning."""
         known = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        close = () if known else get_close_matches(name, self.Config.model_fields, n=1, cutoff=0.8)
+        close = () if known else _close_to(self.Config, name)
         if not known and (hint := hooks.hint(name) or " ".join(f"did you mean {one!r}?" for one in close)):
             warnings.warn(f"{name} is not a hyperparameter, so setting it changes nothing; {hint}", stacklevel=2)
         super().__setattr__(name, value)

@@ -8,6 +8,7 @@ import gc
 import os
 import platform
 import sys
+from functools import cache
 
 from agilerl.errors import ConfigError
 
@@ -48,14 +49,15 @@ def loading_done() -> None:
         return
     was_enabled = any(_loading)
     _loading.clear()
-    if not gc.get_freeze_count():  # a second freeze would keep the first command's garbage forever
-        gc.freeze()
+    _freeze_once()
     if was_enabled:
         gc.enable()
 
 
 _loading: list[bool] = []
 """Whether garbage collection was on before :func:`apply`; empty if there is nothing to restore."""
+# A second freeze would keep the first command's garbage forever; gc.get_freeze_count takes as long as a search.
+_freeze_once = cache(gc.freeze)
 _debugging: list[bool] = [False]
 
 

@@ -6,6 +6,7 @@ import typing
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -223,6 +224,7 @@ def genes_from(model_class: Any) -> dict[str, Gene]:
     return {name: gene for name, gene in declared.items() if gene is not None and _marks(fields[name])[-1].unless_named}
 
 
+@lru_cache(maxsize=1000)
 def declared_gene(model_class: Any, name: str) -> Gene | None:
     """Return the gene declared for a field, or for one entry of a mapping (``field.entry``); None if there is none.
 

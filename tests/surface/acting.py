@@ -1,15 +1,19 @@
 """What the tests of documented arguments share: how an argument is changed, and what must come of it.
 
 A table for each entry point has an entry for each argument; ``facts`` is a function that uses the entry point with some
-arguments and returns what can be seen of it. The facts before and after a change are compared, and bits count.
+arguments and returns what can be seen of it. The facts before and after a change are compared, and bits count. If it
+yields them in stages, the first that differs ends the comparison.
 """
 
 import hashlib
 import inspect
+import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count, zip_longest
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -69,29 +73,51 @@ def bits(*tensors: torch.Tensor) -> str:
     return hashlib.sha256(b"".join(t.detach().cpu().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
 
 
-_BEFORE: dict[str, Any] = {}
+def scratch() -> TemporaryDirectory[str]:
+    """Return a new folder where tests have theirs, which may be memory: runs save with fsync."""
+    return TemporaryDirectory(dir=os.environ.get("PYTEST_DEBUG_TEMPROOT"))
 
 
-def before(facts: Callable[..., Any], given: Mapping[str, Any]) -> Any:
-    """Return the facts without the change, which are the same every time: else a difference would prove nothing."""
-    key = f"{facts} {dict(given)}"
-    if key not in _BEFORE:
-        first, again = (facts(**given) for _ in range(2))
-        assert first == again
-        _BEFORE[key] = first
-    return _BEFORE[key]
+def stages(facts: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the facts: all at once, or one stage after the other if ``facts`` is a generator."""
+    found = facts(**given)
+    yield from found if isinstance(found, Generator) else [found]
+
+
+class Before:
+    """The facts without the change, found out as far as needed. They are the same every time: else a difference would
+    prove nothing.
+    """
+
+    def __init__(self, facts: Callable[..., Any], given: Mapping[str, Any]) -> None:
+        self._both = zip_longest(stages(facts, given), stages(facts, given))
+        self._known: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in count():
+            if number == len(self._known):
+                if (both := next(self._both, None)) is None:
+                    return
+                assert both[0] == both[1]
+                self._known.append(both[0])
+            yield self._known[number]
+
+
+_BEFORE: dict[str, Before] = {}
 
 
 def check(entry: Entry | None, name: str, facts: Callable[..., Any]) -> None:
     """Check that an argument does what its entry says."""
     if isinstance(entry, Change):
-        assert facts(**{**entry.base, name: entry.value}) != before(facts, entry.base)
+        before = _BEFORE.setdefault(f"{facts} {dict(entry.base)}", Before(facts, entry.base))
+        after = stages(facts, {**entry.base, name: entry.value})
+        assert any(one != other for one, other in zip_longest(before, after))
     elif isinstance(entry, Refused):
         with pytest.raises(AgileRLError, match=name):
-            facts(**{**entry.base, name: entry.value})
+            list(stages(facts, {**entry.base, name: entry.value}))
     elif isinstance(entry, Warned):
         with pytest.warns(UserWarning, match=name):
-            facts(**{name: entry.value})
+            list(stages(facts, {name: entry.value}))
     elif isinstance(entry, Proven):
         file, _, test = entry.test.partition("::")
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")

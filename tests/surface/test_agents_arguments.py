@@ -6,11 +6,10 @@ names and defaults. The tables are compared with the signatures: a new argument 
 
 import inspect
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,7 +33,7 @@ from agilerl.runtime import Runtime
 from tests.algorithms.conftest import sample
 from tests.algorithms.data_agents import examples
 from tests.rollouts.test_vllm_requests import REQUEST
-from tests.surface.acting import Entry, NoOp, Proven, Refused, Warned, bits, check, parameters, to
+from tests.surface.acting import Entry, NoOp, Proven, Refused, Warned, bits, check, parameters, scratch, to
 from tests.test_documented_api import METHODS
 from tests.tiny_models import PAD, VOCABULARY, qwen2, random_model
 
@@ -74,8 +73,8 @@ def episodes(group: int) -> RolloutBatch:
 
 def agent_facts(
     cls: Any, runtime: Runtime | None = None, _gap: float = 0.0, _episodes: bool = True, **given: Any
-) -> dict[str, Any]:
-    """Let an agent say something, learn from its own samples and from episodes, and mutate."""
+) -> Iterator[Any]:
+    """Let an agent say something, learn from its own samples and from episodes, and mutate; yield what it then is."""
     data = cls.env_type != "reasoning"
     rates = {"lr_actor": 3e-2, "lr_critic": 1e-2} if "lr" not in cls.Config.model_fields else {"lr": 3e-2}
     sizes = {"batch_size": 4} if data else {"group_size": 4, "batch_size": 8}
@@ -88,15 +87,21 @@ def agent_facts(
     }
     place = {} if {"model_name", "actor_network"} & set(given) else {"runtime": runtime or base()}
     agent = cls(**{"pad_token_id": PAD, "hp_config": None, **place, **own, **given})
-    facts: dict[str, Any] = {"start": bits(agent.runtime.store.theta[agent.slot])}
+    store = agent.runtime.store
+
+    def learned(metrics: dict[str, float]) -> Any:
+        slots = [s for s in (agent.slot, agent.critic_slot, agent.reference_slot) if s is not None]
+        weights = [bits(bank[s]) for s in slots for bank in (store.theta, store.exp_avg, store.exp_avg_sq)]
+        return weights, {k: v for k, v in metrics.items() if "time" not in k}
+
+    yield bits(store.theta[agent.slot]), agent.rank, agent.pad_token_id
     said = agent.get_action([{"input_ids": torch.tensor([prompt])} for prompt in ([5, 9, 3, 8], [7, 7])])
-    facts["says"] = [ids.tolist() for ids in said.completion_ids]
-    metrics: list[dict[str, float]] = []
+    yield [ids.tolist() for ids in said.completion_ids]
     if data:
         for seed in range(2):
             batch = examples(6, seed, pairs=cls.env_type == "preference")
             labels = torch.arange(6) % 2 == 0 if cls.env_type == "unpaired" else None
-            metrics.append(agent.learn(replace(batch, desirable=labels)))
+            yield learned(agent.learn(replace(batch, desirable=labels)))
             agent.set_reference_policy(1)
     else:
         rows = sample([agent], 4)[0]
@@ -104,17 +109,13 @@ def agent_facts(
             row.rewards = [1.0] if row.group == 3 else [sum(t % 2 == 0 for t in row.token_ids) / 3]
             row.logprobs = [p - _gap * (k % 3) for k, p in enumerate(row.logprobs or [])]
         agent.runtime.engine.exact = not _gap
-        metrics.append(agent.learn(collate(rows, PAD)))
+        yield learned(agent.learn(collate(rows, PAD)))
         agent.set_reference_policy(1)
         if _episodes:
-            metrics.append(agent.learn(episodes(agent.config.group_size)))
-    slots = [s for s in (agent.slot, agent.critic_slot, agent.reference_slot) if s is not None]
-    store = agent.runtime.store
-    facts["learned"] = [bits(bank[s]) for s in slots for bank in (store.theta, store.exp_avg, store.exp_avg_sq)]
-    facts["told"] = [{k: v for k, v in m.items() if "time" not in k} for m in metrics]
+            yield learned(agent.learn(episodes(agent.config.group_size)))
     if agent.genes:
         Mutations(0, 0, 0, 0, 0, 1).mutation([agent])
-    return {**facts, "mutated": agent.mut, "rank": agent.rank, "pads": agent.pad_token_id}
+    yield learned({}), agent.mut, agent.rank
 
 
 def base(**options: Any) -> Runtime:
@@ -313,7 +314,8 @@ def test_an_agents_argument_acts(algorithm: str, name: str) -> None:
 
 
 def test_a_config_is_the_same_as_its_keywords() -> None:
-    assert agent_facts(GRPO, config=GRPO.Config(lr=1e-3, beta=0.5)) == agent_facts(GRPO, lr=1e-3, beta=0.5)
+    given, keywords = agent_facts(GRPO, config=GRPO.Config(lr=1e-3, beta=0.5)), agent_facts(GRPO, lr=1e-3, beta=0.5)
+    assert list(given) == list(keywords)
 
 
 def test_an_agent_is_on_the_base_that_was_given() -> None:
@@ -484,7 +486,7 @@ def founded(size: int = 2, **given: Any) -> Any:
 def saved(path: str = "one", _twice: bool = False, **given: Any) -> Any:
     agent = fresh()
     agent.learn(rows_of())
-    with TemporaryDirectory() as root:
+    with scratch() as root:
         agent.save_checkpoint(Path(root, path))
         if _twice:
             agent.save_checkpoint(Path(root, path), **{"overwrite": True, **given})
@@ -495,7 +497,7 @@ def loaded(path: int = 0, _cls: Any = GRPO, **given: Any) -> Any:
     """Load one of two checkpoints of the same algorithm into an agent that has learned something else."""
     agent = fresh(_cls)
     agent.set_reference_policy(1)
-    with TemporaryDirectory() as root:
+    with scratch() as root:
         for number in range(2):
             other = fresh(_cls, runtime=agent.runtime, seed=number)
             other.learn(rows_of(number))

@@ -11,7 +11,6 @@ from dataclasses import fields
 from functools import cache
 from io import StringIO
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from time import sleep
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +69,7 @@ from agilerl.utils.probe_envs_llm import (
 from tests.envs.conftest import make_tokenizer
 from tests.envs.scripted import Echo
 from tests.hpo.plain_agents import GENES, population
-from tests.surface.acting import Entry, NoOp, Proven, Refused, check, parameters, to
+from tests.surface.acting import Entry, NoOp, Proven, Refused, check, parameters, scratch, to
 from tests.training.small_runs import SMALL
 
 pytestmark = pytest.mark.model
@@ -304,7 +303,7 @@ def agents(cls: Any = GRPO, size: int = 2, **given: Any) -> list[Any]:
 def looped(loop: Any, **given: Any) -> Any:
     """Return what a loop did: updates, steps, exams, mutations, what it printed and the files that it left."""
     said = StringIO()
-    with TemporaryDirectory() as place, chdir(place), redirect_stdout(said), warnings.catch_warnings():
+    with scratch() as place, chdir(place), redirect_stdout(said), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         pop, fitness = loop(**given)
         files = sorted(str(path) for path in Path().rglob("*"))
@@ -400,7 +399,7 @@ def chosen(population: Any = (0.1, 0.9), **given: Any) -> Any:
     for agent, fitness in zip(pop, population):
         agent.fitness.append(fitness)
     own = {"selection_strategy": SELECTION, "mutation": MUTATION}
-    with TemporaryDirectory() as place, chdir(place):
+    with scratch() as place, chdir(place):
         after = utils.run_selection_and_mutation(population=pop, **{**own, **given})
         files = sorted(str(path) for path in Path().glob("*"))
     return [(agent.index, agent.lr) for agent in after], files
@@ -408,7 +407,7 @@ def chosen(population: Any = (0.1, 0.9), **given: Any) -> Any:
 
 def wrote(path: str = "one", overwrite: bool = True, _again: bool = False) -> Any:
     (agent,) = agents(size=1)
-    with TemporaryDirectory() as place, chdir(place):
+    with scratch() as place, chdir(place):
         utils.save_llm_checkpoint(agent, path)
         if _again:
             utils.save_llm_checkpoint(agent, path, overwrite=overwrite)
@@ -458,7 +457,7 @@ def ran(**given: Any) -> Any:
     own = {"out": "run", "verbose": False, "elite_path": "best", "tensorboard": True, "csv": True}
     if given.pop("consumers", False):
         own["consumers"] = (lambda event: events.append(type(event).__name__),)
-    with TemporaryDirectory() as place, chdir(place), redirect_stdout(said):
+    with scratch() as place, chdir(place), redirect_stdout(said):
         LocalTrainer(**SMALLEST).train(**{**own, **given})
         found = sorted(str(path) for path in Path().glob("*")), Path("run/tensorboard").exists()
     return found, bool(said.getvalue()), events
