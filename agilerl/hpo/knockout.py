@@ -204,6 +204,9 @@ class KnockoutSelection(Strategy):
         few = max(survivors(agents, spent), self.floor) if leave else agents
         verdicts: dict[int, str] = {}
         kept = self._kept(fitness, contest.finite, few, leave and on_evidence(agents, spent), verdicts)
+        if self.seeded in kept and 0 in set(fitness).difference(kept, verdicts):
+            rule = f"agent {self.seeded} is protected, as it has the usual rate of this base"
+            verdicts[0] = f"{contest.places(kept, verdicts)[0]}; {rule}"
         reason = f"knockout: {agents} to {len(kept)} agents" if len(kept) < agents else ""
         return contest.reduced(kept, reason, verdicts)
 

@@ -169,6 +169,12 @@ def test_the_seeded_agent_loses_only_to_evidence() -> None:
     assert plan.verdicts[1] == f"left: not surely better than the protected agent 0, P = {sure:.3f} < 0.97"
     assert plan.elite == 2
 
+    # The user's configuration leaves by place if another agent is protected, and is told so.
+    usual = KnockoutSelection(2).seeding(1).plan({0: solved(20), 1: solved(21)}, 0, 0, 2)
+    assert usual.verdicts[0] == (
+        "left: place 2 of 2, 0.500; agent 1 is protected, as it has the usual rate of this base"
+    )
+
     far = {0: solved(8), 1: solved(20), 2: solved(24), 3: solved(10)}
     plan = KnockoutSelection(4).plan(far, 0, 0, 4)
     assert plan.slots == (1, 2)
