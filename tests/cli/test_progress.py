@@ -249,12 +249,17 @@ def test_what_may_keep_agents_from_learning_is_said_once_and_at_an_end_without_g
     assert "agent 0:" not in progress.replace("exam", "") + end
 
 
-def test_a_loss_is_not_called_a_small_gain(session: Session) -> None:
+def test_a_loss_is_not_called_a_small_gain(session: Session, tmp_path: Path) -> None:
     screen = console(200, terminal=False)
     watch(iter(story(session, result=0.0)), session, screen)
     assert "The elite is worse than the base: -0.400\n" in written(screen)
     *events, end = story(session)
     assert isinstance(end, RunFinished)
+    scores = {"base": [0.0, 1.0, 0.0, 1.0], "elite": [1.0, 1.0, 1.0, 1.0]}
+    tests = [{"kind": "test", "who": w, "by_question": {"sha256": "0", "scores": s}} for w, s in scores.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in tests))
+    watch(iter([replace(events[0], out=tmp_path), *events[1:], end]), session, screen)
+    assert "The elite is better than the base: +0.500 ± 0.289 (one standard error, paired" in written(screen)
     fewer = {**end.summary["test"], "base": {**end.summary["test"]["base"], "n": 8}}
     watch(iter([*events, replace(end, summary={**end.summary, "test": fewer})]), session, screen)
     last = written(screen).rpartition("Held-out test")[2]

@@ -1,9 +1,11 @@
 import json
 import math
+import re
 
 import pytest
 from small_run import birth, fitness, train, write_run
 
+from agilerl.hpo.fitness import Fitness
 from agilerl.report.figures import (
     _spread_out,
     agent_colour,
@@ -319,6 +321,10 @@ def test_the_verdict_is_honest(load, base, elite, sentence):
     run = load(summary={"test": test})
     found = verdict(run)
     assert sentence in found["sentence"]
+    if "±" in sentence:
+        scores = {"base": (0.0, 1.0) * 200, "elite": (1.0,) * 400}
+        run.by_question = {who: ("digest", Fitness(math.nan, scores=each)) for who, each in scores.items()}
+        assert re.search(r"± (2\.5|0\.025) \(one standard error, paired by question\)", verdict(run)["sentence"])
     for bar in found["bars"]:
         assert 0 <= bar["low"] <= bar["low"] + bar["span"] <= 100.01
         assert 0 <= bar["width"] <= 100

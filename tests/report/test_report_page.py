@@ -109,7 +109,7 @@ def test_every_figure_is_valid_and_has_its_place(page, names):
 
 def test_the_verdict_stands_at_the_top(page):
     text = page("whole").text
-    assert re.search(r"The elite, agent \d+, is better than the base by 53\.2 points ± 2\.8", text)
+    assert re.search(r"The elite, agent \d+, is better than the base by 53\.2 points ± 2\.8 \(one", text)
     for words in ("36.8 % ± 2.4 points, n 400", "90.0 % ± 1.5 points, n 400", "Charts by iteration", "test accuracy"):
         assert words in text
     assert text.index("36.8 %") < text.index("Fitness Mean reward")
