@@ -91,7 +91,7 @@ def test_it_says_where_it_goes_on_and_gets_to_the_same_end(
     copy(kept, name, tmp_path)
     outcome = agilerl("resume", "run")
     assert (outcome.code, outcome.errors) == (0, "")
-    assert outcome.output.startswith(f"Resuming run: loading the libraries and the model.\n{words}")
+    assert outcome.output.startswith(f"Resuming run: loading the libraries and the model. {words}")
     assert "Held-out test" in outcome.output
     assert differences(evidence(tmp_path / "run"), evidence(kept / "done")) == []
 
