@@ -168,6 +168,7 @@ def test_what_is_told_about_an_agent(tmp_path):
     assert second["events"] == [
         [0, "born of 0 and 2"],
         [0, "mutated: lr 0.001 → 0.005 (by selection)"],
+        [1, "exam 0.750 ± 0.100"],
         [1, "kept: P = 0.6"],
         [2, "left: place 4"],
     ]
