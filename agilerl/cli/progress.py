@@ -348,8 +348,11 @@ def watch(
     symptoms = _symptoms(view.observer, session, view.out)
     if (gain := _gain(summary, view.out)) is not None and gain[1] >= _SURE:  # something was learned: only alarms count
         symptoms = {index: [s for s in each if s.samples] for index, each in symptoms.items()}
-    if known := advice(summary) | by_sentence(symptoms):
-        console.print("What may keep agents from learning")
+    parts = {"About the run as a whole": advice(summary), "What may keep agents from learning": by_sentence(symptoms)}
+    for heading, known in parts.items():
+        if not known:
+            continue
+        console.print(heading)
         for sentence, symptom in known.items():
             for line in [sentence, *shown_samples(symptom.samples)]:
                 console.print(f"  {line}", soft_wrap=not console.is_terminal)

@@ -410,7 +410,7 @@ def configuration(run: RunRecord) -> dict[str, str]:
 def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
     """Return what the page says about each agent, in its table and when it is clicked, in the order of birth."""
     (elite, why), places = life.chosen(run), life.places(run)
-    told = {one["agent"]: one["events"] for one in life.lives(run)}
+    stories = {one["agent"]: one["events"] for one in life.lives(run)}
     return [
         {
             "agent": index,
@@ -436,7 +436,7 @@ def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
                 [name, short_value(first), short_value(last)]
                 for (name, first), last in zip(agent.first_values().items(), agent.values().values())
             ],
-            "events": [[event["generation"], event["sentence"]] for event in told[index]],
+            "events": [[event["generation"], event["sentence"]] for event in stories[index]],
             "exams": [
                 [exam.generation, exam.step, life.plus(exam.score), exam.score.n, places[exam.generation, index]]
                 for exam in agent.exams

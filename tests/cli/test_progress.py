@@ -162,7 +162,9 @@ def test_the_mark_is_on_the_elite_of_the_result(case: str) -> None:
     assert [row.split()[0] for row in last_table(text)[1:]] == [f"{i}*" if i == elite else str(i) for i in range(3)]
     assert words in text.partition("* elite: ")[2]
     assert f"elite (agent {elite} after iteration {step})" in text
-    assert "What may keep agents from learning\n  it is early\n" in text  # although the elite is better than the base
+    # Although the elite is better than the base.
+    assert "About the run as a whole\n  it is early\n" in text
+    assert "What may keep agents" not in text
 
 
 def test_a_terminal_says_at_once_what_a_signal_does(session: Session) -> None:

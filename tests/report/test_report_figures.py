@@ -36,6 +36,7 @@ from agilerl.report.page import (
     front_table,
     lineage_table,
     phase_table,
+    render,
     sample_groups,
     verdict,
 )
@@ -370,6 +371,9 @@ def test_tables_name_what_is_known(load):
     assert facts(run)["Task"] == "t"
     halved = load(config={"training": {"pop_size": 4}}, summary={"agents": 1, "advice": ["the elite is early"]})
     assert list(halved.symptoms) == ["the elite is early"]
+    page = render([halved])
+    assert "<p>About the run as a whole</p>" in page
+    assert "<p>What may keep agents from learning</p>" not in page
     assert facts(halved)["Population"] == "4, at the end 1"
     # What the budget decided is what the run had, whether it was set or not.
     lone, settings = [birth(0, None, 0), birth(4, 0, 1), fitness(0, 0, 0.5)], {"environment": {"eval_prompts": 20}}
