@@ -332,7 +332,9 @@ class Population(Exams):
                 values["prompts_skipped"] = float(skipped)
             if levels := rollout.levels.get(index):
                 values["curriculum/level"] = fmean(levels)
-            values |= episode_metrics(rows) | parts
+            values |= parts
+            if self.task.multi_turn:
+                values |= episode_metrics(rows, rollout.samples.get(index, 0))
             # Without parts, the whole reward is the score of its only grader.
             if not parts and "reward" in values:
                 values |= {f"{whole}/mean": values["reward"], f"{whole}/std": values["reward_std"]}

@@ -495,7 +495,12 @@ def run_compare(
     from agilerl.cli.commands import report_file
     from agilerl.report.page import build_report, distinct_names
 
-    _show_comparison(distinct_names(runs), differ, follow, results)
+    names = distinct_names(runs)
+    _show_comparison(names, differ, follow, results)
+    for name in (name for name, record in zip(names, records) if not record.is_finished):
+        tell_line(f"{one_line(name)} has not finished.")
+    if not differ:
+        tell_line("No setting differs.")
     if verdict := _verdict(records, differ):
         tell_line(verdict)
     tell_line(f"report written: {build_report(runs, report_file(runs, out))}")
@@ -517,6 +522,8 @@ def _verdict(runs: Sequence["RunRecord"], differ: Mapping[str, Any]) -> str:
     asked = "not paired by question, as not both runs have a score of each"
     known = [run.by_question["elite"] for run in runs if "elite" in run.by_question]
     if len(known) == 2 and known[0][0] == known[1][0]:
+        if known[0][1].scores == known[1][1].scores:
+            return "Both elites have the same score in every question of the test."
         low, high = difference_interval(paired_difference(known[1][1], known[0][1]))
         sized, surely = f"(95 % interval {low:+.3f} to {high:+.3f})", low > 0 or high < 0
         asked = "paired by question"

@@ -273,10 +273,15 @@ def _on_this_machine(request: Request, *, together: bool) -> None:
     An error in any of several processes ends all of them, and is printed once.
     """
     if not together:
-        _existing(request)  # before the slow imports
+        from agilerl.runs.directory import RunLayout
+
+        terminal = Terminal.of(request.form)
+        # Before the slow imports.
+        if _existing(request) is not None and not RunLayout(request.root).is_finished:
+            terminal.console.print(f"Resuming {request.root}: loading the libraries and the model.")
         from agilerl.distributed.topology import SOLITARY
 
-        carry_out(request, SOLITARY, Terminal.of(request.form))
+        carry_out(request, SOLITARY, terminal)
         return
     topology: Topology | None = None
     try:

@@ -34,8 +34,8 @@ from agilerl.hpo.mutation import LEARNING_RATES
 from agilerl.hpo.strategies import UNITS
 from agilerl.planning.footprint import money, peak
 from agilerl.population import Population
-from agilerl.report.load import load_run, number
-from agilerl.runs import RunLayout
+from agilerl.report.load import by_question, load_run, number, paired_error
+from agilerl.runs import RunLayout, read_lines
 from agilerl.runs.diagnosis import Observer, Symptom, advice, by_sentence
 from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.stopping import AFTER_ITERATION, StopRequest
@@ -346,10 +346,13 @@ def watch(
         console.print(view.explained_mark(summary["elite"]), soft_wrap=not console.is_terminal)
     console.print()
     symptoms = _symptoms(view.observer, session, view.out)
-    if (gain := _gain(summary)) is not None and gain[1] >= _SURE:  # something was learned: only alarms count
+    if (gain := _gain(summary, view.out)) is not None and gain[1] >= _SURE:  # something was learned: only alarms count
         symptoms = {index: [s for s in each if s.samples] for index, each in symptoms.items()}
-    if known := advice(summary) | by_sentence(symptoms):
-        console.print("What may keep agents from learning")
+    parts = {"About the run as a whole": advice(summary), "What may keep agents from learning": by_sentence(symptoms)}
+    for heading, known in parts.items():
+        if not known:
+            continue
+        console.print(heading)
         for sentence, symptom in known.items():
             for line in [sentence, *shown_samples(symptom.samples)]:
                 console.print(f"  {line}", soft_wrap=not console.is_terminal)
@@ -751,17 +754,20 @@ def _score(fitness: Fitness) -> str:
     return f"{fitness.mean:.3f} ± {fitness.stderr:.3f}{costs}"
 
 
-def _gain(summary: Mapping[str, Any]) -> tuple[float, float] | None:
-    """Return by how much the elite is better than the base in the test, and the probability that it is better.
+def _gain(summary: Mapping[str, Any], out: Path) -> tuple[float, float, str] | None:
+    """Return by how much the elite is better than the base in the test, the probability that it is better, and ±.
 
-    Both took the same test, but a summary has no score of each question: as for independent tests, which is cautious.
+    If the score of each question is not known: as for independent tests, which is cautious.
     """
     base, elite = (summary["test"].get(who) for who in ("base", "elite"))
     if base is None or elite is None or None in (base["mean"], elite["mean"]) or base["n"] != elite["n"]:
         return None
     gain, error = elite["mean"] - base["mean"], math.hypot(base["stderr"] or 0, elite["stderr"] or 0)
+    sized, paired = "", paired_error(by_question(read_lines(RunLayout(out).metrics)))
+    if paired is not None:
+        error, sized = paired, f" ± {paired:.3f} (one standard error, paired by question)"
     # Without any spread the sign alone decides.
-    return gain, NormalDist().cdf(gain / error) if error else 0.5 + 0.5 * ((gain > 0) - (gain < 0))
+    return gain, NormalDist().cdf(gain / error) if error else 0.5 + 0.5 * ((gain > 0) - (gain < 0)), sized
 
 
 def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampling: str) -> None:
@@ -776,10 +782,10 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampl
             table.add_row(label, _cell(result["mean"], ".3f"), _cell(result["stderr"], ".3f"), str(result["n"]))
     console.print(f"Held-out test ({sampling})")
     console.print(table)
-    if (gain := _gain(summary)) is not None:
+    if (gain := _gain(summary, out)) is not None:
         better, worse = gain[1] >= _SURE, gain[1] <= 1 - _SURE
         verdict = f"{'better' if better else 'worse'} than" if better or worse else "not clearly better than"
-        console.print(f"The elite is {verdict} the base: {gain[0]:+.3f}")
+        console.print(f"The elite is {verdict} the base: {gain[0]:+.3f}{gain[2]}")
     elif len({result["n"] for result in summary["test"].values()}) > 1:
         console.print("These means are not comparable, because not the same questions got a grade (n)")
     if elite is None:

@@ -24,6 +24,12 @@ STUCK_FACTOR = 0.2
 """Factor on the learning rate of an agent that comes back because it, or its successor, could learn no more."""
 
 
+def _compared(one: Fitness, other: Fitness, name: str, probability: float) -> str:
+    """Return that one is not better than the other with this name, and the exams of both."""
+    how = "not better" if probability < 0.5 else "not surely better"
+    return f"{how} than {name}, {one.value:.3f} against {other.value:.3f}"
+
+
 class PulseSelection(Strategy):
     """Every ``every`` generations fork the agent into challengers, and keep the one that the next exam proves better.
 
@@ -109,8 +115,8 @@ class PulseSelection(Strategy):
         else:
             verdicts[present] = f"kept: P = {sure:.3f} < {self.challenge:g} that agent {best} is better"
             winner = present
-            how = "not better" if sure < 0.5 else "not surely better"
-            verdicts[best] = f"left: {how} than agent {present}, P = {sure:.3f} < {self.challenge:g}"
+            compared = _compared(fitness[best], fitness[present], f"agent {present}", sure)
+            verdicts[best] = f"left: {compared}, P = {sure:.3f} < {self.challenge:g}"
         verdicts |= contest.places([winner], verdicts)
         return winner
 
@@ -204,6 +210,9 @@ class KnockoutSelection(Strategy):
         few = max(survivors(agents, spent), self.floor) if leave else agents
         verdicts: dict[int, str] = {}
         kept = self._kept(fitness, contest.finite, few, leave and on_evidence(agents, spent), verdicts)
+        if self.seeded in kept and 0 in set(fitness).difference(kept, verdicts):
+            rule = f"agent {self.seeded} is protected, as it has the usual rate of this base"
+            verdicts[0] = f"{contest.places(kept, verdicts)[0]}; {rule}"
         reason = f"knockout: {agents} to {len(kept)} agents" if len(kept) < agents else ""
         return contest.reduced(kept, reason, verdicts)
 
@@ -222,8 +231,9 @@ class KnockoutSelection(Strategy):
             # The agent that is not beaten stays beside the others or, if places decide, in the rival's place.
             kept.append(index)
             if not evidently:
-                how = "not better" if proof.probability < 0.5 else "not surely better"
-                verdicts[rival] = f"left: {how} than the protected agent {self.seeded}, {proof}"
+                protected = f"the protected agent {self.seeded}"
+                compared = _compared(fitness[rival], fitness[index], protected, proof.probability)
+                verdicts[rival] = f"left: {compared}, {proof}"
                 kept.remove(rival)
         return kept
 

@@ -15,7 +15,7 @@ from typing import Any
 from agilerl.checks.arguments import Location, counted, shown
 from agilerl.checks.redaction import without_keys
 from agilerl.errors import CheckpointError, ConfigError
-from agilerl.hpo.fitness import Fitness, is_accuracy, pareto_front, within_range
+from agilerl.hpo.fitness import Fitness, is_accuracy, paired_difference, pareto_front, within_range
 from agilerl.hpo.strategies import UNITS
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.diagnosis import Symptom, advice, by_sentence, symptoms
@@ -287,7 +287,7 @@ def load_run(path: Path, price: float | None = None) -> RunRecord:
             agents=dict(sorted(agents.items())),
             timed=[*kinds["eval"], *kinds["evolution"]],
             tests=_tests(kinds["test"], summary),
-            by_question=dict(_by_question(kinds["test"])),
+            by_question=by_question(kinds["test"]),
             elites=elites,
             seconds=number_or(summary.get("seconds"), max(elapsed, default=math.nan)),
             price=number(training.get("price_per_hour") if price is None else price),
@@ -429,11 +429,22 @@ def _tests(lines: Iterable[Line], summary: Line) -> dict[str, tuple[int | None, 
     return tests
 
 
-def _by_question(lines: Iterable[Line]) -> Iterator[tuple[str, tuple[str, Fitness]]]:
-    for line in lines:
-        if each := line.get("by_question"):
-            scores = Fitness(math.nan, scores=tuple(map(number, each["scores"])))
-            yield str(line.get("who")), (str(each["sha256"]), scores)
+def by_question(lines: Iterable[Line]) -> dict[str, tuple[str, Fitness]]:
+    """Return by who took the test the digest of its questions, and the score of each, as far as they are known."""
+    known = {str(line.get("who")): each for line in lines if (each := line.get("by_question"))}
+    return {
+        who: (str(each["sha256"]), Fitness(math.nan, scores=tuple(map(number, each["scores"]))))
+        for who, each in known.items()
+    }
+
+
+def paired_error(known: Mapping[str, tuple[str, Fitness]]) -> float | None:
+    """Return the standard error of the elite's gain over the base, paired by question; None if that is unknown."""
+    (asked, elite), (other, base) = (known.get(who, ("", None)) for who in ("elite", "base"))
+    if elite is None or base is None or asked != other:
+        return None
+    # 0 where every question differs by the same is no certainty.
+    return paired_difference(elite, base).stderr or None
 
 
 def unfinished(run: RunRecord) -> str:

@@ -34,6 +34,7 @@ from agilerl.report.load import (
     load_run,
     number,
     number_or,
+    paired_error,
     summary_front,
     task_of,
     why_not_comparable,
@@ -325,7 +326,8 @@ def _sentence(run: RunRecord, accuracy: bool) -> str:
     base, (agent, elite) = run.tests["base"][1], run.tests["elite"]
     who = "The elite" + (f", agent {agent}," if agent is not None else "")
     gain = elite.mean - base.mean
-    error = math.hypot(elite.stderr, base.stderr)
+    paired = paired_error(run.by_question)
+    error = math.hypot(elite.stderr, base.stderr) if paired is None else paired
     if not math.isfinite(gain):
         return f"{who} or the base has no finite test result."
     if base.n != elite.n:
@@ -334,7 +336,8 @@ def _sentence(run: RunRecord, accuracy: bool) -> str:
         return f"{who} is not clearly different from the base: the gap is within two standard errors."
     better = "better" if gain > 0 else "worse"
     points = f"{100 * abs(gain):.1f} points" if accuracy else f"{abs(gain):.3f}"
-    sized = f" ± {100 * error:.1f}" if accuracy else f" ± {error:.3f}"
+    asked = "one standard error" + ", paired by question" * (paired is not None)
+    sized = f" ± {100 * error if accuracy else error:{'.1f' if accuracy else '.3f'}} ({asked})"
     return f"{who} is {better} than the base by {points}{sized if math.isfinite(error) else ''}."
 
 
@@ -407,6 +410,7 @@ def configuration(run: RunRecord) -> dict[str, str]:
 def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
     """Return what the page says about each agent, in its table and when it is clicked, in the order of birth."""
     (elite, why), places = life.chosen(run), life.places(run)
+    stories = {one["agent"]: one["events"] for one in life.lives(run)}
     return [
         {
             "agent": index,
@@ -432,7 +436,7 @@ def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
                 [name, short_value(first), short_value(last)]
                 for (name, first), last in zip(agent.first_values().items(), agent.values().values())
             ],
-            "events": [list(event) for event in life.events(agent)],
+            "events": [[event["generation"], event["sentence"]] for event in stories[index]],
             "exams": [
                 [exam.generation, exam.step, life.plus(exam.score), exam.score.n, places[exam.generation, index]]
                 for exam in agent.exams

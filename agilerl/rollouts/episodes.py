@@ -109,15 +109,13 @@ def collect_episodes(
     return groups, report
 
 
-def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return how the episodes of these trajectories went, each counted once; nothing for single-turn ones."""
+def episode_metrics(trajectories: Sequence[Trajectory], episodes: int) -> dict[str, float]:
+    """Return how so many episodes went, each counted once; one that failed at once has no trajectory."""
     # By episode, because one has several rows if its context was rewritten.
     outcomes = list({(t.group, t.episode): t.outcome for t in trajectories if t.outcome is not None}.values())
-    if not outcomes:
-        return {}
     played = [o for o in outcomes if o.error is None]
     judged = [o.success for o in played if o.success is not None]
-    metrics = {"env/errors": float(len(outcomes) - len(played))}
+    metrics = {"env/episodes": float(episodes), "env/errors": float(episodes - len(played))}
     if played:
         metrics["env/turns_mean"] = fmean(o.turns for o in played)
         metrics["env/truncated_rate"] = fmean(o.truncated is not None for o in played)

@@ -106,6 +106,8 @@ def _failing_grader(window: _Window) -> str:
     }
     worst = max(counts, key=lambda name: counts[name], default="")
     error = next((f", for instance because {why}" for line in window.lines if (why := line.get("reward_error"))), "")
+    if (episodes := window.mean("env/errors", least=1)) is not None:
+        return f"about {counted(round(episodes), 'episode')} an iteration failed{error}"
     number = counted(round(counts.get(worst, 0)), "completion")
     return f"{worst} gave no grade to about {number} an iteration{error}" if counts else ""
 
@@ -205,7 +207,8 @@ def _rises(window: _Window) -> bool:
 _RULES: Mapping[str, tuple[Callable[[_Window], str], str]] = {
     "failing grader": (
         _failing_grader,
-        "nothing is learned from these (their reward is empty in the report); try the grader with agilerl check",
+        "nothing is learned from these (their reward is empty in the report); fix the grader (agilerl check tries it), "
+        "or the environment",
     ),
     "fallen reward": (
         _fallen_reward,
@@ -275,11 +278,14 @@ def by_sentence(seen: Mapping[int, Iterable[Symptom]]) -> dict[str, Symptom]:
 
 
 def failed_grades(lines: Iterable[Mapping[str, Any]]) -> str:
-    """Return a sentence about the grades that failed, by the train lines of a run; "" if none did."""
-    counts, error = Counter[str](), ""
+    """Return a sentence about the episodes or grades that failed, by the train lines of a run; "" if none did."""
+    counts, episodes, error = Counter[str](), Counter[str](), ""
     for line in lines:
         counts.update({n.partition("/")[2]: line[n] for n in line if n.startswith("reward_errors/")})
+        episodes.update({name: line[name] for name in line if name in ("env/errors", "env/episodes")})
         error = error or (f", the first because {reason}" if (reason := line.get("reward_error")) else "")
+    if failed := round(episodes["env/errors"]):
+        return f"{failed} of {counted(round(episodes['env/episodes']), 'episode')} failed{error}"
     name, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
     return f"{name} gave no grade to {counted(round(count), 'completion')} of the run{error}" if count else ""
 

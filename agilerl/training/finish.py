@@ -74,7 +74,8 @@ def _chosen(session: Session, progress: Progress, last: Kept) -> tuple[LLMAlgori
     # The last exam may itself be one of the best ones.
     # Iteration 0 is an agent before any training, kept without an exam.
     candidates += [k for k in progress.kept if (k.agent, k.iteration) != (last.agent, last.iteration) and k.iteration]
-    choice: dict[str, Any] = {"reason": f"best of the last exam, {progress.best:.3f}"}
+    best_at_end = "best of the last exam" if len(population.everyone) > 1 else "the only agent at the end"
+    choice: dict[str, Any] = {"reason": f"{best_at_end}, {progress.best:.3f}"}
     if progress.elite_iteration != last.iteration:
         choice["reason"] = f"best exam, {progress.best:.3f}; the last one's best had {last.fitness.mean:.3f}"
     decided = {"panel": "exam", "elite": progress.best, "last": last.fitness.mean, "n": last.fitness.n}
@@ -87,7 +88,8 @@ def _chosen(session: Session, progress: Progress, last: Kept) -> tuple[LLMAlgori
         number = best if sure >= CANDIDATE else 0
         chosen = candidates[number]
         earlier, at_end = (f"{one.mean:.3f} on a second panel" for one in (panel[best], panel[0]))
-        choice["reason"] = f"best of the last exam, {at_end}; the best earlier candidate had {panel[best].mean:.3f}"
+        rival = f"agent {candidates[best].agent} after iteration {candidates[best].iteration}"
+        choice["reason"] = f"{best_at_end}, {at_end}; {rival} had {panel[best].mean:.3f}"
         if number:
             choice["reason"] = f"best candidate, {earlier}; the last exam's best had {panel[0].mean:.3f}"
         choice["reason"] += f" (P = {sure:.2f}{f' < {CANDIDATE:g}' * (not number)} that it is better)"

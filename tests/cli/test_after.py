@@ -726,7 +726,10 @@ def test_compare_shows_what_differs(run: Path, changed: Any, agilerl: Agilerl) -
     assert agilerl("compare", str(run)).code == 2
     for name in ("x/run", "y/run"):
         shutil.copytree(run, name)
-    assert agilerl("compare", "x/run", "y/run").output.split()[:2] == ["x/run", "y/run"]
+    (Path("y/run") / "summary.json").unlink()
+    done = agilerl("compare", "x/run", "y/run")
+    assert done.output.split()[:2] == ["x/run", "y/run"]
+    assert "\ny/run has not finished.\nNo setting differs.\n" in done.output
 
 
 def test_compare_shows_what_differs_inside_lists_and_cuts_long_values(
@@ -768,7 +771,13 @@ def test_compare_pairs_the_questions_of_the_test(run: Path, changed: Any, agiler
     verdict = f"(95 % interval {low:+.3f} to {high:+.3f}), {{}}; paired by question."
     assert verdict.format("which is more than chance") in agilerl("compare", str(run), str(other)).output
     replace_in(other / "metrics.jsonl", written, line)
+    output = agilerl("compare", str(run), str(other)).output
+    assert "Both elites have the same score in every question of the test." in output
+    assert "No setting differs." not in output
+    one = written.replace(json.dumps(better, separators=(",", ":")), json.dumps([1 - scores[0], *scores[1:]]))
+    replace_in(other / "metrics.jsonl", line, one)
     assert "tell them apart; paired by question." in agilerl("compare", str(run), str(other)).output
+    replace_in(other / "metrics.jsonl", one, line)
     replace_in(other / "metrics.jsonl", '"sha256":"', '"sha256":"other ')
     assert "apart; on different questions." in agilerl("compare", str(run), str(other)).output
     replace_in(other / "metrics.jsonl", '"by_question"', '"unknown"')  # as of a run of an earlier version

@@ -162,7 +162,9 @@ def test_the_mark_is_on_the_elite_of_the_result(case: str) -> None:
     assert [row.split()[0] for row in last_table(text)[1:]] == [f"{i}*" if i == elite else str(i) for i in range(3)]
     assert words in text.partition("* elite: ")[2]
     assert f"elite (agent {elite} after iteration {step})" in text
-    assert "What may keep agents from learning\n  it is early\n" in text  # although the elite is better than the base
+    # Although the elite is better than the base.
+    assert "About the run as a whole\n  it is early\n" in text
+    assert "What may keep agents" not in text
 
 
 def test_a_terminal_says_at_once_what_a_signal_does(session: Session) -> None:
@@ -249,12 +251,17 @@ def test_what_may_keep_agents_from_learning_is_said_once_and_at_an_end_without_g
     assert "agent 0:" not in progress.replace("exam", "") + end
 
 
-def test_a_loss_is_not_called_a_small_gain(session: Session) -> None:
+def test_a_loss_is_not_called_a_small_gain(session: Session, tmp_path: Path) -> None:
     screen = console(200, terminal=False)
     watch(iter(story(session, result=0.0)), session, screen)
     assert "The elite is worse than the base: -0.400\n" in written(screen)
     *events, end = story(session)
     assert isinstance(end, RunFinished)
+    scores = {"base": [0.0, 1.0, 0.0, 1.0], "elite": [1.0, 1.0, 1.0, 1.0]}
+    tests = [{"kind": "test", "who": w, "by_question": {"sha256": "0", "scores": s}} for w, s in scores.items()]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in tests))
+    watch(iter([replace(events[0], out=tmp_path), *events[1:], end]), session, screen)
+    assert "The elite is better than the base: +0.500 ± 0.289 (one standard error, paired" in written(screen)
     fewer = {**end.summary["test"], "base": {**end.summary["test"]["base"], "n": 8}}
     watch(iter([*events, replace(end, summary={**end.summary, "test": fewer})]), session, screen)
     last = written(screen).rpartition("Held-out test")[2]

@@ -64,7 +64,7 @@ def test_an_older_checkpoint_that_can_do_without_them_is_used(
     assert counted in lost
     assert "was set aside as run/checkpoints/000002.corrupt" in lost
     assert goes_on == "The run resumes after iteration 1; its later work is lost and is repeated."
-    assert ended.output.startswith("Resuming run after iteration 1 ")
+    assert "Resuming run after iteration 1 " in ended.output
     shutil.rmtree(root / "checkpoints" / "000002.corrupt")
     # Done again is done the same; only the journal has noted when checkpoints were gone on from.
     assert differences(evidence(root), evidence(reference)) in ([], ["journal.jsonl"])
@@ -133,7 +133,7 @@ def test_with_every_checkpoint_damaged_the_command_says_that_it_starts_again(
     assert ended.code == 0, ended.errors
     *_, told = ended.errors.splitlines()
     assert told == "No checkpoint of run is intact: the run restarts from its beginning, and its work is lost."
-    assert ended.output.startswith("Resuming run: no intact checkpoint, so from the beginning.")
+    assert "Resuming run: no intact checkpoint, so from the beginning." in ended.output
     for name in ("000001.corrupt", "000002.corrupt"):
         shutil.rmtree(root / "checkpoints" / name)
     assert differences(evidence(root), evidence(reference)) in ([], ["journal.jsonl"])

@@ -166,8 +166,15 @@ def test_the_seeded_agent_loses_only_to_evidence() -> None:
     plan = KnockoutSelection(4, confidence=0.97).plan(close, 0, 0, 4)
     assert plan.slots == (0, 2)
     assert plan.verdicts[0] == f"kept: P = {sure:.3f} < 0.97 that agent 1 is better"
-    assert plan.verdicts[1] == f"left: not surely better than the protected agent 0, P = {sure:.3f} < 0.97"
+    compared = "left: not surely better than the protected agent 0, 0.575 against 0.500"
+    assert plan.verdicts[1] == f"{compared}, P = {sure:.3f} < 0.97"
     assert plan.elite == 2
+
+    # The user's configuration leaves by place if another agent is protected, and is told so.
+    usual = KnockoutSelection(2).seeding(1).plan({0: solved(20), 1: solved(21)}, 0, 0, 2)
+    assert usual.verdicts[0] == (
+        "left: place 2 of 2, 0.500; agent 1 is protected, as it has the usual rate of this base"
+    )
 
     far = {0: solved(8), 1: solved(20), 2: solved(24), 3: solved(10)}
     plan = KnockoutSelection(4).plan(far, 0, 0, 4)
@@ -217,10 +224,10 @@ def test_the_better_challenger_takes_over_and_the_rest_leave() -> None:
     assert kept.births == ()
     assert kept.verdicts[2].startswith("kept: P = ")
     numbers = kept.verdicts[2].removeprefix("kept: ").removesuffix(" that agent 4 is better")
-    assert kept.verdicts[4] == f"left: not surely better than agent 2, {numbers}"
+    assert kept.verdicts[4] == f"left: not surely better than agent 2, 0.525 against 0.500, {numbers}"
     assert kept.verdicts[5] == "left: place 3 of 3, 0.025"
     worse = strategy.plan({2: solved(20), 4: solved(1), 5: solved(1)}, 3, 0, 6, Standing(0.3))
-    assert worse.verdicts[4].startswith("left: not better than agent 2, P = 0.0")
+    assert worse.verdicts[4].startswith("left: not better than agent 2, 0.025 against 0.500, P = 0.0")
 
 
 def test_one_that_takes_over_is_challenged_again_at_once() -> None:

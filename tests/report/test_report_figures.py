@@ -1,9 +1,11 @@
 import json
 import math
+import re
 
 import pytest
 from small_run import birth, fitness, train, write_run
 
+from agilerl.hpo.fitness import Fitness
 from agilerl.report.figures import (
     _spread_out,
     agent_colour,
@@ -34,6 +36,7 @@ from agilerl.report.page import (
     front_table,
     lineage_table,
     phase_table,
+    render,
     sample_groups,
     verdict,
 )
@@ -319,6 +322,10 @@ def test_the_verdict_is_honest(load, base, elite, sentence):
     run = load(summary={"test": test})
     found = verdict(run)
     assert sentence in found["sentence"]
+    if "±" in sentence:
+        scores = {"base": (0.0, 1.0) * 200, "elite": (1.0,) * 400}
+        run.by_question = {who: ("digest", Fitness(math.nan, scores=each)) for who, each in scores.items()}
+        assert re.search(r"± (2\.5|0\.025) \(one standard error, paired by question\)", verdict(run)["sentence"])
     for bar in found["bars"]:
         assert 0 <= bar["low"] <= bar["low"] + bar["span"] <= 100.01
         assert 0 <= bar["width"] <= 100
@@ -364,6 +371,9 @@ def test_tables_name_what_is_known(load):
     assert facts(run)["Task"] == "t"
     halved = load(config={"training": {"pop_size": 4}}, summary={"agents": 1, "advice": ["the elite is early"]})
     assert list(halved.symptoms) == ["the elite is early"]
+    page = render([halved])
+    assert "<p>About the run as a whole</p>" in page
+    assert "<p>What may keep agents from learning</p>" not in page
     assert facts(halved)["Population"] == "4, at the end 1"
     # What the budget decided is what the run had, whether it was set or not.
     lone, settings = [birth(0, None, 0), birth(4, 0, 1), fitness(0, 0, 0.5)], {"environment": {"eval_prompts": 20}}

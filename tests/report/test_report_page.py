@@ -109,7 +109,7 @@ def test_every_figure_is_valid_and_has_its_place(page, names):
 
 def test_the_verdict_stands_at_the_top(page):
     text = page("whole").text
-    assert re.search(r"The elite, agent \d+, is better than the base by 53\.2 points ± 2\.8", text)
+    assert re.search(r"The elite, agent \d+, is better than the base by 53\.2 points ± 2\.8 \(one", text)
     for words in ("36.8 % ± 2.4 points, n 400", "90.0 % ± 1.5 points, n 400", "Charts by iteration", "test accuracy"):
         assert words in text
     assert text.index("36.8 %") < text.index("Fitness Mean reward")
@@ -168,6 +168,7 @@ def test_what_is_told_about_an_agent(tmp_path):
     assert second["events"] == [
         [0, "born of 0 and 2"],
         [0, "mutated: lr 0.001 → 0.005 (by selection)"],
+        [1, "exam 0.750 ± 0.100"],
         [1, "kept: P = 0.6"],
         [2, "left: place 4"],
     ]

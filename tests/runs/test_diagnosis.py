@@ -22,6 +22,7 @@ HEALTHY: dict[str, Any] = {
 
 CASES = [
     ("failing grader", {"reward_errors/exact": 39.7, "reward_error": "it raised KeyError"}, "to about 40 completions"),
+    ("failing grader", {"env/errors": 4.2, "reward_error": "it raised KeyError"}, "4 episodes an iteration failed"),
     (
         "constant reward",
         {"reward_std": 0.0, "reward": 0.0, "frac_reward_zero_std": 1.0, "grad_norm": 0.0},
@@ -158,6 +159,8 @@ def test_failed_grades_of_a_run_are_counted_and_the_first_error_is_named() -> No
     assert list(advice({"failed_grades": sentence, "advice": ["early"]})) == [sentence, "early"]
     assert failed_grades(lines[2:]) == "mine gave no grade to 1 completion of the run"
     assert failed_grades(lines[:1]) == ""
+    episodes = [line | {"env/episodes": 64.0, "env/errors": count} for line, count in zip(lines, (0.0, 5.0, 21.0))]
+    assert failed_grades(episodes).startswith("26 of 192 episodes failed, the first because it raised KeyError: 1")
     (failing,) = symptoms([line | {"reward_errors/mine": 2.0} for line in lines])
     assert "to about 2 completions an iteration, for instance because it raised KeyError: 1 (gr" in failing.found
 

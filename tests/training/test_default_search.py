@@ -429,7 +429,9 @@ def test_a_second_panel_chooses_among_the_best_exams(monkeypatch: pytest.MonkeyP
     assert [updates for updates, _ in others] == [updates for updates, _ in best if updates != last[0]]
     # Eight prompts are no evidence against the agent that has trained longest.
     assert summary["elite"]["step"] == last[0]
-    assert summary["elite"]["reason"].startswith(f"best of the last exam, {last[1]:.3f} on a second panel")
+    assert summary["elite"]["reason"].startswith(
+        f"the only agent at the end, {last[1]:.3f} on a second panel; agent 1 after"
+    )
     assert summary["elite"]["reason"].endswith(" < 0.8 that it is better)")
     assert summary["advice"] == ["agent 0 with your algorithm.lr=0.003 left; the usual rate of this base is 0.001"]
     assert summary["tokens"]["evaluated"] == sum(spent)
