@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agilerl.checks.arguments import counted
-from agilerl.cli.forecast import Planned, expected_seconds, is_too_short, schedule, seen_by_exam
+from agilerl.cli.forecast import Planned, expected_seconds, schedule, seen_by_exam
 from agilerl.cli.output import columns, duration, facts, genes_text, json_line, one_line, shown_samples, told_apart
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
@@ -240,14 +240,8 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     limits = " or ".join(
         f"{length[key]:,.15g} {unit}" for key, unit in (("max_tokens", "tokens"), ("max_seconds", "s")) if length[key]
     )
-    left = length["smallest_population"]
-    most = length["iterations"] * (agents if left < agents else 1)
-    inherits = left < agents and not is_too_short(length)
-    yield (
-        "length",
-        f"{schedule(length, agents, limits)}; exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
-        f"{f'; agents that stay inherit the iterations of those that leave (up to {most})' * inherits}",
-    )
+    asked = f"exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
+    yield "length", f"{schedule(length, agents, limits)}; {asked}"
     # What it tells apart and takes
     if plan["compares"]:
         small = environment.eval_prompts is not None and plan["exam"]["questions"] < SMALL_EXAM

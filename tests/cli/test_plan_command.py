@@ -328,6 +328,10 @@ def test_an_agent_program_appears_and_the_command_allows_its_code(agilerl: Agile
     assert "--allow-code" not in planned(agilerl, "--gpu", "l4")["proposal"]["command"]
 
 
+FEW = "environment={task: 'reasoning_gym:gcd', params: {min_numbers: 2, max_numbers: 2, max_value: 15}}"
+"""Questions that are too few for the default exam."""
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -335,9 +339,11 @@ def test_an_agent_program_appears_and_the_command_allows_its_code(agilerl: Agile
         ("training.max_steps=2048",),
         ("environment.eval_prompts=40",),
         ("training.max_steps=64", "training.pop_size=4"),
+        ("training.max_steps=2048", "training.pop_size=4", FEW),
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:gcd has only")
 def test_a_plan_has_the_generations_and_exams_of_the_run(
     agilerl: Agilerl, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +362,7 @@ def test_a_plan_has_the_generations_and_exams_of_the_run(
     monkeypatch.setattr("agilerl.cli.forecast.whole_run", lambda _, rows, __: counted.append(rows) or 1.0)
     assert expected_seconds(Planned(session.resolved), session.population, 10) == 1
     assert counted[0].common == load["common"] > 0
+    assert counted[0].test == length["test_prompts"]
 
 
 def test_a_shell_reads_the_command_as_it_was_typed(agilerl: Agilerl, tmp_path: Path) -> None:

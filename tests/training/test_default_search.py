@@ -118,8 +118,8 @@ def test_the_plan_says_if_no_challenger_will_come(overrides: tuple[str, ...], *,
         # What is impossible is not said: a generation longer than the run, iterations that the tokens do not pay.
         (
             ("max_steps=256",),
-            "4 iterations of all agents, first selection after 1, then every 2 with 1 agent left; exam 8 prompts, "
-            "test 10; agents that stay inherit the iterations of those that leave (up to 16)",
+            "4 iterations of all agents, first selection after 1, then every 2 with 1 agent left; agents that stay "
+            "inherit the iterations of those that leave (up to 16); exam 8 prompts, test 10\n",
         ),
         (
             ("max_steps=256", "evo_steps=5"),
