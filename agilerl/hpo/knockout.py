@@ -223,7 +223,8 @@ class KnockoutSelection(Strategy):
             kept.append(index)
             if not evidently:
                 how = "not better" if proof.probability < 0.5 else "not surely better"
-                verdicts[rival] = f"left: {how} than the protected agent {self.seeded}, {proof}"
+                rank = f"place {few} of {len(fitness)}"
+                verdicts[rival] = f"left: {rank}, but {how} than the protected agent {self.seeded}, {proof}"
                 kept.remove(rival)
         return kept
 

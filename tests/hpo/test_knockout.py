@@ -166,7 +166,8 @@ def test_the_seeded_agent_loses_only_to_evidence() -> None:
     plan = KnockoutSelection(4, confidence=0.97).plan(close, 0, 0, 4)
     assert plan.slots == (0, 2)
     assert plan.verdicts[0] == f"kept: P = {sure:.3f} < 0.97 that agent 1 is better"
-    assert plan.verdicts[1] == f"left: not surely better than the protected agent 0, P = {sure:.3f} < 0.97"
+    but = f"but not surely better than the protected agent 0, P = {sure:.3f} < 0.97"
+    assert plan.verdicts[1] == f"left: place 2 of 4, {but}"
     assert plan.elite == 2
 
     far = {0: solved(8), 1: solved(20), 2: solved(24), 3: solved(10)}
