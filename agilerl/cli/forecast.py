@@ -121,7 +121,8 @@ class Planned:
         """
         values = self.resolved.hyperparameters.model_dump()
         limit = min(value for value in (shape.context, values.get("max_model_len")) if value)
-        mean, common, notes, panels = float(prompt or 0), 0, [], {}
+        mean, common, notes = float(prompt or 0), 0, []
+        panels: dict[str, int] = {}
         if prompt is None:
             try:
                 mean, common, panels, note = self._exam_prompts(limit)
@@ -281,7 +282,7 @@ def schedule(length: Mapping[str, Any], agents: int, limits: str = "") -> str:
     most = length["iterations"] * (agents if left < agents else 1)
     every, first = length["iterations_per_generation"], length["iterations_of_first_generation"]
     known, needed, inherits = not by_tokens, length["steps_of_selection"], left < agents
-    if is_too_short(length):
+    if known and first >= length["iterations"]:  # what a last selection decides would never train
         inherits = False
         selected = "too short for a selection" + f": at least training.max_steps={needed}" * (needed is not None)
     elif first == every:
@@ -294,11 +295,6 @@ def schedule(length: Mapping[str, Any], agents: int, limits: str = "") -> str:
         f"{' (more if answers are short)' * by_tokens}{', ending after ' * bool(limits)}{limits}, {selected}"
         f"{f'; agents that stay inherit the iterations of those that leave (up to {most})' * inherits}"
     )
-
-
-def is_too_short(length: Mapping[str, Any]) -> bool:
-    """Return whether a run ends before its first selection: what a last one decides would never train."""
-    return not length["ends_by_tokens"] and length["iterations_of_first_generation"] >= length["iterations"]
 
 
 def data_sheet(name: str) -> str:
@@ -372,8 +368,8 @@ def seen_by_exam(questions: int) -> dict[str, Any]:
     least = smallest_difference(questions)
     finer = next((d for d in (0.2, 0.1, 0.05, 0.02, 0.01) if d < 0.9 * least), 0.005)
     sentence = (
-        f"{questions} questions tell two agents apart (P = 0.95) only if their shares of right answers differ by "
-        f"{least:.2g} or more; to see {finer:g} it takes {questions_for(finer):,} questions"
+        f"with {questions} questions an exam can detect a difference in accuracy of {least:.2g} or more (95 %); "
+        f"detecting {finer:g} takes {questions_for(finer):,}"
     )
     return {"questions": questions, "smallest_difference": least, "sentence": sentence}
 

@@ -108,7 +108,7 @@ def test_the_proposed_settings_are_settings_of_a_manifest(agilerl: Agilerl) -> N
     ("overrides", "then"),
     [
         ((), ""),
-        (("algorithm.lr=9e-3",), "; agent 1 starts with that, and leaves"),
+        (("algorithm.lr=9e-3",), "; agent 1 starts at 0.001, and is only removed if"),
         (("algorithm.lr=9e-3", "training.pop_size=1"), "; unless you mean that, set algorithm.lr=0.001"),
     ],
     ids=["usual", "founder", "alone"],
@@ -119,7 +119,7 @@ def test_an_unusual_learning_rate_is_named(overrides: tuple[str, ...], then: str
     assert ("rate algorithm.lr=0.009 is 9 times the usual rate of this base, 0.001" + then in shown) is bool(then)
     assert " x 1 prompt x 8 completions, " in shown
     assert "Time of a generation of 1 iteration: " in shown
-    assert "preflight none: fewer than 320 questions" in shown
+    assert "preflight none: the run answers fewer than 320 prompts" in shown
 
 
 def test_prompts_of_a_known_task_are_measured(agilerl: Agilerl) -> None:
@@ -286,8 +286,8 @@ def micro_batches(overrides: list[str]) -> list[int]:
 
 def test_twelve_questions_cannot_see_twenty_points(agilerl: Agilerl) -> None:
     text = " ".join(agilerl("plan", "--gpu", "l4", "environment.eval_prompts=12").output.split())
-    assert "12 questions tell two agents apart (P = 0.95) only if their shares of right answers differ by 0.3" in text
-    assert "to see 0.2 it takes 32 questions" in text
+    assert "with 12 questions an exam can detect a difference in accuracy of 0.33 or more (95 %)" in text
+    assert "(95 %); detecting 0.2 takes 32" in text
 
 
 @pytest.mark.parametrize("difference", [0.2, 0.1, 0.05])

@@ -108,6 +108,7 @@ def test_the_plan_says_what_the_search_does_not_do(overrides: tuple[str, ...], w
 def test_the_plan_says_if_no_challenger_will_come(overrides: tuple[str, ...], *, silent: bool) -> None:
     session = made(*overrides)
     assert ["too small to try copies" in sentence for sentence in session.notes] == [True] * (not silent)
+    assert all(". Raise the budget, or lower training.evo_steps" in sentence for sentence in session.notes)
     assert session.resolved.without_effect == []  # challengers were not asked for
     assert ("\nnote " in shown(session)) is not silent
 
