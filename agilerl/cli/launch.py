@@ -88,10 +88,12 @@ class Request:
     @property
     def repeats(self) -> bool:
         """Whether ``root`` has a run that ended before it learned anything, in whose place a new one may begin."""
+        if not (self.root / "run.json").exists():
+            return False  # without the import, which takes time
         from agilerl.runs.directory import RunLayout
 
         layout = RunLayout(self.root)
-        return layout.run_json.exists() and not layout.has_learned and layout.status == "stopped"
+        return not layout.has_learned and layout.status == "stopped"
 
     @property
     def begins(self) -> bool:
@@ -250,9 +252,8 @@ def launch(request: Request, manifest: str = "", out: Path | None = None) -> Non
                 # Other processes, and a dry run, make no directory.
                 root = out or default_out(config.environment)
             request = replace(request, root=root)
-        if not (together or on_ray):  # of several processes each would print the error
-            _existing(request)
-        if isinstance(config, RunConfig):
+            if not together and (root / "run.json").exists():  # of several processes each would print the error
+                _existing(request)
             if writes and request.begins:  # a resumed run is announced after it has been read
                 what = f"Starting a run of {manifest} in {shown(str(root))}"
                 what += ", where one ended before it learned anything" * request.repeats
@@ -276,6 +277,7 @@ def _on_this_machine(request: Request, *, together: bool) -> None:
     An error in any of several processes ends all of them, and is printed once.
     """
     if not together:
+        _existing(request)  # before the slow imports
         from agilerl.distributed.topology import SOLITARY
 
         carry_out(request, SOLITARY, Terminal.of(request.form))
