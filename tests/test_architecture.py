@@ -82,7 +82,7 @@ CEILINGS = {
     "planning": 955,
     "report": 2_620,
     "rewards": 2_930,
-    "rollouts": 4_065,
+    "rollouts": 4_070,
     "runs": 2_145,
     "safety": 795,
     "text": 305,

@@ -1,6 +1,8 @@
 """The program and its commands, each imported when it is needed."""
 
 import copy
+import inspect
+import re
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -48,6 +50,8 @@ class _Commands(TyperGroup):
             alone = typer.Typer(add_completion=False)
             alone.command(cmd_name)(getattr(_module(cmd_name), f"run_{cmd_name}"))
             command: Any = typer.main.get_command(alone)
+            # Typer keeps the breaks of a docstring's lines.
+            command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.cleandoc(command.help))
             # --debug after the command's name, too. Its callback does everything: the function does not get the value.
             option = copy.copy(next(option for option in self.params if option.name == "debug"))
             option.expose_value = False

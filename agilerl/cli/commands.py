@@ -43,6 +43,7 @@ def run_check(
     An environment is made and played for a few episodes. path.py:Class runs the file, module:Class imports the module
     (the current folder is searched first), so their code runs: check only what you would run. A manifest is checked as
     by `agilerl train --dry-run`.
+
     Exit code 0: no errors, maybe warnings; 1: the environment has errors; 2: it or the manifest cannot be read.
 
     agilerl check my_module:MyEnv size=5 --tokenizer embedded

@@ -56,6 +56,9 @@ class Lengths:
     """A sentence about each number that was not given."""
     common: int = 0
     """Tokens with which all prompts begin."""
+    exam: int | None = None
+    test: int | None = None
+    """Questions of the two, if known: a task that has few asks fewer than its settings say."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,10 @@ class Planned:
         values = self.resolved.hyperparameters.model_dump()
         limit = min(value for value in (shape.context, values.get("max_model_len")) if value)
         mean, common, notes = float(prompt or 0), 0, []
+        panels: dict[str, int] = {}
         if prompt is None:
             try:
-                mean, common, note = self._exam_prompts(limit)
+                mean, common, panels, note = self._exam_prompts(limit)
             except AgileRLError as error:
                 mean = ASSUMED_PROMPT
                 note = f"prompts of {ASSUMED_PROMPT} tokens: assumed, because {error}; give --prompt-tokens"
@@ -139,10 +143,11 @@ class Planned:
                 "the most that is allowed: shorter ones take less" if known else "assumed; give --completion-tokens"
             )
             notes.append(f"completions of {counted(completion, 'token')}{', ' if known else ': '}{source}")
-        return Lengths(mean, completion, tuple(notes), common)
+        return Lengths(mean, completion, tuple(notes), common, **panels)
 
-    def _exam_prompts(self, limit: int) -> tuple[float, int, str]:
-        """Return the mean length of the exam's prompts, that of what they begin with, and a sentence about both.
+    def _exam_prompts(self, limit: int) -> tuple[float, int, dict[str, int], str]:
+        """Return the mean length of the exam's prompts, that of what they begin with, the sizes of exam and test, and
+        a sentence about both lengths.
 
         Raises an AgileRLError if the prompts cannot be made.
         """
@@ -156,11 +161,14 @@ class Planned:
         exam.fit(tokenizer, limit - 1)
         places = [exam.place_at("exam", k, tokenizer, limit) for k in range(exam.panel_size("exam"))]
         prompts = exam.lengths(places, tokenizer, limit).prompts
+        # The questions of a second panel follow those of the test.
+        test = min(exam.panel_size("test"), self.config.environment.test_prompts)
         exam.close()
         mean, common = sum(prompts) / len(prompts), common_tokens(places)
         shared = f", the first {common:,} shared by all prompts" * (common > 0)
         source = "first of an episode" if exam.multi_turn else "mean of the exam"
-        return mean, common, f"{counted(round(mean), 'prompt token')} ({source}){shared}"
+        note = f"{counted(round(mean), 'prompt token')} ({source}){shared}"
+        return mean, common, {"exam": len(prompts), "test": test}, note
 
     def scale(self, rows: Lengths) -> Scale:
         """Return the size of an agent's iterations and exams."""
@@ -171,7 +179,7 @@ class Planned:
             kl="kl" in (config.selection_strategy.objectives or ()),
             prompts=config.environment.data_batch_size_per_gpu,
             group=values.get("group_size", algorithm.rows_per_unit),
-            questions=config.environment.exam_panel,
+            questions=rows.exam or config.environment.exam_panel,
             prompt=rows.prompt,
             longest=t.eval_max_new_tokens or values.get("max_output_tokens"),
             learns_from_data=algorithm.env_type != "reasoning",
@@ -218,12 +226,13 @@ class Planned:
 def whole_run(planned: Planned, rows: Lengths, expected: Forecast) -> float:
     """Return the seconds of a run: its generations, and the tests of the base, of a median agent and of the elite."""
     load, t, environment = expected.load, planned.config.training, planned.config.environment
+    questions = environment.test_prompts if rows.test is None else rows.test
     scale = planned.scale(rows)
     iterations = scale.lone_agent()[0] / load.agents
     # Not those of the first generation, which are fewer.
     exams = max(iterations / scale.generation(given=environment.eval_prompts is not None)[0], 1)
     exam = expected.seconds["exam_prefill"] + expected.seconds["exam_decode"]
-    tests = 3 * exam * environment.test_prompts * t.eval_samples / (load.agents * load.exam_prompts)
+    tests = 3 * exam * questions * t.eval_samples / (load.agents * load.exam_prompts)
     between = expected.generation - load.iterations * expected.iteration
     return min(max(iterations, 1) * expected.iteration + exams * between + tests, t.max_seconds or math.inf)
 
@@ -246,7 +255,8 @@ def expected_seconds(planned: Planned, population: Population, completion: int) 
         return None
     (machine, costs), shape = device(kind, config.training.dtype), planned.shape("cpu" if kind == "cpu" else "cuda")
     prompts, common = population.lengths("exam").prompts, common_tokens(population.places("exam"))
-    rows = Lengths(sum(prompts) / len(prompts), completion, (), common)
+    panels = {"exam": len(prompts), "test": len(population.places("test"))}
+    rows = Lengths(sum(prompts) / len(prompts), completion, (), common, **panels)
     load = planned.workload(rows, row_multiple=costs.row_multiple)
     return whole_run(planned, rows, forecast(shape, load, machine, costs))
 
@@ -271,8 +281,9 @@ def schedule(length: Mapping[str, Any], agents: int, limits: str = "") -> str:
     left, by_tokens = length["smallest_population"], length["ends_by_tokens"]
     most = length["iterations"] * (agents if left < agents else 1)
     every, first = length["iterations_per_generation"], length["iterations_of_first_generation"]
-    known, needed = not by_tokens, length["steps_of_selection"]
-    if is_too_short(length):
+    known, needed, inherits = not by_tokens, length["steps_of_selection"], left < agents
+    if known and first >= length["iterations"]:  # what a last selection decides would never train
+        inherits = False
         selected = "too short for a selection" + f": at least training.max_steps={needed}" * (needed is not None)
     elif first == every:
         selected = f"selection every {every}"
@@ -282,12 +293,8 @@ def schedule(length: Mapping[str, Any], agents: int, limits: str = "") -> str:
     return (
         f"{'about ' * by_tokens}{counted(length['iterations'], 'iteration')}{' of all agents' * (left < agents)}"
         f"{' (more if answers are short)' * by_tokens}{', ending after ' * bool(limits)}{limits}, {selected}"
+        f"{f'; agents that stay inherit the iterations of those that leave (up to {most})' * inherits}"
     )
-
-
-def is_too_short(length: Mapping[str, Any]) -> bool:
-    """Return whether a run ends before its first selection: what a last one decides would never train."""
-    return not length["ends_by_tokens"] and length["iterations_of_first_generation"] >= length["iterations"]
 
 
 def data_sheet(name: str) -> str:
@@ -361,8 +368,8 @@ def seen_by_exam(questions: int) -> dict[str, Any]:
     least = smallest_difference(questions)
     finer = next((d for d in (0.2, 0.1, 0.05, 0.02, 0.01) if d < 0.9 * least), 0.005)
     sentence = (
-        f"{questions} questions tell two agents apart (P = 0.95) only if their shares of right answers differ by "
-        f"{least:.2g} or more; to see {finer:g} it takes {questions_for(finer):,} questions"
+        f"with {questions} questions an exam can detect a difference in accuracy of {least:.2g} or more (95 %); "
+        f"detecting {finer:g} takes {questions_for(finer):,}"
     )
     return {"questions": questions, "smallest_difference": least, "sentence": sentence}
 

@@ -97,11 +97,11 @@ def run_init(
 ) -> None:
     """Ask three questions (model, data or task, reward), and write a manifest and the files it needs.
 
-    Of a file of rows the answers are read: they say which reward, instruction, form of answers, and lengths are
-    proposed. Columns whose names do not say which is the question and which the answer take --question and --answer, or
-    are asked for, unless only one is left. The base then answers a question of the new run, unless --quiet is given.
-    The other files are a reward function and sample rows, as asked for. No file is overwritten. Without a terminal
-    nothing is asked.
+    Given a file of rows, it reads the answers and proposes a reward, an instruction, an answer format and lengths to
+    match. If the columns' names do not make clear which is the question and which the answer, pass --question and
+    --answer, or answer when asked. The base then answers a question of the new run, unless --quiet is given. The other
+    files are a reward function and sample rows, as asked for. No file is overwritten. Without a terminal nothing is
+    asked.
 
     agilerl init my.yaml --model embedded --data sample --reward function
     """

@@ -40,7 +40,7 @@ from agilerl.cli.running import (
 from agilerl.config.distributed import DistributedConfig, asked_for
 from agilerl.config.named_files import check_allowed
 from agilerl.config.run import RunConfig, default_out, place_of_run
-from agilerl.errors import AgileRLError, ConfigError, EngineError, WriteError
+from agilerl.errors import AgileRLError, CheckpointError, ConfigError, EngineError, WriteError
 from agilerl.safety.addresses import check_cluster
 
 if TYPE_CHECKING:
@@ -88,10 +88,12 @@ class Request:
     @property
     def repeats(self) -> bool:
         """Whether ``root`` has a run that ended before it learned anything, in whose place a new one may begin."""
+        if not (self.root / "run.json").exists():
+            return False  # without the import, which takes time
         from agilerl.runs.directory import RunLayout
 
         layout = RunLayout(self.root)
-        return layout.run_json.exists() and not layout.has_learned and layout.status == "stopped"
+        return not layout.has_learned and layout.status == "stopped"
 
     @property
     def begins(self) -> bool:
@@ -250,12 +252,14 @@ def launch(request: Request, manifest: str = "", out: Path | None = None) -> Non
                 # Other processes, and a dry run, make no directory.
                 root = out or default_out(config.environment)
             request = replace(request, root=root)
+            if not together and (root / "run.json").exists():  # of several processes each would print the error
+                _existing(request)
             if writes and request.begins:  # a resumed run is announced after it has been read
                 what = f"Starting a run of {manifest} in {shown(str(root))}"
                 what += ", where one ended before it learned anything" * request.repeats
                 what = f"Checking {manifest}" if request.dry_run else what
                 Terminal.of(request.form).console.print(f"{what}: loading the libraries and the model.")
-            if not together:  # of several processes each would print the error
+            if not together:
                 from agilerl.envs.upstream import check_task
 
                 check_task(config.environment)
@@ -424,7 +428,13 @@ def _existing(request: Request) -> dict[str, Any] | None:
     if request.begins:
         check_place(root, overwrite=request.overwrite)
         return None
-    info = read_run(root)
+    try:
+        info = read_run(root)
+    except CheckpointError as error:
+        if root.is_file() or (root / "run.json").exists():
+            raise
+        again = "If it was killed before it wrote anything, start it again with its train command."
+        raise CheckpointError(f"{error} {again}") from None
     check_not_in_use(root)  # the lock decides later which process is first
     return info
 

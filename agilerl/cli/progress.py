@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agilerl.checks.arguments import counted
-from agilerl.cli.forecast import Planned, expected_seconds, is_too_short, schedule, seen_by_exam
+from agilerl.cli.forecast import Planned, expected_seconds, schedule, seen_by_exam
 from agilerl.cli.output import columns, duration, facts, genes_text, json_line, one_line, shown_samples, told_apart
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
@@ -240,14 +240,8 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     limits = " or ".join(
         f"{length[key]:,.15g} {unit}" for key, unit in (("max_tokens", "tokens"), ("max_seconds", "s")) if length[key]
     )
-    left = length["smallest_population"]
-    most = length["iterations"] * (agents if left < agents else 1)
-    inherits = left < agents and not is_too_short(length)
-    yield (
-        "length",
-        f"{schedule(length, agents, limits)}; exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
-        f"{f'; agents that stay inherit the iterations of those that leave (up to {most})' * inherits}",
-    )
+    asked = f"exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
+    yield "length", f"{schedule(length, agents, limits)}; {asked}"
     # What it tells apart and takes
     if plan["compares"]:
         small = environment.eval_prompts is not None and plan["exam"]["questions"] < SMALL_EXAM
@@ -265,7 +259,8 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         yield "islands", f"{len(shares)} of {processes} process{'es' * (processes > 1)}; agents {spans}"
     parts = ", ".join(f"{name.replace('_', ' ')} {size:,.0f}" for name, size in plan["memory_megabytes"].items())
     each = f"about {plan['peak_memory_megabytes']:,.0f} MiB{' in each process' * several}"
-    yield "memory", f"{each} besides Python and torch, as some parts take turns: {parts}"
+    turns = "less than the sum, as some parts are never in memory together"
+    yield "memory", f"{each} on top of Python and torch; {turns}: {parts}"
     if session.config.training.trackers:
         yield "trackers", ", ".join(session.config.training.trackers)
     # First answers, idle settings
@@ -289,7 +284,8 @@ def sample_lines(event: PreflightDone) -> list[str]:
 
 def sample(event: PreflightDone) -> list[tuple[str, str]]:
     """Return the names and texts of a prompt and of an answer with its reward, for a table."""
-    answer = f"{one_line(event.answer) or '(empty)'}, reward {event.score:g}"
+    reward = f"reward {event.score:g}" if math.isfinite(event.score) else "no grade"
+    answer = f"{one_line(event.answer) or '(empty)'}, {reward}"
     return [("prompt", one_line(event.prompt)), ("answer", answer)]
 
 
@@ -660,7 +656,7 @@ class View:
             Column("genes", [genes_text(row.genes, 2) or "-" for _, row in agents], "left"),
             Column(self.what, [_cell(row.rewards[-1] if row.rewards else None, ".3f") for _, row in agents]),
             Column("trend", [sparkline(row.rewards, *ends) for _, row in agents], "left"),
-            Column("fitness", ["-" if row.fitness is None else _score(row.fitness) for _, row in agents]),
+            Column("exam", ["-" if row.fitness is None else _score(row.fitness) for _, row in agents]),
             Column("failures", [_counts(row.failures) for _, row in agents], "left"),
             Column("last event", [row.event for _, row in agents], "left"),
             Column("KL", cells("kl", ".4f"), rank=4),
@@ -830,7 +826,8 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
         return
 
     def scored(answer: Mapping[str, Any]) -> str:
-        return one_line(answer["text"], width) + ("" if answer["score"] is None else f" ({answer['score']:.3g})")
+        score = "no grade" if answer["score"] is None else f"{answer['score']:.3g}"
+        return f"{one_line(answer['text'], width) or '(empty)'} ({score})"
 
     width = max(12, (console.width - 20) // 4)
     others = [

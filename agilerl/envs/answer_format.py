@@ -59,7 +59,7 @@ class AnswerFormat:
     def __str__(self) -> str:
         graded = _FORMATS[self.kind][1].format(phrase=self.phrase)
         asked = f"questions end with: {self.instruction}" if self.instruction else "prompts ask for no format"
-        return f"{graded} is graded; {asked}"
+        return f"the reward reads {graded}; {asked}"
 
     def ask(self, messages: Sequence[Message]) -> list[Message]:
         """Return a conversation whose last user message ends with the instruction, unless the conversation asks itself.

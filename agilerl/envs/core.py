@@ -419,7 +419,7 @@ def fewer(exam: int, test: int, available: int) -> tuple[int, int] | None:
 def warn_of_fewer(name: str, asked: tuple[int, int], sizes: tuple[int, int], distinct: str) -> None:
     """Warn that the panels are smaller than requested."""
     warnings.warn(
-        f"{name} has only {distinct}: it keeps {sizes[0]} prompts for exams and {sizes[1]} for the test instead of "
-        f"{asked[0]} and {asked[1]} (eval_prompts, test_prompts), so these can be less exact",
+        f"{name} has only {distinct}, so {sizes[0]} are used for exams and {sizes[1]} for the test, instead of "
+        f"{asked[0]} and {asked[1]} (eval_prompts, test_prompts): both are less precise",
         stacklevel=3,
     )

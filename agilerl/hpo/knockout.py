@@ -233,7 +233,7 @@ class KnockoutSelection(Strategy):
             if not evidently:
                 protected = f"the protected agent {self.seeded}"
                 compared = _compared(fitness[rival], fitness[index], protected, proof.probability)
-                verdicts[rival] = f"left: {compared}, {proof}"
+                verdicts[rival] = f"left: place {few} of {len(fitness)}, but {compared}, {proof}"
                 kept.remove(rival)
         return kept
 

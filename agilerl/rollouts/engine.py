@@ -248,7 +248,12 @@ def check_error_rate(samples: int, failures: Sequence[Failure], most: float, *, 
     allowed = "" if len(errors) == samples else f", more than training.max_error_rate={most:g} allows"
     if episodes:
         raise EnvError(f"{count} episodes failed{allowed}; the first: {errors[0].message}")
-    raise RewardError(f"grading failed on {count} completions{allowed}; the first time: {errors[0].message}")
+    raise RewardError(f"grading failed on {count} completions{allowed}; {_first_time(errors[0].message)}")
+
+
+def _first_time(message: str) -> str:
+    advice = "; if a wrong answer raised it, return 0.0 for such answers" * (" raised " in message)
+    return f"the first time: {message}{advice}"
 
 
 def lost_places(failed: Sequence[Mapping[int, str]], size: int, *, episodes: bool) -> set[int]:
@@ -265,7 +270,7 @@ def lost_places(failed: Sequence[Mapping[int, str]], size: int, *, episodes: boo
         errors = {row: error for places in (counted or failed) for row, error in places.items()}
         first = errors[min(errors)]
         if not episodes:
-            raise RewardError(f"grading failed on {len(errors)} of {size} answers of the exam; the first time: {first}")
+            raise RewardError(f"grading failed on {len(errors)} of {size} answers of the exam; {_first_time(first)}")
         raise EnvError(f"{len(errors)} of {size} exam episodes failed; the first: {first}")
     return lost
 

@@ -42,7 +42,7 @@ def why_none(scale: Scale) -> str:
     """Return why a run of this size has no preflight, if its size is the reason."""
     asks = scale.training.preflight != "off" and not scale.learns_from_data
     few = scale.lone_agent()[0] * scale.prompts < SHARE * QUESTIONS
-    return f"none: fewer than {SHARE * QUESTIONS} questions" * (asks and few)
+    return f"none: the run answers fewer than {SHARE * QUESTIONS} prompts" * (asks and few)
 
 
 def preflight(session: Session) -> Probe | None:

@@ -146,7 +146,8 @@ class Resolved:
         for name, rate in self._far_from(usual).items():
             then = f"unless you mean that, set algorithm.{name}={usual:.2g}"
             if name in instead:
-                then = f"agent {USUAL} starts with that, and leaves only if an exam proves another to be better"
+                then = f"agent {USUAL} starts at {usual:.3g}, and is only removed if another agent is clearly better "
+                then += f"in an exam. To use the usual rate, leave algorithm.{name} out"
             sentences.append(f"{_compared(name, rate, usual)}, {usual:.3g}; {then}")
         return sentences
 

@@ -121,11 +121,12 @@ class Session:
         first = self.pace.first_pulse(self.founders, strategy.period, later.every)
         if first < later.until:
             return []
-        due = f" (the first would start after {first:.0%} of it, and none starts after {later.until:.0%})" * (first < 1)
+        only = f"copies start only in the first {later.until:.0%}"
+        due = f" (the first copy would start at {first:.0%} of the budget, and {only})" * (first < 1)
         fewer = " or training.pop_size" * (self.founders > 1)
         return [
-            f"the budget is too small to try copies of the best agent with a higher learning rate{due}; they need a "
-            f"larger budget, or a smaller training.evo_steps{fewer}"
+            f"the budget is too small to try copies of the best agent with a higher learning rate{due}. Raise the "
+            f"budget, or lower training.evo_steps{fewer}"
         ]
 
     @property

@@ -122,7 +122,9 @@ def test_a_finished_run_is_left_alone(agilerl: Agilerl, tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", {}, 0) as run:
         run.finish({"generations": 1})
     before = contents(tmp_path)
-    assert_refused(agilerl("train", "--out", "run"), "holds a finished run; choose another directory")
+    refused = agilerl("train", "--out", "run")
+    assert_refused(refused, "holds a finished run; choose another directory")
+    assert refused.output == ""  # no start is announced
     assert contents(tmp_path) == before
 
 

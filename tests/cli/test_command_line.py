@@ -59,6 +59,8 @@ def test_every_command_has_a_short_help_and_debug(agilerl: Agilerl) -> None:
         short = agilerl(command, "-h")
         assert short == agilerl(command, "--help")
         assert "--debug" in short.output
+    # Paragraphs are broken at the width of the terminal, not where the lines of the docstring end.
+    assert "and lengths to match. If the columns" in agilerl("init", "-h").output
 
 
 def test_debug_shows_the_traceback_of_a_mistake(agilerl: Agilerl) -> None:
@@ -139,7 +141,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(agilerl: Agilerl, tmp_path
         "embedded: ",
         "LoRA rank 16",
         "gcd, reward exact",
-        "the whole completion is graded; prompts ask for no format",
+        "the reward reads the whole completion; prompts ask for no format",
         "`2` earns 0.29 on gcd (chance 0.17",
         "GRPO, 3 agents",
         "agent 2",
@@ -150,7 +152,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(agilerl: Agilerl, tmp_path
         "2.5 an hour; at most 5.00 in 7,200 s",
         "prompt     <bos>Find the Greatest Common Divisor (GCD) of these numbers: ",
         ", reward ",
-        "MiB besides Python and torch",
+        "MiB on top of Python and torch; less than the sum",
         "a/run",
         "Dry run: everything checked, nothing written.",
     ):
@@ -162,7 +164,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(agilerl: Agilerl, tmp_path
 def test_the_plan_warns_of_a_small_exam_that_was_asked_for(agilerl: Agilerl) -> None:
     asked = ("environment.eval_prompts=40", "training.max_steps=2048", "--dry-run")
     said = " ".join(agilerl("train", *asked).output.split())
-    assert "warning: 40 questions tell two agents apart (P = 0.95) only if their shares of right answers differ" in said
+    assert "warning: with 40 questions an exam can detect a difference in accuracy of 0.18 or more" in said
     assert re.search(r"time up to about [\d.]+ (s|min) on this device as set here, by rates measured just now", said)
     chosen = agilerl("train", "training.max_steps=512", "environment={task: 'reasoning_gym:gcd'}", "--dry-run").output
     assert re.search(r"exam [1-4]?\d prompts", " ".join(chosen.split()))

@@ -86,7 +86,7 @@ def test_rows_are_read_and_the_base_is_asked(agilerl: Agilerl, tmp_path: Path, m
     read = "100 rows: all answers are numbers, so the reward accuracy is proposed\n"
     assert made.output.startswith(f"Columns: question from problem, answer from solution\n{read}")
     assert re.search(r"\nprompt +<bos>\d+ \+ \d+ =<sep> *\nanswer +.*, reward [01] *\n", made.output)
-    assert re.search(r"\nexam +warning: 20 questions tell two agents apart", made.output)
+    assert re.search(r"\nexam +warning: with 20 questions an exam", made.output)
     assert re.search(r"\ntime +up to about [\d.]+ (s|min|h)", made.output)
     assert max(map(len, made.output.splitlines())) <= 80
     e = load_manifest(tmp_path / "my.yaml").environment

@@ -108,7 +108,7 @@ def test_the_proposed_settings_are_settings_of_a_manifest(agilerl: Agilerl) -> N
     ("overrides", "then"),
     [
         ((), ""),
-        (("algorithm.lr=9e-3",), "; agent 1 starts with that, and leaves"),
+        (("algorithm.lr=9e-3",), "; agent 1 starts at 0.001, and is only removed if"),
         (("algorithm.lr=9e-3", "training.pop_size=1"), "; unless you mean that, set algorithm.lr=0.001"),
     ],
     ids=["usual", "founder", "alone"],
@@ -119,7 +119,7 @@ def test_an_unusual_learning_rate_is_named(overrides: tuple[str, ...], then: str
     assert ("rate algorithm.lr=0.009 is 9 times the usual rate of this base, 0.001" + then in shown) is bool(then)
     assert " x 1 prompt x 8 completions, " in shown
     assert "Time of a generation of 1 iteration: " in shown
-    assert "preflight none: fewer than 320 questions" in shown
+    assert "preflight none: the run answers fewer than 320 prompts" in shown
 
 
 def test_prompts_of_a_known_task_are_measured(agilerl: Agilerl) -> None:
@@ -286,8 +286,8 @@ def micro_batches(overrides: list[str]) -> list[int]:
 
 def test_twelve_questions_cannot_see_twenty_points(agilerl: Agilerl) -> None:
     text = " ".join(agilerl("plan", "--gpu", "l4", "environment.eval_prompts=12").output.split())
-    assert "12 questions tell two agents apart (P = 0.95) only if their shares of right answers differ by 0.3" in text
-    assert "to see 0.2 it takes 32 questions" in text
+    assert "with 12 questions an exam can detect a difference in accuracy of 0.33 or more (95 %)" in text
+    assert "(95 %); detecting 0.2 takes 32" in text
 
 
 @pytest.mark.parametrize("difference", [0.2, 0.1, 0.05])
@@ -328,6 +328,10 @@ def test_an_agent_program_appears_and_the_command_allows_its_code(agilerl: Agile
     assert "--allow-code" not in planned(agilerl, "--gpu", "l4")["proposal"]["command"]
 
 
+FEW = "environment={task: 'reasoning_gym:gcd', params: {min_numbers: 2, max_numbers: 2, max_value: 15}}"
+"""Questions that are too few for the default exam."""
+
+
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -335,9 +339,11 @@ def test_an_agent_program_appears_and_the_command_allows_its_code(agilerl: Agile
         ("training.max_steps=2048",),
         ("environment.eval_prompts=40",),
         ("training.max_steps=64", "training.pop_size=4"),
+        ("training.max_steps=2048", "training.pop_size=4", FEW),
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("ignore:gcd has only")
 def test_a_plan_has_the_generations_and_exams_of_the_run(
     agilerl: Agilerl, overrides: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -356,6 +362,7 @@ def test_a_plan_has_the_generations_and_exams_of_the_run(
     monkeypatch.setattr("agilerl.cli.forecast.whole_run", lambda _, rows, __: counted.append(rows) or 1.0)
     assert expected_seconds(Planned(session.resolved), session.population, 10) == 1
     assert counted[0].common == load["common"] > 0
+    assert counted[0].test == length["test_prompts"]
 
 
 def test_a_shell_reads_the_command_as_it_was_typed(agilerl: Agilerl, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from rich.console import Console
 
 from agilerl.cli.output import genes_text, told_apart
-from agilerl.cli.progress import View, _print_answers, log, sparkline, watch
+from agilerl.cli.progress import View, _print_answers, log, sample, sparkline, watch
 from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness
 from agilerl.runs.completions import CompletionRecord, read_completions
@@ -29,6 +29,7 @@ from agilerl.training.events import (
     HeldOutTest,
     IterationDone,
     PhaseStarted,
+    PreflightDone,
     RunFinished,
     RunStarted,
 )
@@ -104,7 +105,7 @@ def test_one_line_an_agent_at_any_width(width: int, session: Session) -> None:
     assert "0.700 ± 0.030" in rows[2]
     if width >= 140:
         assert header.split() == [
-            "agent", "parent", "genes", "reward", "trend", "fitness", "last", "event", "KL", "entropy", "tokens/s",
+            "agent", "parent", "genes", "reward", "trend", "exam", "last", "event", "KL", "entropy", "tokens/s",
         ]  # fmt: skip
         assert "lr=1e-05, temperature=1, group_size=4" in rows[0]
         assert rows[0].endswith("12,346")
@@ -462,10 +463,14 @@ def test_answers_are_shown_without_what_all_questions_share_if_they_are_long() -
         ["...30,", "6", "now?", "6", "12"],
     ]
     assert "... (0)" in lines[3]
-    assert "(" not in lines[4].removesuffix("6 (1)")
+    assert lines[4].endswith("... (no grade)  6 (1)")
     assert max(map(len, lines)) <= 80
     assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
     sums = ["1 + 1 + 1", "1 + 3 + 1"]
     for ask in ("{}", "State the final answer to the following arithmetic problem: {} = ? Write a number."):
         _print_answers([entry(ask.format(one), 0.0) for one in sums], console)
     assert "... 1 + 3 + 1 = ? ..." in console.file.getvalue()  # type: ignore[attr-defined]
+    nothing = {"text": "", "score": 0.0}
+    _print_answers([{"question": "1 + 1", "answer": "2", "base": nothing, "elite": nothing}], console)
+    assert console.file.getvalue().split().count("(empty)") == 2  # type: ignore[attr-defined]
+    assert sample(PreflightDone({}, "", answer="2"))[1] == ("answer", "2, no grade")

@@ -114,7 +114,7 @@ def test_the_plan_says_who_has_which_agents_and_what_each_process_needs(tmp_path
     assert writer.code == other.code == 0, writer.errors + other.errors
     rows = {line.split()[0]: " ".join(line.split()[1:]) for line in writer.output.splitlines() if line.strip()}
     assert rows["islands"] == "2 of 1 process; agents 0-1, 2"
-    assert " MiB in each process besides Python and torch" in writer.output
+    assert " MiB in each process on top of Python and torch" in writer.output
 
     with started(2, *command, "distributed.processes_per_island=2", "--json", cwd=tmp_path) as children:
         writer, other = ends(children)

@@ -215,7 +215,7 @@ def test_panels_shrink_to_the_rows_that_there_are() -> None:
 
 def test_panels_of_datasets_for_them_shrink_to_what_these_have() -> None:
     few = [{"question": f"special {i}", "answer": "x"} for i in range(5)]
-    with pytest.warns(UserWarning, match="5 prompts for exams and 20 for the test"):
+    with pytest.warns(UserWarning, match="5 are used for exams and 20 for the test"):
         task = made(exam=few, exam_prompts=128, test_prompts=400, shrink_panels=True)
     assert [task.row("exam", i)["question"][:7] for i in range(5)] == ["special"] * 5
 

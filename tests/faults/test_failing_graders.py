@@ -74,7 +74,7 @@ def test_some_failures_are_masked_out_and_no_outcome() -> None:
 def test_the_run_stops_where_too_many_fail() -> None:
     most = int(0.5 * 2 * BATCH)
     failing(2, raises, range(most)).rollout()
-    with pytest.raises(RewardError, match=f"{most + 1} of {2 * BATCH} .*max_error_rate=0.5"):
+    with pytest.raises(RewardError, match=f"{most + 1} of {2 * BATCH} .*max_error_rate=0.5.* return 0.0"):
         failing(2, raises, range(most + 1)).rollout()
     with pytest.raises(RewardError, match=f"all {2 * BATCH} .*ZeroDivisionError: no denominator"):
         failing(2, raises, range(2 * BATCH)).rollout()

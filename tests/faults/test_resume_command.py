@@ -168,14 +168,18 @@ def test_resume_auto_starts_where_there_is_no_run(learned_nothing: bool, agilerl
     assert without.errors == "error: --resume auto resumes the run in --out, found no --out; pass the directory"
 
 
+AGAIN = "If it was killed before it wrote anything, start it again with its train command."
+
+
 @pytest.mark.parametrize(
     ("place", "message"),
     [
-        ("nowhere", "error: expected a run directory at nowhere, found nothing."),
+        ("nowhere", f"error: expected a run directory at nowhere, found nothing. {AGAIN}"),
         ("file", "error: expected a run directory at file, found a file."),
         (
             "empty",
-            "error: empty is not a run directory: it has no run.json. Give the folder that a run was written to.",
+            "error: empty is not a run directory: it has no run.json. Give the folder that a run was written to. "
+            f"{AGAIN}",
         ),
     ],
 )

@@ -166,7 +166,7 @@ def test_the_seeded_agent_loses_only_to_evidence() -> None:
     plan = KnockoutSelection(4, confidence=0.97).plan(close, 0, 0, 4)
     assert plan.slots == (0, 2)
     assert plan.verdicts[0] == f"kept: P = {sure:.3f} < 0.97 that agent 1 is better"
-    compared = "left: not surely better than the protected agent 0, 0.575 against 0.500"
+    compared = "left: place 2 of 4, but not surely better than the protected agent 0, 0.575 against 0.500"
     assert plan.verdicts[1] == f"{compared}, P = {sure:.3f} < 0.97"
     assert plan.elite == 2
 

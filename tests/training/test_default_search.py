@@ -108,6 +108,7 @@ def test_the_plan_says_what_the_search_does_not_do(overrides: tuple[str, ...], w
 def test_the_plan_says_if_no_challenger_will_come(overrides: tuple[str, ...], *, silent: bool) -> None:
     session = made(*overrides)
     assert ["too small to try copies" in sentence for sentence in session.notes] == [True] * (not silent)
+    assert all(". Raise the budget, or lower training.evo_steps" in sentence for sentence in session.notes)
     assert session.resolved.without_effect == []  # challengers were not asked for
     assert ("\nnote " in shown(session)) is not silent
 
@@ -118,8 +119,8 @@ def test_the_plan_says_if_no_challenger_will_come(overrides: tuple[str, ...], *,
         # What is impossible is not said: a generation longer than the run, iterations that the tokens do not pay.
         (
             ("max_steps=256",),
-            "4 iterations of all agents, first selection after 1, then every 2 with 1 agent left; exam 8 prompts, "
-            "test 10; agents that stay inherit the iterations of those that leave (up to 16)",
+            "4 iterations of all agents, first selection after 1, then every 2 with 1 agent left; agents that stay "
+            "inherit the iterations of those that leave (up to 16); exam 8 prompts, test 10\n",
         ),
         (
             ("max_steps=256", "evo_steps=5"),

@@ -230,7 +230,7 @@ def test_a_short_run_is_its_own_preflight(settings: tuple[str, ...], due: bool) 
     small = session(*settings)
     assert is_due(small) == due
     by_size = not due and "preflight=off" not in settings[0] and "SFT" not in settings[0]
-    assert why_none(small.scale) == "none: fewer than 320 questions" * by_size
+    assert why_none(small.scale) == "none: the run answers fewer than 320 prompts" * by_size
 
 
 def test_a_stopped_run_is_resumed_without_one(tmp_path: Path) -> None:
