@@ -222,7 +222,8 @@ def run_chat(
     environment = adapter.config.environment
     single = adapter.run is not None and environment.env_type != "multiturn" and environment.agent is None
     trained = "; trained on single questions: /new before each" * single
-    console.print(f"Drawn at temperature {temperature:g}{trained}.\nType a message, or /help.")
+    hints = f"{trained}.\nType a message, or /help" if sys.stdin.isatty() else ""
+    console.print(f"Drawn at temperature {temperature:g}{hints}.")
     template, answers = environment.conversation_template or [], AnswerFormat.of(environment)
     # A system message with the question in it is made for one question, not for a conversation.
     system = [dict(m) for m in template if m["role"] == "system" and "{question}" not in m["content"]]

@@ -146,7 +146,7 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
                 build_report(runs, out, reload=RELOAD, price=price)
             if written is None:
                 tell_line(out)
-                say("Open it in a browser: it follows the runs until they finish. Ctrl-C ends that.")
+                say("Open this file in a browser; it follows the runs until they finish. Ctrl-C stops that.")
             written = now
             time.sleep(max(1.0, 9 * (time.monotonic() - began)))
     build_report(runs, out, price=price)
@@ -200,7 +200,7 @@ def run_watch(
     port: Annotated[int, Option(min=0, max=65535, help="Port on this machine; 0: any that is free.")] = 0,
     price: Price = None,
 ) -> None:
-    """Show the report of a run on an address of this machine, following it while it trains; Ctrl-C ends that.
+    """Serve a run's report on this machine and update it during training; Ctrl-C stops it.
 
     Of a folder it shows a list of all runs below it, each with its report:
 
@@ -210,7 +210,7 @@ def run_watch(
 
     with Watch(run, port, price) as server:
         tell_line(server.url)
-        say("Open it in a browser: it follows the runs. Ctrl-C ends that.")
+        say("Open this address in a browser; it follows the runs. Ctrl-C stops the server.")
         with suppress(KeyboardInterrupt):
             server.serve_forever()
 
@@ -221,7 +221,7 @@ def run_watch(
 def run_lineage(
     run: OneRun,
     *,
-    agent: Annotated[int | None, Option(metavar="N", help="Tell the life of this agent alone.")] = None,
+    agent: Annotated[int | None, Option(metavar="N", help="Show the history of this agent only.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show who lived, who left and why: all agents of a run in a table, or one agent's life, exam by exam.

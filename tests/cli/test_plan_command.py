@@ -287,7 +287,7 @@ def micro_batches(overrides: list[str]) -> list[int]:
 def test_twelve_questions_cannot_see_twenty_points(agilerl: Agilerl) -> None:
     text = " ".join(agilerl("plan", "--gpu", "l4", "environment.eval_prompts=12").output.split())
     assert "12 questions tell two agents apart (P = 0.95) only if their shares of right answers differ by 0.3" in text
-    assert "to see 0.2 it takes 32 questions" in text
+    assert "to detect a difference of 0.2 takes 32 questions" in text
 
 
 @pytest.mark.parametrize("difference", [0.2, 0.1, 0.05])
