@@ -169,18 +169,20 @@ def _score(score: Mapping[str, Any], sign: str = "") -> tuple[str, str, str]:
 
 
 def _show_worst(answers: Sequence[Mapping[str, Any]], worst: Sequence[int]) -> None:
+    console = new_console()
     if worst:
-        tell_line(f"\nWorst of {len(answers)}")
+        console.print(f"\nWorst of {len(answers)}")
     for index, question in zip(worst, told_apart([answers[index]["question"] for index in worst])):
         answer = answers[index]
-        expected = "" if answer["answer"] is None else f"; expected {one_line(answer['answer'])}"
-        tell_line(f"{index}. {question}{expected}")
+        console.print(f"{index}. {question}")
+        if answer["answer"] is not None:
+            console.print(f"   expected: {one_line(answer['answer'])}")
         for who in ("adapter", "base"):
             if (given := answer[who]) is not None:
                 scores = [number(one["score"]) for one in given["samples"]]
                 mean = f", mean of {len(scores)} samples {sum(scores) / len(scores):.2f}" if scores else ""
                 greedy = given["greedy"]
-                tell_line(f"   {who}: {one_line(greedy['text'])} (score {number(greedy['score']):g}{mean})")
+                console.print(f"   {who}: {one_line(greedy['text'])} (score {number(greedy['score']):g}{mean})")
 
 
 _CHAT_HELP = """\
@@ -498,7 +500,7 @@ def run_compare(
 
     _show_comparison(distinct_names(runs), differ, follow, results)
     if verdict := _verdict(records, differ):
-        tell_line(verdict)
+        new_console().print(verdict)
     tell_line(f"report written: {build_report(runs, report_file(runs, out))}")
 
 
@@ -560,7 +562,7 @@ def _show_comparison(
     results: Sequence[Mapping[str, Any]],
 ) -> None:
     titles = ["", *map(one_line, names)]
-    table = columns(*titles, left=titles)
+    table = columns(*titles, left=titles, gap=2)
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.overflow = "fold"
@@ -575,4 +577,13 @@ def _show_comparison(
     for setting, values in sorted(differ.items(), key=lambda row: row[0] in follow):
         label = one_line(setting) + " (derived)" * (setting in follow)
         table.add_row(label, *("-" if value is None else _ends(one_line(str(value))) for value in values))
-    new_console().print(table)
+    console = new_console()
+    # Rich gives columns the same width, whatever words they hold: no word is broken where there is room for all.
+    cells = [[str(cell) for cell in column.cells] for column in table.columns]
+    wholes = [max(map(len, texts)) for texts in cells]
+    words = [max(len(word) for text in texts for word in text.split()) for texts in cells[1:]]
+    room = console.width - wholes[0] - 2 * len(words) - sum(words)
+    for column, whole, word in zip(table.columns[1:], wholes[1:], words):
+        if room >= 0:
+            column.max_width = word + room * (whole - word) // max(sum(wholes[1:]) - sum(words), 1)
+    console.print(table)
