@@ -376,7 +376,7 @@ def run_export(
     console, names = new_console(quiet=quiet), {"FOLDER": str(out)}
     with suppress(ConfigError):  # the base may have moved since
         base = servable_base(subject(run, examined=False, loaded=False).base)
-        names |= {"BASE": base, "BASE_FOLDER": base} if Path(base).is_dir() else {}
+        names |= {"BASE": base} if Path(base).is_dir() else {}
     console.print(f"written: {out.absolute()} ({', '.join(sorted(path.name for path in out.iterdir()))})")
     console.print(f"{'talk to it':<12} agilerl chat {shlex.quote(str(out))}")
     if read_json(out / ADAPTER_CONFIG).get("alora_invocation_tokens"):
@@ -386,7 +386,7 @@ def run_export(
     for program, command in (("vLLM", "vllm serve"), ("llama.cpp", "python convert_lora_to_gguf.py")):
         # The card has these commands for others; here they name this machine's folders.
         line = next(line for line in card if line.startswith(command))
-        named = re.sub(r"\b(FOLDER|BASE_FOLDER|BASE)\b", lambda word: shlex.quote(names.get(word[0], word[0])), line)
+        named = re.sub(r"\b(FOLDER|BASE)\b", lambda word: shlex.quote(names.get(word[0], word[0])), line)
         console.print(f"{program:<12} {named}")
 
 

@@ -490,6 +490,8 @@ def test_the_elite_has_a_model_card(run: Path, summary: dict[str, Any]) -> None:
     assert f"| elite | {summary['test']['elite']['mean']:.3f} |" in card.text
     for word in ("vllm serve", "convert_lora_to_gguf.py", "### Lineage", "### Schedule", "reasoning\\_gym:gcd"):
         assert word in card.text
+    assert "shipped with `agilerl` (Apache-2.0)" in card.text
+    assert "FOLDER --base BASE --outfile" in card.text  # BASE is defined above it
     founders = sum(line["event"] == "birth" and line["parent"] is None for line in read_lines(run / "lineage.jsonl"))
     assert founders < 4  # the default of training.pop_size
     assert f"generations that began with {founders} agent" in card.text
