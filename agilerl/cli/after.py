@@ -579,9 +579,9 @@ def _show_comparison(
         table.add_row(label, *("-" if value is None else _ends(one_line(str(value))) for value in values))
     console = new_console()
     # Rich gives columns the same width, whatever words they hold: no word is broken where there is room for all.
-    cells = [[str(cell) for cell in column.cells] for column in table.columns]
-    wholes = [max(map(len, texts)) for texts in cells]
-    words = [max(len(word) for text in texts for word in text.split()) for texts in cells[1:]]
+    texts_of = [[str(cell) for cell in column.cells] for column in table.columns]
+    wholes = [max(map(len, texts)) for texts in texts_of]
+    words = [max(len(word) for text in texts for word in text.split()) for texts in texts_of[1:]]
     room = console.width - wholes[0] - 2 * len(words) - sum(words)
     for column, whole, word in zip(table.columns[1:], wholes[1:], words):
         if room >= 0:

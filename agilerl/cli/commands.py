@@ -66,10 +66,13 @@ def run_check(
     else:
         config = configuration(arguments)
         # Imported once the manifest is known to be well formed.
+        from agilerl.cli.progress import sample
         from agilerl.training.preflight import tried
         from agilerl.training.setup import build
 
         sampled = tried(build(config, allow_code=allow_code))
+        if sampled is not None and not as_json:
+            console().print(facts(sample(sampled)))
         if sampled is not None and sampled.problem:
             findings = [{"level": "warning", "code": "answers", "sentence": sampled.problem}]
     errors = sum(finding["level"] == "error" for finding in findings)
