@@ -49,14 +49,14 @@ def run_eval(
     arguments: Replacements = None,
     *,
     samples: Annotated[
-        int, Option(min=0, max=10_000, help="Sampled answers to each question, for pass@k; 0: none.")
+        int, Option(metavar="N", min=0, max=10_000, help="Sampled answers to each question, for pass@k; 0: none.")
     ] = 4,
     temperature: Temperature = 1.0,
     full: Annotated[
         float, Option("--right-from", metavar="SCORE", help="Lowest score of a right answer, for pass@k.")
     ] = 1.0,
     with_base: Annotated[bool, Option("--base/--no-base", help="Ask the base the same questions.")] = True,
-    worst: Annotated[int, Option(min=0, help="Questions to list, the worst first.")] = 5,
+    worst: Annotated[int, Option(metavar="N", min=0, help="Questions to list, the worst first.")] = 5,
     out: Annotated[
         Path | None,
         Option(
@@ -201,7 +201,7 @@ def run_chat(
     arguments: Replacements = None,
     *,
     temperature: Temperature = 0.7,
-    most_tokens: Annotated[int, Option("--max-tokens", min=1, help="Most tokens of an answer.")] = 512,
+    most_tokens: Annotated[int, Option("--max-tokens", metavar="N", min=1, help="Most tokens of an answer.")] = 512,
     beside_base: Annotated[bool, Option("--base", help="Show the answers of the base as well.")] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -347,7 +347,7 @@ def run_merge(
 
 def run_export(
     run: FinishedRun,
-    out: Annotated[Path | None, Argument(metavar="[OUT]", help="New folder for the elite.", parser=as_path)] = None,
+    out: Annotated[Path | None, Argument(metavar="OUT", help="New folder for the elite.", parser=as_path)] = None,
     *,
     optuna: Annotated[
         str | None, Option(metavar="STORAGE", help="Address of an Optuna storage: sqlite:///runs.db.")
@@ -472,7 +472,7 @@ def _uploaded(folder: Path, repository: str, *, private: bool) -> str:
 
 
 def run_compare(
-    runs: Annotated[list[Path], Argument(metavar="RUN RUN ...", help="Run directories.", parser=as_path)],
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="Two run directories or more.", parser=as_path)],
     *,
     out: Annotated[
         Path | None, Option(parser=as_path, metavar="FILE", help="HTML file; default: report-NAME-NAME.html here.")

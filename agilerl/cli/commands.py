@@ -26,7 +26,7 @@ def run_check(
     arguments: Annotated[
         list[str],
         Argument(
-            metavar="ENV_OR_MANIFEST [KEY=VALUE ...]",
+            metavar="ENV_OR_MANIFEST | KEY=VALUE",
             help="An environment (path.py:Class, module:Class, an id such as agilerl/GuessTheNumber-v0, gem:ID, "
             "textarena:ID, openenv:URL) and keyword arguments for it; or a YAML manifest and settings that override "
             "it.",
@@ -106,7 +106,7 @@ _LONGEST_NAME = 100
 
 
 def run_report(
-    runs: Annotated[list[Path], Argument(metavar="RUN ...", help="Run directories.", parser=as_path)],
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="Run directories.", parser=as_path)],
     out: Annotated[
         Path | None,
         Option(
@@ -200,7 +200,9 @@ def run_watch(
         Path, Argument(metavar="RUN_OR_FOLDER", help="A run, or a folder with runs below it.", parser=as_path)
     ],
     *,
-    port: Annotated[int, Option(min=0, max=65535, help="Port on this machine; 0: any that is free.")] = 0,
+    port: Annotated[
+        int, Option(metavar="PORT", min=0, max=65535, help="Port on this machine; 0: any that is free.")
+    ] = 0,
     price: Price = None,
 ) -> None:
     """Serve a run's report on this machine and update it during training; Ctrl-C stops it.

@@ -62,7 +62,7 @@ MODELS = {
 def run_fetch(
     name: Annotated[str, Argument(metavar="MODEL", help="smollm2.")],
     path: Annotated[
-        Path | None, Argument(metavar="[PATH]", help="The new folder; default: the model's name.", parser=as_path)
+        Path | None, Argument(metavar="PATH", help="The new folder; default: the model's name.", parser=as_path)
     ] = None,
     *,
     quiet: Quiet = False,
