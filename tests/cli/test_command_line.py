@@ -43,6 +43,7 @@ def test_help_and_typing_errors_are_quick(arguments: list[str], code: int, tmp_p
     [
         (["--help"], ["train", "report", "env", "Exit codes"]),
         (["train", "--help"], ["--out", "--seed", "--dry-run", "--quiet", "--json", "KEY.PATH=VALUE"]),
+        (["plan", "--help"], ["[OPTIONS] [MANIFEST | KEY.PATH=VALUE]...", " N "]),
         (["--version"], ["agilerl 0."]),
     ],
 )
