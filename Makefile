@@ -62,6 +62,7 @@ setup: $(READY) ## Make .venv with the package, editable, and all that the check
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit("expected Python 3.11 or later, found " + sys.version.split()[0] + \
 		"; run: make PYTHON=python3.12" if sys.version_info < (3, 11) else 0)'
+	@echo "Installing into $(VENV): two to four minutes"
 	$(PYTHON) -m venv $(VENV)
 # Another project's package, or this one's under an earlier name, would be imported in place of this one.
 	@$(BIN)/python -m pip uninstall --quiet --yes agilerl 2>/dev/null || true
@@ -72,6 +73,7 @@ $(READY): pyproject.toml constraints.txt
 # gem-llm says that it needs Python 3.12.0 or earlier; what is adapted of it runs on 3.13.
 	$(BIN)/python -m pip install --quiet --no-deps --ignore-requires-python $(ADAPTED)
 	touch $@
+	@echo "Installed. Next: source $(VENV)/bin/activate"
 
 train: $(READY) ## Run the main job; ARGS='...' reaches agilerl train
 	$(BIN)/agilerl train $(ARGS)

@@ -118,7 +118,10 @@ def test_continuous_integration_runs_the_test_command_and_passes_its_failure_on(
 @pytest.mark.parametrize(
     ("target", "commands"),
     [
-        ("train", ["-m venv .venv", "--constraint constraints.txt --editable", ".venv/bin/agilerl train"]),
+        (
+            "train",
+            ["Installing", "-m venv .venv", "--constraint constraints.txt --editable", "Installed", "agilerl train"],
+        ),
         ("test", ["-m venv .venv", ".venv/bin/ruff check", ".venv/bin/ruff format --check", "bin/mypy", "bin/pytest"]),
     ],
 )

@@ -49,14 +49,14 @@ def run_eval(
     arguments: Replacements = None,
     *,
     samples: Annotated[
-        int, Option(min=0, max=10_000, help="Sampled answers to each question, for pass@k; 0: none.")
+        int, Option(metavar="N", min=0, max=10_000, help="Sampled answers to each question, for pass@k; 0: none.")
     ] = 4,
     temperature: Temperature = 1.0,
     full: Annotated[
         float, Option("--right-from", metavar="SCORE", help="Lowest score of a right answer, for pass@k.")
     ] = 1.0,
     with_base: Annotated[bool, Option("--base/--no-base", help="Ask the base the same questions.")] = True,
-    worst: Annotated[int, Option(min=0, help="Questions to list, the worst first.")] = 5,
+    worst: Annotated[int, Option(metavar="N", min=0, help="Questions to list, the worst first.")] = 5,
     out: Annotated[
         Path | None,
         Option(
@@ -169,18 +169,20 @@ def _score(score: Mapping[str, Any], sign: str = "") -> tuple[str, str, str]:
 
 
 def _show_worst(answers: Sequence[Mapping[str, Any]], worst: Sequence[int]) -> None:
+    console = new_console()
     if worst:
-        tell_line(f"\nWorst of {len(answers)}")
+        console.print(f"\nWorst of {len(answers)}")
     for index, question in zip(worst, told_apart([answers[index]["question"] for index in worst])):
         answer = answers[index]
-        expected = "" if answer["answer"] is None else f"; expected {one_line(answer['answer'])}"
-        tell_line(f"{index}. {question}{expected}")
+        console.print(f"{index}. {question}")
+        if answer["answer"] is not None:
+            console.print(f"   expected: {one_line(answer['answer'])}")
         for who in ("adapter", "base"):
             if (given := answer[who]) is not None:
                 scores = [number(one["score"]) for one in given["samples"]]
                 mean = f", mean of {len(scores)} samples {sum(scores) / len(scores):.2f}" if scores else ""
                 greedy = given["greedy"]
-                tell_line(f"   {who}: {one_line(greedy['text'])} (score {number(greedy['score']):g}{mean})")
+                console.print(f"   {who}: {one_line(greedy['text'])} (score {number(greedy['score']):g}{mean})")
 
 
 _CHAT_HELP = """\
@@ -199,7 +201,7 @@ def run_chat(
     arguments: Replacements = None,
     *,
     temperature: Temperature = 0.7,
-    most_tokens: Annotated[int, Option("--max-tokens", min=1, help="Most tokens of an answer.")] = 512,
+    most_tokens: Annotated[int, Option("--max-tokens", metavar="N", min=1, help="Most tokens of an answer.")] = 512,
     beside_base: Annotated[bool, Option("--base", help="Show the answers of the base as well.")] = False,
     quiet: Quiet = False,
     as_json: AsJson = False,
@@ -222,7 +224,8 @@ def run_chat(
     environment = adapter.config.environment
     single = adapter.run is not None and environment.env_type != "multiturn" and environment.agent is None
     trained = "; trained on single questions: /new before each" * single
-    console.print(f"Drawn at temperature {temperature:g}{trained}.\nType a message, or /help.")
+    hints = f"{trained}.\nType a message, or /help" if sys.stdin.isatty() else ""
+    console.print(f"Drawn at temperature {temperature:g}{hints}.")
     template, answers = environment.conversation_template or [], AnswerFormat.of(environment)
     # A system message with the question in it is made for one question, not for a conversation.
     system = [dict(m) for m in template if m["role"] == "system" and "{question}" not in m["content"]]
@@ -344,7 +347,7 @@ def run_merge(
 
 def run_export(
     run: FinishedRun,
-    out: Annotated[Path | None, Argument(metavar="[OUT]", help="New folder for the elite.", parser=as_path)] = None,
+    out: Annotated[Path | None, Argument(metavar="OUT", help="New folder for the elite.", parser=as_path)] = None,
     *,
     optuna: Annotated[
         str | None, Option(metavar="STORAGE", help="Address of an Optuna storage: sqlite:///runs.db.")
@@ -373,7 +376,7 @@ def run_export(
     console, names = new_console(quiet=quiet), {"FOLDER": str(out)}
     with suppress(ConfigError):  # the base may have moved since
         base = servable_base(subject(run, examined=False, loaded=False).base)
-        names |= {"BASE": base, "BASE_FOLDER": base} if Path(base).is_dir() else {}
+        names |= {"BASE": base} if Path(base).is_dir() else {}
     console.print(f"written: {out.absolute()} ({', '.join(sorted(path.name for path in out.iterdir()))})")
     console.print(f"{'talk to it':<12} agilerl chat {shlex.quote(str(out))}")
     if read_json(out / ADAPTER_CONFIG).get("alora_invocation_tokens"):
@@ -383,7 +386,7 @@ def run_export(
     for program, command in (("vLLM", "vllm serve"), ("llama.cpp", "python convert_lora_to_gguf.py")):
         # The card has these commands for others; here they name this machine's folders.
         line = next(line for line in card if line.startswith(command))
-        named = re.sub(r"\b(FOLDER|BASE_FOLDER|BASE)\b", lambda word: shlex.quote(names.get(word[0], word[0])), line)
+        named = re.sub(r"\b(FOLDER|BASE)\b", lambda word: shlex.quote(names.get(word[0], word[0])), line)
         console.print(f"{program:<12} {named}")
 
 
@@ -469,7 +472,7 @@ def _uploaded(folder: Path, repository: str, *, private: bool) -> str:
 
 
 def run_compare(
-    runs: Annotated[list[Path], Argument(metavar="RUN RUN ...", help="Run directories.", parser=as_path)],
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="Two run directories or more.", parser=as_path)],
     *,
     out: Annotated[
         Path | None, Option(parser=as_path, metavar="FILE", help="HTML file; default: report-NAME-NAME.html here.")
@@ -502,7 +505,7 @@ def run_compare(
     if not differ:
         tell_line("No setting differs.")
     if verdict := _verdict(records, differ):
-        tell_line(verdict)
+        new_console().print(verdict)
     tell_line(f"report written: {build_report(runs, report_file(runs, out))}")
 
 
@@ -566,7 +569,7 @@ def _show_comparison(
     results: Sequence[Mapping[str, Any]],
 ) -> None:
     titles = ["", *map(one_line, names)]
-    table = columns(*titles, left=titles)
+    table = columns(*titles, left=titles, gap=2)
     table.columns[0].no_wrap = True
     for column in table.columns[1:]:
         column.overflow = "fold"
@@ -581,4 +584,13 @@ def _show_comparison(
     for setting, values in sorted(differ.items(), key=lambda row: row[0] in follow):
         label = one_line(setting) + " (derived)" * (setting in follow)
         table.add_row(label, *("-" if value is None else _ends(one_line(str(value))) for value in values))
-    new_console().print(table)
+    console = new_console()
+    # Rich gives columns the same width, whatever words they hold: no word is broken where there is room for all.
+    texts_of = [[str(cell) for cell in column.cells] for column in table.columns]
+    wholes = [max(map(len, texts)) for texts in texts_of]
+    words = [max(len(word) for text in texts for word in text.split()) for texts in texts_of[1:]]
+    room = console.width - wholes[0] - 2 * len(words) - sum(words)
+    for column, whole, word in zip(table.columns[1:], wholes[1:], words):
+        if room >= 0:
+            column.max_width = word + room * (whole - word) // max(sum(wholes[1:]) - sum(words), 1)
+    console.print(table)

@@ -26,7 +26,7 @@ def run_check(
     arguments: Annotated[
         list[str],
         Argument(
-            metavar="ENV_OR_MANIFEST [KEY=VALUE ...]",
+            metavar="ENV_OR_MANIFEST | KEY=VALUE",
             help="An environment (path.py:Class, module:Class, an id such as agilerl/GuessTheNumber-v0, gem:ID, "
             "textarena:ID, openenv:URL) and keyword arguments for it; or a YAML manifest and settings that override "
             "it.",
@@ -67,10 +67,13 @@ def run_check(
     else:
         config = configuration(arguments)
         # Imported once the manifest is known to be well formed.
+        from agilerl.cli.progress import sample
         from agilerl.training.preflight import tried
         from agilerl.training.setup import build
 
         sampled = tried(build(config, allow_code=allow_code))
+        if sampled is not None and not as_json:
+            console().print(facts(sample(sampled)))
         if sampled is not None and sampled.problem:
             findings = [{"level": "warning", "code": "answers", "sentence": sampled.problem}]
     errors = sum(finding["level"] == "error" for finding in findings)
@@ -104,7 +107,7 @@ _LONGEST_NAME = 100
 
 
 def run_report(
-    runs: Annotated[list[Path], Argument(metavar="RUN ...", help="Run directories.", parser=as_path)],
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="Run directories.", parser=as_path)],
     out: Annotated[
         Path | None,
         Option(
@@ -147,7 +150,7 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
                 build_report(runs, out, reload=RELOAD, price=price)
             if written is None:
                 tell_line(out)
-                say("Open it in a browser: it follows the runs until they finish. Ctrl-C ends that.")
+                say("Open this file in a browser; it follows the runs until they finish. Ctrl-C stops that.")
             written = now
             time.sleep(max(1.0, 9 * (time.monotonic() - began)))
     build_report(runs, out, price=price)
@@ -198,10 +201,12 @@ def run_watch(
         Path, Argument(metavar="RUN_OR_FOLDER", help="A run, or a folder with runs below it.", parser=as_path)
     ],
     *,
-    port: Annotated[int, Option(min=0, max=65535, help="Port on this machine; 0: any that is free.")] = 0,
+    port: Annotated[
+        int, Option(metavar="PORT", min=0, max=65535, help="Port on this machine; 0: any that is free.")
+    ] = 0,
     price: Price = None,
 ) -> None:
-    """Show the report of a run on an address of this machine, following it while it trains; Ctrl-C ends that.
+    """Serve a run's report on this machine and update it during training; Ctrl-C stops it.
 
     Of a folder it shows a list of all runs below it, each with its report:
 
@@ -211,7 +216,7 @@ def run_watch(
 
     with Watch(run, port, price) as server:
         tell_line(server.url)
-        say("Open it in a browser: it follows the runs. Ctrl-C ends that.")
+        say("Open this address in a browser; it follows the runs. Ctrl-C stops the server.")
         with suppress(KeyboardInterrupt):
             server.serve_forever()
 
@@ -222,7 +227,7 @@ def run_watch(
 def run_lineage(
     run: OneRun,
     *,
-    agent: Annotated[int | None, Option(metavar="N", help="Tell the life of this agent alone.")] = None,
+    agent: Annotated[int | None, Option(metavar="N", help="Show the history of this agent only.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Show who lived, who left and why: all agents of a run in a table, or one agent's life, exam by exam.

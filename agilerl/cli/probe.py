@@ -69,9 +69,9 @@ def run_probe(
         list[str] | None,
         Option("--try", metavar="'KEY.PATH=VALUE ...'", help="Settings of a row; several: a row each."),
     ] = None,
-    questions: Annotated[int, Option(min=1, max=10_000, help="Training questions of a row.")] = 16,
+    questions: Annotated[int, Option(metavar="N", min=1, max=10_000, help="Training questions of a row.")] = 16,
     samples: Annotated[
-        int | None, Option(min=2, max=10_000, help="Answers to each; default: algorithm.group_size.")
+        int | None, Option(metavar="N", min=2, max=10_000, help="Answers to each; default: algorithm.group_size.")
     ] = None,
     allow_code: AllowCode = False,
     as_json: AsJson = False,

@@ -317,9 +317,9 @@ def _span(ends: Sequence[int]) -> str:
 
 _GAP = 2
 _STOPPING = {
-    "base test": "stopping after the test of the base and one iteration, with a checkpoint",
+    "base test": "will save a checkpoint and stop after the test of the base and one iteration",
     "train": AFTER_ITERATION,
-    "exam": "stopping after this exam, with a checkpoint",
+    "exam": "will save a checkpoint and stop after this exam",
     "test": "this is the final test, after which the run ends by itself",
 }
 """What a signal does, by phase."""

@@ -40,13 +40,13 @@ _ON_A_CPU = ("--enforce-eager", "--kv-cache-memory-bytes", "1G")
 
 def run_serve(
     path: Adapter,
-    more: Annotated[list[str] | None, Argument(metavar="[-- VLLM_OPTIONS]", help="Options for vllm serve.")] = None,
+    more: Annotated[list[str] | None, Argument(metavar="-- VLLM_OPTIONS", help="Options for vllm serve.")] = None,
     *,
     population: Annotated[
         bool, Option("--population", help="Serve all agents of the run's newest checkpoint as well.")
     ] = False,
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0: other machines can ask.")] = "127.0.0.1",
-    port: Annotated[int, Option(help="Port to listen on.", min=1, max=65535)] = 8000,
+    port: Annotated[int, Option(help="Port to listen on.", metavar="PORT", min=1, max=65535)] = 8000,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the command, and start nothing.")] = False,
 ) -> None:
     """Serve an adapter with vLLM, behind the API of OpenAI; with --population each agent under a name of its own.

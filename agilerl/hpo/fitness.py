@@ -39,6 +39,10 @@ class Fitness:
         if self.stderr < 0:
             raise ConfigError(f"Fitness: expected a stderr of 0 or more, or NaN, found {self.stderr}")
 
+    def __str__(self) -> str:
+        error = "" if math.isnan(self.stderr) else f" ± {self.stderr:.3f}"
+        return f"{self.mean:.3f}{error} (n={self.n})"
+
     @classmethod
     @checked
     def from_scores(cls, scores: Sequence[Number]) -> "Fitness":

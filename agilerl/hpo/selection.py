@@ -85,9 +85,17 @@ class Plan:
         if len(set(self.slots)) != len(self.slots) or len(set(children)) != len(children):
             raise ConfigError(f"A plan holds every agent exactly once, found slots {self.slots}, children {children}")
         if not set(children) <= set(self.slots) or set(self.deaths) & set(self.slots):
-            raise ConfigError(f"A plan's children must be in its slots and its dead must not, found {self}.")
+            raise ConfigError(f"A plan's children must be in its slots and its dead must not, found {self!r}.")
         if not set(self.mutants) <= set(self.slots) - {self.elite}:
-            raise ConfigError(f"A plan may mutate agents in its slots only, and never the elite, found {self}.")
+            raise ConfigError(f"A plan may mutate agents in its slots only, and never the elite, found {self!r}.")
+
+    def __str__(self) -> str:
+        story = [f"best {self.elite}"]
+        story += [f"born {', '.join(f'{birth.parent} -> {birth.child}' for birth in self.births)}"] * bool(self.births)
+        whys = (self.verdicts.get(index) or self.reason for index in self.deaths)
+        left = (f"{index}{f' ({why})' * bool(why)}".replace("(left: ", "(") for index, why in zip(self.deaths, whys))
+        story += [f"left {', '.join(left)}"] * bool(self.deaths)
+        return f"generation {self.generation}: {'; '.join(story)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data for JSON; fields that few strategies use are left out if unused."""

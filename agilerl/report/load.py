@@ -195,10 +195,7 @@ def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
     """
     columns = []
     for run in runs:
-        settings = dict(flat(run.info["config"]))
-        for name in [name for name, value in settings.items() if isinstance(value, list)]:
-            if all(isinstance(entry, Mapping) for entry in settings[name]):  # graders or datasets: which part differs
-                settings |= flat({str(i): entry for i, entry in enumerate(settings.pop(name))}, f"{name}.")
+        settings = _parts(run.info["config"])
         if settings.get("algorithm.seed") == settings.get("training.seed"):
             settings.pop("algorithm.seed", None)  # not a second difference: it is the run's seed unless it is set
         if settings.get("selection_strategy.name") != "tournament":
@@ -213,18 +210,21 @@ def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
             settings.pop("environment.eval_prompts", None)
         files = (run.info.get("files") or {}).values()
         columns.append(settings | {f"{_DIGEST}{Path(n).name}": sha[:12] for kind in files for n, sha in kind.items()})
-    rows = {name: [column.get(name) for column in columns] for name in sorted({n for c in columns for n in c})}
+    defaults = {name for run in runs for name in _parts(run.info["config"])} - _given(runs)
+    # What only one run has without being given it is a default of what it was given, such as a dataset's weight.
+    names = {n for c in columns for n in c if n not in defaults or all(n in column for column in columns)}
+    rows = {name: [column.get(name) for column in columns] for name in sorted(names)}
     # As JSON, because a list cannot be the member of a set.
     return {name: values for name, values in rows.items() if len(set(map(json.dumps, values))) > 1}
 
 
 def derived(runs: Sequence["RunRecord"], differ: Iterable[str]) -> list[str]:
     """Return those of the settings that differ which no run was given: they follow from others, or from the budget."""
-    given = {name for run in runs for name, _ in flat(run.info.get("given") or run.info["config"])}
+    given = _given(runs)
     sections = {section for run in runs for section in run.info["config"]}
 
     def was_given(name: str) -> bool:
-        # Lists are given whole; an empty mapping of one run may be filled in another.
+        # An empty mapping of one run may be filled in another.
         return any(f"{a}.".startswith(f"{b}.") for other in given for a, b in ((name, other), (other, name)))
 
     return [name for name in differ if name.partition(".")[0] in sections and not was_given(name)]
@@ -317,6 +317,19 @@ def number_or(value: Any, default: float) -> float:
     """Return a finite number, or ``default``."""
     metric = number(value)
     return metric if math.isfinite(metric) else default
+
+
+def _given(runs: Iterable["RunRecord"]) -> set[str]:
+    return {name for run in runs for name in _parts(run.info.get("given") or run.info["config"])}
+
+
+def _parts(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by name, those of each grader and each dataset as well: ``environment.graders.0.weight``."""
+    settings = dict(flat(config))
+    for name in [name for name, value in settings.items() if isinstance(value, list)]:
+        if all(isinstance(entry, Mapping) for entry in settings[name]):
+            settings |= flat({str(i): entry for i, entry in enumerate(settings.pop(name))}, f"{name}.")
+    return settings
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

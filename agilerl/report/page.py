@@ -422,7 +422,7 @@ def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
             # A damaged lineage may give no reason: then the colon goes, too.
             "left": (why if index == elite else "")
             if agent.died is None
-            else f"{agent.died}: {agent.reason.removeprefix('left: ')}".rstrip(": "),
+            else f"after generation {agent.died}: {agent.reason.removeprefix('left: ')}".rstrip(": "),
             "changes": "; ".join(map(life.changed, agent.mutations)),
             "fitness": life.plus(agent.best.score)
             if agent.best

@@ -244,6 +244,8 @@ def check_error_rate(samples: int, failures: Sequence[Failure], most: float, *, 
     errors = [failure for failure in failures if failure.kind != "oom"]
     if len(errors) <= most * samples:
         return
+    if samples == 1:
+        raise (EnvError if episodes else RewardError)(errors[0].message)
     count = f"all {samples}" if len(errors) == samples else f"{len(errors)} of {samples}"
     allowed = "" if len(errors) == samples else f", more than training.max_error_rate={most:g} allows"
     if episodes:

@@ -10,7 +10,7 @@ from typing import Any
 
 _HANGUP: int | None = getattr(signal, "SIGHUP", None)  # Windows has none
 _SIGNALS = tuple(number for number in (signal.SIGINT, signal.SIGTERM, _HANGUP) if number is not None)
-AFTER_ITERATION = "stopping after this iteration, with a checkpoint"
+AFTER_ITERATION = "will save a checkpoint and stop after this iteration"
 
 
 class Interrupted(Exception):  # noqa: N818  (not an error: the run can be resumed)
@@ -42,7 +42,8 @@ class StopRequest:
         """What happens now that a signal has come; "" as long as none has."""
         if self.signal is None or self.lost is not None:
             return ""
-        return f"{signal.Signals(self.signal).name}: {self.what}; a second signal leaves at once"
+        again = "press Ctrl-C again to stop" if self.signal == signal.SIGINT else "a second signal stops it"
+        return f"{signal.Signals(self.signal).name}: {self.what}; {again} at once"
 
     @property
     def code(self) -> int:

@@ -72,13 +72,13 @@ def adapter(run: Path, tmp_path: Path) -> Path:
 def changed(run: Path, tmp_path: Path) -> Callable[..., Path]:
     """Return a copy of the run with other settings in its run.json, as a stranger could have written it."""
 
-    def change(**sections: dict[str, Any]) -> Path:
+    def change(given: Any = None, **sections: dict[str, Any]) -> Path:
         shutil.copytree(run, tmp_path / "changed", ignore=shutil.ignore_patterns("run.json", "checkpoints"))
         info = json.loads((run / "run.json").read_text())
         for part in ("config", "given"):
             for section, values in sections.items():
                 info[part].setdefault(section, {}).update(values)
-        made = RunDirectory.create(tmp_path / "made", info["config"], 0, given=info["given"], command=[])
+        made = RunDirectory.create(tmp_path / "made", info["config"], 0, given=given or info["given"], command=[])
         made.close()
         shutil.move(tmp_path / "made" / "run.json", tmp_path / "changed" / "run.json")
         return tmp_path / "changed"
@@ -420,7 +420,17 @@ def test_help_in_chat_is_not_asked(run: Path, agilerl: Agilerl, monkeypatch: pyt
     monkeypatch.setattr("sys.stdin", StringIO("/help\n"))
     done = agilerl("chat", str(run))
     assert max(map(len, done.errors.splitlines())) <= 50
-    assert "temperature 0.7; trained on single questions" in " ".join(done.output.split())
+    assert done.output.endswith("Drawn at temperature 0.7.\n")  # hints are for those who type
+    monkeypatch.setattr("sys.stdin", Terminal(""))
+    shown = " ".join(agilerl("chat", str(run)).output.split())
+    assert "temperature 0.7; trained on single questions: /new before each. Type a message, or /help." in shown
+
+
+class Terminal(StringIO):
+    """Standard input that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def test_chat_forgets_the_beginning_of_a_long_conversation(
@@ -480,6 +490,8 @@ def test_the_elite_has_a_model_card(run: Path, summary: dict[str, Any]) -> None:
     assert f"| elite | {summary['test']['elite']['mean']:.3f} |" in card.text
     for word in ("vllm serve", "convert_lora_to_gguf.py", "### Lineage", "### Schedule", "reasoning\\_gym:gcd"):
         assert word in card.text
+    assert "shipped with `agilerl` (Apache-2.0)" in card.text
+    assert "FOLDER --base BASE --outfile" in card.text  # BASE is defined above it
     founders = sum(line["event"] == "birth" and line["parent"] is None for line in read_lines(run / "lineage.jsonl"))
     assert founders < 4  # the default of training.pop_size
     assert f"generations that began with {founders} agent" in card.text
@@ -791,6 +803,19 @@ def test_compare_gives_no_verdict_on_different_tasks(run: Path, changed: Any, ag
     assert "Elites," not in output
     asked = "The runs differ in environment.params, environment.task: they were asked or graded differently"
     assert f"{asked}, so their scores cannot be compared." in output
+
+
+def test_compare_leaves_out_defaults_of_one_run_and_breaks_no_word(
+    run: Path, changed: Any, agilerl: Agilerl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {"path": "rows/of/arithmetics/long.jsonl", "split": "train", "weight": 1.0}
+    given = {"environment": {"dataset": [{"path": rows["path"]}]}}
+    other = changed(given, environment={"task": None, "dataset": [rows]})
+    monkeypatch.setenv("COLUMNS", "80")
+    output = agilerl("compare", str(run), str(other)).output
+    assert "environment.dataset.0.path" in output
+    assert "environment.dataset.0.weight" not in output
+    assert {"rows/of/arithmetics/long.jsonl", "reasoning_gym:gcd"} <= set(output.split())
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,8 @@ def test_what_cannot_be_read_is_exit_code_2(arguments: list[str], words: str, ag
 def test_a_manifest_is_checked_as_by_a_dry_run(agilerl: Agilerl, tmp_path: Path) -> None:
     manifest = tmp_path / "run.yaml"
     manifest.write_text("training: {pop_size: 2}\n", encoding="utf-8")
-    assert agilerl("check", "run.yaml").output == "run.yaml: nothing wrong\n"
+    shown = agilerl("check", "run.yaml").output
+    assert re.fullmatch(r"prompt  .+\nanswer  .+, reward [01]\s+run.yaml: nothing wrong\n", shown, re.DOTALL)
     assert json.loads(agilerl("check", "run.yaml", "--json").output) == {
         "target": "run.yaml",
         "ok": True,

@@ -43,6 +43,7 @@ def test_help_and_typing_errors_are_quick(arguments: list[str], code: int, tmp_p
     [
         (["--help"], ["train", "report", "env", "Exit codes"]),
         (["train", "--help"], ["--out", "--seed", "--dry-run", "--quiet", "--json", "KEY.PATH=VALUE"]),
+        (["plan", "--help"], ["[OPTIONS] [MANIFEST | KEY.PATH=VALUE]...", " N "]),
         (["--version"], ["agilerl 0."]),
     ],
 )
@@ -258,7 +259,7 @@ def test_an_interruption_saves_says_so_and_frees_the_directory(tmp_path: Path) -
         _, errors = run.communicate(timeout=60)
     assert run.returncode == 130
     assert re.fullmatch(
-        "SIGINT: stopping after this (iteration|exam), with a checkpoint; a second signal leaves at once\n"
+        "SIGINT: will save a checkpoint and stop after this (iteration|exam); press Ctrl-C again to stop at once\n"
         "stopped; resume with: agilerl resume run\n",
         errors,
     )

@@ -177,7 +177,7 @@ def test_a_terminal_says_at_once_what_a_signal_does(session: Session) -> None:
             if isinstance(event, PhaseStarted) and event.name == "exam":
                 stop.signal = signal.SIGINT
                 start = len(written(screen))
-                while "SIGINT: stopping after this exam" not in written(screen)[start:]:  # the table is drawn anew
+                while "SIGINT: will save a checkpoint" not in written(screen)[start:]:  # the table is drawn anew
                     time.sleep(0.01)
                 seen.append(True)
 

@@ -240,6 +240,11 @@ def test_memory_is_no_fault_of_a_grader() -> None:
     check_error_rate(4, [Failure(0, "oom", "full")] * 4, 0.0, episodes=False)
 
 
+def test_the_error_of_the_only_episode_is_told_as_it_is() -> None:
+    with pytest.raises(EnvError, match=r"^the agent program raised$"):
+        check_error_rate(1, [Failure(0, "reward_error", "the agent program raised")], 0.0, episodes=True)
+
+
 def test_places_of_an_exam_that_count_for_nobody() -> None:
     assert lost_places([{1: "a"}, {2: "b"}, {}], 4, episodes=True) == {1, 2}
     assert lost_places([{0: "a", 1: "a", 2: "a"}, {2: "b"}], 4, episodes=True) == {2}

@@ -54,7 +54,7 @@ def test_a_process_is_killed_and_stopped_and_the_run_is_what_it_would_have_been(
     code, _, errors = send([signal.SIGTERM], "iteration 1 ", *train_it, cwd=tmp_path)
     assert code == 143
     assert errors.splitlines() == [
-        "SIGTERM: stopping after this iteration, with a checkpoint; a second signal leaves at once",
+        "SIGTERM: will save a checkpoint and stop after this iteration; a second signal stops it at once",
         "stopped; resume with: agilerl resume run",
     ]
     assert checkpoints(tmp_path / "run")

@@ -28,6 +28,7 @@ def test_mean_and_standard_error():
     # s^2 = (0.5625 + 3 * 0.0625) / 3 = 0.25, s / sqrt(4) = 0.25
     assert fitness.stderr == pytest.approx(0.25)
     assert fitness.to_dict() == {"mean": 0.75, "stderr": pytest.approx(0.25), "n": 4}
+    assert (str(fitness), str(Fitness(0.5))) == ("0.750 ± 0.250 (n=4)", "0.500 (n=1)")
 
 
 def test_no_scores_is_an_error():

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -154,6 +155,8 @@ def test_applying_a_plan_clones_the_parents_as_they_were():
     pop = population(0.1, 0.9, 0.5)
     # 1 is copied into slot 0; the child of the dying 2 takes the values of 1.
     plan = Plan(0, elite=1, slots=(3, 1, 4), births=(Birth(3, 1), Birth(4, 2, hyperparameters_from=1)), deaths=(0, 2))
+    assert str(plan) == "generation 0: best 1; born 1 -> 3, 2 -> 4; left 0, 2"
+    assert str(replace(plan, verdicts={2: "left: place 3 of 3"})).endswith("left 0, 2 (place 3 of 3)")
     elite, after = apply_plan(plan, pop)
     assert elite is pop[1]
     assert after[1] is pop[1]

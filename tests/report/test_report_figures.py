@@ -365,9 +365,9 @@ def test_tables_name_what_is_known(load):
     run = load(lineage=lineage, config={"environment": {"task": "t"}, "a": {"b": 1}})
     rows = lineage_table(run)
     assert [row["fitness"] for row in rows] == ["0.500 ± 0.100", "not finite", "has not trained yet"]
-    assert rows[1]["left"] == "0: sick"
+    assert rows[1]["left"] == "after generation 0: sick"
     won = load(lineage=lineage, summary={"elite": {"index": 0, "reason": "best exam, 0.500"}})
-    assert [row["left"] for row in lineage_table(won)] == ["elite: best exam, 0.500", "0: sick", ""]
+    assert [row["left"] for row in lineage_table(won)] == ["elite: best exam, 0.500", "after generation 0: sick", ""]
     assert facts(run)["Task"] == "t"
     halved = load(config={"training": {"pop_size": 4}}, summary={"agents": 1, "advice": ["the elite is early"]})
     assert list(halved.symptoms) == ["the elite is early"]

@@ -68,6 +68,7 @@ def test_a_list_of_runs_leads_to_their_reports(runs, tmp_path, serve):
     status, page = get(server)
     assert status == 200
     assert "<b>" not in page
+    assert f"<h1>Runs below {tmp_path}/all/</h1>" in page
     assert "whole &lt;b&gt;" in page
     assert "cannot be read" in page
     assert page.count("<td>stopped</td>") == 1
