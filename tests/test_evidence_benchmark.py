@@ -345,8 +345,8 @@ def test_the_sentences_on_the_tiny_model_have_the_numbers_of_the_committed_resul
                 "recipe": "AgileRL's recipe",
             }.items()
         ),
-        f"it reaches {replayed[0]}, {replayed[1]} and {replayed[2]} (right, four times too high, a tenth), where such a "
-        f"search, without the usual rate, reached {blind[0]}, {blind[1]} and {blind[2]}.",
+        f"it reaches {replayed[0]}, {replayed[1]} and {replayed[2]} (right, four times too high, a tenth), where such "
+        f"a search, without the usual rate, reached {blind[0]}, {blind[1]} and {blind[2]}.",
         f"costs the tiny model {lost.replace(' [', ' points [')} against its usual rate",
     ):
         assert sentence in page
