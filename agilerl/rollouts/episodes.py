@@ -110,7 +110,7 @@ def collect_episodes(
 
 
 def episode_metrics(trajectories: Sequence[Trajectory], episodes: int) -> dict[str, float]:
-    """Return how so many episodes went, each counted once; one that failed at once has no trajectory."""
+    """Return metrics of this many episodes, each counted once; one that failed at once has no trajectory."""
     # By episode, because one has several rows if its context was rewritten.
     outcomes = list({(t.group, t.episode): t.outcome for t in trajectories if t.outcome is not None}.values())
     played = [o for o in outcomes if o.error is None]
