@@ -286,7 +286,8 @@ def failed_grades(lines: Iterable[Mapping[str, Any]]) -> str:
         error = error or (f", the first because {reason}" if (reason := line.get("reward_error")) else "")
     if failed := round(episodes["env/errors"]):
         total = round(episodes["env/episodes"])  # 0 in runs of earlier versions
-        return f"{failed} of {total:,} episodes failed{error}" if total else f"{counted(failed, 'episode')} failed{error}"
+        sized = f"{failed} of {total:,} episodes" if total else counted(failed, "episode")
+        return f"{sized} failed{error}"
     name, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
     return f"{name} gave no grade to {counted(round(count), 'completion')} of the run{error}" if count else ""
 
