@@ -3,8 +3,8 @@
 import re
 from dataclasses import dataclass
 
-ANNOUNCED = re.compile(r"(Starting a run of|Checking) .*: loading the libraries and the model\.\n")
-"""What `agilerl train` says before it loads anything, once the command line is known to name what there is."""
+ANNOUNCED = re.compile(r"(Starting a run of|Checking|Resuming) .*: loading the libraries and the model\.\n")
+"""What `agilerl train` and `resume` say before they load anything, once the command line names what there is."""
 
 
 @dataclass(frozen=True)

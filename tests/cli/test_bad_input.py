@@ -100,7 +100,7 @@ def test_mistakes_found_with_the_model(mistake: str, agilerl: Agilerl, tmp_path:
     ("arguments", "words"),
     [
         (["frobnicate"], "No such command 'frobnicate'"),
-        (["report"], "Missing argument 'RUN ...'"),
+        (["report"], "Missing argument 'RUN'"),
         (["report", "nowhere"], "expected a run directory at nowhere, found nothing"),
         (["--bogus"], "No such option: --bogus"),
         (["resume", "runs/mine", "training.max_steps=9"], "network.adapter=runs/mine/elite training.max_steps=9"),

@@ -252,7 +252,7 @@ def test_where_the_configured_rate_is_far_from_the_usual_one_a_founder_has_that(
     plan, rate = shown(session), rates[0] / 1e-3
     far = f"is {rate:.2g} times the usual rate" if rate > 3 else f"is 1/{1 / rate:.2g} of the usual rate"
     assert (f"\nrate algorithm.lr={rates[0]:.3g} {far}" in plan) is (not 1 / 3 <= rate <= 3)
-    assert ("agent 1 starts with that" in plan) is usual
+    assert ("agent 1 starts at" in plan) is usual
     gone = f"agent 0 with your algorithm.lr={rates[0]:.3g} left; the usual rate of this base is 0.001"
     unusual = session.resolved.unusual_rates(1e-3)
     assert session.resolved.rates_to_set(1e-3, gone=True) == [gone] * len(unusual)
