@@ -95,6 +95,7 @@ test-all: lint types unit ## Run every check, the long tests as well
 
 check: $(READY) ## Is the installation sound? A small run that is stopped, resumed, evaluated and exported
 	$(BIN)/pytest -q tests/test_sound_installation.py
+	@echo 'A small run was trained, stopped, resumed, evaluated and exported.'
 
 house: lint types ## Style, types, the rules of the house and the mathematics: a minute before each commit
 	$(BIN)/pytest $(DIVIDED) tests/test_architecture.py tests/functional
