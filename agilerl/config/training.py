@@ -190,7 +190,7 @@ class TrainingConfig(Section):
     preflight: Literal["stop", "warn", "off"] = "stop"
     """Before the first update the agents answer training questions, 16 to 64 each a group of times. If no answers
     differ in their reward there is nothing to learn: ``stop`` ends the run with what to change, ``warn`` says so and
-    continues, ``off`` asks nothing. Short runs, of fewer than 320 questions, have no preflight."""
+    continues, ``off`` asks nothing. Short runs, of fewer than 320 prompts, have no preflight."""
     max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
     """The run stops, with a diagnosis, if more than this share of an iteration's completions (or episodes), all
     agents together, has no grade because the grader (or the environment) failed."""
