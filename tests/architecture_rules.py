@@ -9,7 +9,7 @@ POSITIONAL, DEPTH = 6, 4
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        *("errors", "sizes", "streams", "deferred", "hooks", "processes"),
+        *("errors", "sizes", "streams", "deferred", "gone", "hooks", "processes"),
         *("checks", "safety", "text"),
     ),
     ("functional", "data", "hpo", "planning"),

@@ -67,12 +67,12 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 CEILINGS = {
-    ".": 2_240,
+    ".": 2_265,
     "algorithms": 6_260,
     "checks": 785,
-    "cli": 4_890,
+    "cli": 4_895,
     "compat": 2_630,
-    "config": 2_330,
+    "config": 2_335,
     "data": 645,
     "distributed": 720,
     "envs": 7_685,

@@ -12,6 +12,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError, ValidatorFunctionW
 from agilerl import hooks
 from agilerl.checks.arguments import nearest, shown
 from agilerl.errors import ConfigError
+from agilerl.gone import instead
 
 Model = TypeVar("Model", bound=BaseModel)
 Built = TypeVar("Built")
@@ -85,7 +86,8 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
         key = ".".join([where, *path] if where else path) or model.__name__
         if item["type"] == "extra_forbidden":
             hint = (
-                hooks.hint(key, item["input"])
+                instead(key)
+                or hooks.hint(key, item["input"])
                 or _in_a_section(path[-1], owner)
                 or nearest(path[-1], owner.model_fields)
             )

@@ -91,7 +91,10 @@ def _command() -> int:
 def _setting_meant(option: str) -> str:
     """Return a hint if a setting was given as an option: ``--lr``."""
     from agilerl.config.run import addresses_of
+    from agilerl.gone import instead
 
+    if gone := instead(option):
+        return f"; {gone}"
     addresses = addresses_of(option.strip("-").replace("-", "_")) if option else []
     return f"; settings are given as {' or '.join(f'{address}=...' for address in addresses)}" if addresses else ""
 

@@ -11,6 +11,8 @@ from typer import Option
 from typer.core import TyperGroup
 
 from agilerl.cli.process_settings import apply, debug, loading_done
+from agilerl.errors import ConfigError
+from agilerl.gone import instead
 
 _NAMES = (
     "init train resume watch report lineage schedule eval chat merge export serve push compare check plan probe fetch "
@@ -57,6 +59,8 @@ class _Commands(TyperGroup):
             option.expose_value = False
             command.params.append(option)
             self.commands[cmd_name] = command
+        if sentence := instead(f"agilerl {cmd_name}"):
+            raise ConfigError(sentence)
         return self.commands.get(cmd_name)
 
 

@@ -22,6 +22,7 @@ from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.search import GeneConfig, MutationConfig, SelectionConfig, SharingConfig
 from agilerl.config.training import TrainingConfig
 from agilerl.errors import ConfigError
+from agilerl.gone import instead
 from agilerl.hpo.strategies import ANNEALED, COST_TOKENS, SHRINKING, LRSchedule
 from agilerl.safety.custom_code import names_code
 
@@ -276,6 +277,8 @@ def addresses_of(name: str, *, nearly: bool = False) -> list[str]:
 
 def unknown_section(key: str, value: Any = None) -> str:
     """Return a hint for a key that does not begin with a section: where it belongs, or the nearest section."""
+    if gone := instead(key):
+        return gone
     hint = hooks.hint(key, value)
     places = " or ".join(map(repr, addresses_of(key) or addresses_of(key, nearly=hint is None)))
     hints = [f"did you mean {places}?" if places else None, hint]

@@ -10,6 +10,7 @@ from agilerl.checks.arguments import nearest, shown
 from agilerl.checks.validation import Needs
 from agilerl.config import Section
 from agilerl.config.environment import Params
+from agilerl.gone import instead
 from agilerl.hpo.strategies import LRSchedule
 from agilerl.safety.custom_code import names_code
 from agilerl.sizes import MAX_ROWS
@@ -24,7 +25,7 @@ def check_known(name: str, known: Collection[str], kind: str, code: str) -> None
     if not (name in known or names_code(name)):
         raise ValueError(
             f"expected one of the {kind} {', '.join(known)}, or custom code ({code}), found {shown(name)}; "
-            f"{nearest(name, known)}"
+            f"{instead(f'{kind}={name}') or nearest(name, known)}"
         )
 
 

@@ -22,6 +22,7 @@ from agilerl.config.search import MutationConfig, SelectionConfig
 from agilerl.config.training import ReplayConfig
 from agilerl.distributed.topology import Topology
 from agilerl.errors import ConfigError
+from agilerl.gone import instead
 from agilerl.hpo.knockout import KnockoutSelection
 from agilerl.hpo.mutation import LEARNING_RATES, Mutations
 from agilerl.hpo.parameters import Gene, values_of, with_changes
@@ -304,7 +305,7 @@ def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> Algori
     for key in values:
         # Those of GRPO pass: an algorithm's own Config says why it does not use one of them.
         if key not in model.model_fields and key not in GRPO.Config.model_fields:
-            hint = hooks.hint(f"algorithm.{key}", values[key])
+            hint = instead(f"algorithm.{key}") or hooks.hint(f"algorithm.{key}", values[key])
             hint = hint or nearest(key, [*model.model_fields, *SharedOptions.model_fields])
             raise ConfigError(f"unknown key {shown(f'algorithm.{key}')}; {hint}")
     values.setdefault("seed", config.training.seed)

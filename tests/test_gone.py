@@ -1,0 +1,71 @@
+"""Whoever names what has gone is told in one sentence what to use instead."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from agilerl.config.manifest import config_of
+from agilerl.errors import ConfigError
+from agilerl.gone import GONE, instead
+
+
+def of_kind(kind: str) -> list[str]:
+    """Return the names of a kind: ``command``, ``option``, ``value`` or ``key``."""
+
+    def kind_of(name: str) -> str:
+        if name.startswith("--"):
+            return "option"
+        return "command" if name.startswith("agilerl ") else "value" if "=" in name else "key"
+
+    return [name for name in GONE if kind_of(name) == kind]
+
+
+def said_by_the_command(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "agilerl", *arguments], capture_output=True, text=True)
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    return line
+
+
+def test_what_is_inside_of_what_has_gone_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GONE, "section", "use the other one")
+    assert instead("section.key.inner") == "section has gone: use the other one"
+    assert instead("sections") is None
+    assert instead("section=value") is None
+
+
+def test_a_key_of_a_manifest() -> None:
+    for key in of_kind("key"):
+        value: dict[str, Any] = {}
+        for part in reversed(key.split(".")):
+            value = {part: value or 1}
+        for manifest, overrides in ((value, []), ({}, [f"{key}=1"])):
+            with pytest.raises(ConfigError) as raised:
+                config_of(manifest, overrides)
+            assert GONE[key] in str(raised.value)
+
+
+@pytest.mark.processes
+def test_a_command() -> None:
+    for name in of_kind("command"):
+        assert GONE[name] in said_by_the_command(*name.split()[1:])
+
+
+@pytest.mark.processes
+def test_an_option() -> None:
+    for name in of_kind("option"):
+        assert GONE[name] in said_by_the_command("train", name)
+
+
+def test_a_value() -> None:
+    for name in of_kind("value"):
+        kind, _, value = name.partition("=")
+        values = {
+            "strategies": {"selection_strategy": {"name": value}},
+            "trackers": {"training": {"trackers": {value: {}}}},
+        }
+        with pytest.raises(ConfigError) as raised:
+            config_of(values[kind])
+        assert GONE[name] in str(raised.value)
