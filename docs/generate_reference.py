@@ -6,7 +6,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from functools import cache
 from importlib import resources
 from itertools import pairwise
@@ -65,56 +65,58 @@ FIRST = {
 
 def render() -> str:
     """Return the text of docs/manifest.md."""
-    models = {name: _model(field.annotation) for name, field in RunConfig.model_fields.items()}
-    models["algorithm"] = ALGORITHMS["GRPO"].Config
-    rows = [row for name, keys in FIRST.items() for row in _rows(models[name], prefix=f"{name}.", only=keys)]
-    assert len(rows) == sum(map(len, FIRST.values()))
-    few = _lines([["key", "type", "default", "meaning"], *rows])
-    parts = [INTRODUCTION, f"## The {len(rows)} to know first\n\nThose of `algorithm` are GRPO's.\n\n{few}"]
+    first = [f"`{section}.{key}`" for section, keys in FIRST.items() for key in keys]
+    text = textwrap.fill(", ".join(first), 120, break_on_hyphens=False)
+    parts = [INTRODUCTION, f"## The {len(first)} to know first\n\n{text}"]
     for name, field in RunConfig.model_fields.items():
         if name == "algorithm":
             parts += list(_algorithms())
             continue
         model = _model(field.annotation)
         assert model is not None, name
-        parts.append(f"## {name}\n\n{inspect.getdoc(model)}\n\n{_table(model)}")
+        parts.append(f"## {name}\n\n{inspect.getdoc(model)}\n\n{_list(model)}")
     default = (resources.files("agilerl.config") / "default.yaml").read_text(encoding="utf-8")
     parts.append(f"## The embedded default\n\n```yaml\n{default.rstrip()}\n```")
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
 
 def _algorithms() -> Iterator[str]:
+    """Yield what most algorithms have, and for each algorithm what it has alone or has another way."""
+    rows = {name: dict(_rows(algorithm.Config, genes=True)) for name, algorithm in ALGORITHMS.items()}
+    common: dict[str, str] = {}
+    for key in dict.fromkeys(key for of_one in rows.values() for key in of_one):
+        versions = [of_one[key] for of_one in rows.values() if key in of_one]
+        if len(versions) > 1:
+            common[key] = max(versions, key=versions.count)
     yield (
-        "## algorithm\n\n`name` and the hyperparameters of that algorithm. What has a range under *evolves in* can be a"
-        "\ngene: name it in `mutation.rl_hp_selection`, with that range (`lr: {}`) or one of your own."
+        "## algorithm\n\n`name` and the hyperparameters of that algorithm. What *evolves* can be a gene: name it in"
+        "\n`mutation.rl_hp_selection`, with this range (`lr: {}`) or one of your own. First what several algorithms"
+        f"\nhave, then what each has alone or in another way.\n\n{_lines(common)}"
     )
     for name, algorithm in ALGORITHMS.items():
-        yield f"### name: {name}\n\n{inspect.getdoc(algorithm)}\n\n{_table(algorithm.Config, genes=True)}"
-    yield f"### of the base, whatever the algorithm\n\n{inspect.getdoc(SharedOptions)}\n\n{_table(SharedOptions)}"
+        shared, missing = ([key for key in common if (key in rows[name]) == has] for has in (True, False))
+        lists = ("Of the list above only " if len(shared) < len(missing) else "Without ", min(shared, missing, key=len))
+        scope = textwrap.fill(f"{lists[0]}{', '.join(lists[1])}.", 120, break_on_hyphens=False) if missing else ""
+        special = _lines({key: row for key, row in rows[name].items() if row != common.get(key)})
+        yield "\n\n".join(filter(None, [f"### name: {name}", inspect.getdoc(algorithm), scope, special]))
+    yield f"### of the base, whatever the algorithm\n\n{inspect.getdoc(SharedOptions)}\n\n{_list(SharedOptions)}"
 
 
-def _table(model: type[BaseModel], *, genes: bool = False) -> str:
-    head = ["key", "type", "default", *(["evolves in"] if genes else []), "meaning"]
-    return _lines([head, *_rows(model, genes=genes)])
+def _list(model: type[BaseModel]) -> str:
+    return _lines(dict(_rows(model)))
 
 
-def _rows(
-    model: type[BaseModel], *, genes: bool = False, prefix: str = "", only: Collection[str] | None = None
-) -> Iterator[list[str]]:
-    """Yield the cells of each setting, those of ``only`` in its order."""
+def _lines(rows: dict[str, str]) -> str:
+    return "\n".join(f"* {key}: {row}" for key, row in rows.items())
+
+
+def _rows(model: type[BaseModel], *, genes: bool = False) -> Iterator[tuple[str, str]]:
+    """Yield each setting, and its type, default, range and meaning."""
     spans = {name: gene.span() for name, gene in genes_from(model).items()} if genes else {}
-    leaves = {key: (field, description) for key, field, description in _leaves(model)}
-    for key in leaves if only is None else only:
-        field, description = leaves[key]
-        evolves = [spans.get(key, "")] if genes else []
+    for key, field, description in _leaves(model):
+        evolves = f", evolves in {spans[key]}" if key in spans else ""
         meaning = " ".join(description.split()).replace("``", "`")
-        yield [f"`{prefix}{key}`", _type(field), _default(field), *evolves, meaning]
-
-
-def _lines(rows: list[list[str]]) -> str:
-    """Return a table whose first row is its head."""
-    rows = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in rows)
+        yield f"`{key}`", f"{_type(field)}; {_default(field)}{evolves}. {meaning}"
 
 
 def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
@@ -178,7 +180,7 @@ def _name(annotation: Any) -> str:
     if annotation is Any:
         return "any"
     if origin is Literal:
-        return " or ".join(f"`{value}`" for value in arguments)
+        return "/".join(f"`{value}`" for value in arguments)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(dict.fromkeys(_name(a) for a in arguments))
     if origin is typing.Annotated:
