@@ -1,8 +1,14 @@
 """What has gone from the product, and what to use instead: whoever still names it gets one sentence."""
 
-GONE: dict[str, str] = {}
+GONE: dict[str, str] = {
+    "--optuna": "lineage.jsonl in the run, and agilerl lineage RUN --json, have every agent with its values and exams",
+    "agilerl eval --out": "agilerl eval --json prints every number and answer; send its output to a file",
+    "agilerl export --name": "it named an Optuna study, which is no longer written; agilerl lineage RUN --json has "
+    "every agent with its values and exams",
+}
 """By name: a manifest's key or section (``sharing``, ``training.x``), a value of one (``strategies=x``), a command
-(``agilerl x``) or an option of one (``--x``). Each sentence says what to use instead, and fits behind "has gone:"."""
+(``agilerl x``), an option of all (``--x``) or of one (``agilerl x --y``). Each sentence says what to use instead, and
+fits behind "has gone:"."""
 
 
 def instead(name: str) -> str | None:

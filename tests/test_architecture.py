@@ -80,7 +80,7 @@ CEILINGS = {
     "hpo": 3_010,
     "models": 3_805,
     "planning": 955,
-    "report": 2_630,
+    "report": 2_325,
     "rewards": 2_930,
     "rollouts": 4_070,
     "runs": 2_145,

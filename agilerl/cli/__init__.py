@@ -76,7 +76,8 @@ def _command() -> int:
     except (KeyboardInterrupt, typer.Abort):
         return _report("interrupted", 130)
     except usage_error as error:
-        return _report(error.format_message() + _setting_meant(str(getattr(error, "option_name", ""))), 2)
+        command = error.ctx.command_path if error.ctx else ""
+        return _report(error.format_message() + _setting_meant(command, str(getattr(error, "option_name", ""))), 2)
     except BaseException as error:
         if lacks_memory(error):
             text = "there was not enough memory for what was read or asked for; use smaller files or settings"
@@ -88,12 +89,12 @@ def _command() -> int:
     return _report("interrupted", 130) if code == 130 else code or 0
 
 
-def _setting_meant(option: str) -> str:
-    """Return a hint if a setting was given as an option: ``--lr``."""
+def _setting_meant(command: str, option: str) -> str:
+    """Return a hint if a setting was given as an option, ``--lr``, or an option that the command had."""
     from agilerl.config.run import addresses_of
     from agilerl.gone import instead
 
-    if gone := instead(option):
+    if gone := instead(option) or instead(f"{command} {option}"):
         return f"; {gone}"
     addresses = addresses_of(option.strip("-").replace("-", "_")) if option else []
     return f"; settings are given as {' or '.join(f'{address}=...' for address in addresses)}" if addresses else ""

@@ -14,7 +14,6 @@ from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
 from typer import Argument, Option
 
 from agilerl.checks.arguments import counted, shown
@@ -57,14 +56,6 @@ def run_eval(
     ] = 1.0,
     with_base: Annotated[bool, Option("--base/--no-base", help="Ask the base the same questions.")] = True,
     worst: Annotated[int, Option(metavar="N", min=0, help="Questions to list, the worst first.")] = 5,
-    out: Annotated[
-        Path | None,
-        Option(
-            parser=as_path,
-            metavar="FOLDER",
-            help="Write all answers, a task and results of lm-eval, and a log of Inspect.",
-        ),
-    ] = None,
     allow_code: AllowCode = False,
     allow_addresses: Annotated[
         bool, Option("--allow-addresses", help="Contact the addresses that the run names (judges, servers).")
@@ -86,8 +77,6 @@ def run_eval(
         raise ConfigError(f"--right-from: expected a finite number, found {full}")
     if samples and not temperature:
         raise ConfigError("answers drawn at --temperature 0 are all alike; raise it, or give --samples 0")
-    if out is not None:
-        check_new_folder(out)
     if not allow_code:
         check_allowed(adapter.config)
     console = new_console(quiet=quiet or as_json)
@@ -116,11 +105,6 @@ def run_eval(
         task={key: value for key, value in asked.items() if key in ("task", "params", "env_id", "answer_format")},
     )
     document = result.document()
-    if out is not None:
-        from agilerl.report.exports import write_evaluation
-
-        with whole_folder(out):
-            write_evaluation(out, document)
     if as_json:
         print(json.dumps(document, indent=1, allow_nan=False))
     elif not quiet:
@@ -128,8 +112,6 @@ def run_eval(
         for symptom in result.hacks:
             tell_line("\n".join([str(symptom), *shown_samples(symptom.samples)]))
         _show_worst(document["answers"], result.worst(worst))
-        if out is not None:
-            tell_line(f"written: {out}")
 
 
 def _show_evaluation(document: Mapping[str, Any], kind: str) -> None:
@@ -347,29 +329,14 @@ def run_merge(
 
 def run_export(
     run: FinishedRun,
-    out: Annotated[Path | None, Argument(metavar="OUT", help="New folder for the elite.", parser=as_path)] = None,
+    out: Annotated[Path, Argument(metavar="OUT", help="New folder for the elite.", parser=as_path)],
     *,
-    optuna: Annotated[
-        str | None, Option(metavar="STORAGE", help="Address of an Optuna storage: sqlite:///runs.db.")
-    ] = None,
-    name: Annotated[str | None, Option(metavar="STUDY", help="Name of the study; default: the run's folder.")] = None,
     quiet: Quiet = False,
 ) -> None:
-    """Write the elite as a PEFT folder with its model card; or a run to an Optuna storage, for its dashboard.
+    """Write the elite as a PEFT folder with its model card.
 
     agilerl export runs/mine mine-adapter
-
-    agilerl export runs/mine --optuna sqlite:///runs.db
     """
-    if optuna is None and name is not None:
-        raise typer.BadParameter("--name is that of a study, which --optuna STORAGE writes, found no --optuna")
-    if optuna is not None and out is None:
-        from agilerl.report.study import export_study
-
-        tell_line(f"{export_study(run, optuna, name)} trials written to {optuna}")
-        return
-    if out is None or optuna is not None:
-        raise typer.BadParameter("expected a folder for the elite or --optuna STORAGE, one of the two")
     check_new_folder(out)
     with whole_folder(out):
         export_elite(run, out)

@@ -147,11 +147,10 @@ def test_eval_plays_episodes(run: Path, agilerl: Agilerl) -> None:
         "environment.env_id=agilerl/GuessTheNumber-v0",
         "environment.test_prompts=3",
     )
-    done = agilerl("eval", str(run), *env, "--samples", "2", "--out", "out", "--json")
+    done = agilerl("eval", str(run), *env, "--samples", "2", "--json")
     assert done.code == 0, done.errors
     found = json.loads(done.output)
     assert [len(one["adapter"]["samples"]) for one in found["answers"]] == [2, 2, 2]
-    assert not list(Path("out/lm_eval").glob("*.yaml"))
 
 
 def test_eval_of_rows_of_a_file(run: Path, agilerl: Agilerl) -> None:
@@ -187,23 +186,6 @@ def test_eval_of_an_adapter_without_a_run(adapter: Path, agilerl: Agilerl) -> No
     done = agilerl("eval", str(adapter), *settings, "--json", "--samples", "0")
     assert done.code == 0, done.errors
     assert json.loads(done.output)["settings"]["base"] == str(tiny_model_path())
-
-
-def test_eval_writes_what_other_programs_read(run: Path, agilerl: Agilerl) -> None:
-    done = agilerl("eval", str(run), "--samples", "1", "--out", "found", "--quiet")
-    assert done == Outcome(0, "", "")
-    rows = [json.loads(line) for line in Path("found/questions.jsonl").read_text().splitlines()]
-    task = yaml.safe_load(Path("found/lm_eval/gcd.yaml").read_text())
-    assert task["dataset_kwargs"]["data_files"]["test"] == str(Path("found/questions.jsonl").absolute())
-    document = json.loads(Path("found/results.json").read_text())
-    results = json.loads(Path("found/lm_eval/results_gcd.json").read_text())["results"]["gcd"]
-    assert results["reward,none"] == document["adapter"]["greedy"]["mean"]
-    samples = [json.loads(line) for line in Path("found/lm_eval/samples_gcd.jsonl").read_text().splitlines()]
-    assert [one["doc"] for one in samples] == rows
-    log = json.loads(Path("found/inspect/gcd.json").read_text())
-    assert (log["version"], log["status"], len(log["samples"])) == (2, "success", 20)
-    assert [one["epoch"] for one in log["samples"][:2]] == [1, 2]
-    assert agilerl("eval", str(run), "--out", "found").code == 2  # never overwritten
 
 
 @pytest.mark.parametrize(
@@ -553,7 +535,6 @@ def test_an_export_loads_everywhere(run: Path, agilerl: Agilerl, monkeypatch: py
             assert torch.allclose(_logits(agent.runtime.base.model), wanted, atol=1e-5)
     assert agilerl("export", str(run), "out").code == 2
     assert agilerl("export", str(run)).code == 2
-    assert agilerl("export", str(run), "other", "--optuna", "sqlite:///x.db").code == 2
 
 
 def test_load_says_what_is_missing(adapter: Path, tmp_path: Path) -> None:
@@ -578,7 +559,6 @@ MISTAKES = {
     "eval RUN --right-from nan": "nan",
     "eval RUN --worst -1": "--worst",
     "eval RUN --sample 3": "--samples",
-    "eval RUN --out full": "full",
     "chat RUN algorithm.lrr=3": "algorithm.lrr",
     "chat RUN --max-tokens 0": "--max-tokens",
     "chat RUN --temperature x": "--temperature",
@@ -587,9 +567,6 @@ MISTAKES = {
     "merge RUN file": "file",
     "merge RUN new --dtype int8": "int8",
     "export RUN full": "full",
-    "export RUN new --name study": "--optuna",
-    "export RUN --optuna nonsense": "nonsense",
-    "export RUN --optuna sqlite:///file": "file",
     "push RUN me": "'me'",
     "push RUN me/x/y": "'me/x/y'",
     "compare RUN": "alone",

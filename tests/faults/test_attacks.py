@@ -554,9 +554,6 @@ REFUSED: dict[str, Attack] = {
         finished(scene, in_summary(elite={"index": 0, "step": 0, "hyperparameters": ["x"]}), "compare", "mine", "run"),
     )[1],
     "run: an elite that is text": lambda scene: finished(scene, in_summary(elite="x"), "schedule", "run"),
-    "run: an elite that is text, in a study": lambda scene: finished(
-        scene, in_summary(elite="x"), "export", "run", "--optuna", "sqlite:///runs.db"
-    ),
     "run: a sparse journal": in_run(replaced("journal.jsonl", sparse(20 * 2**30))),
     "run: sparse metrics": in_run(replaced("metrics.jsonl", sparse(20 * 2**30)), "report"),
     "run: a sparse lineage": in_run(replaced("lineage.jsonl", sparse(2**40)), "report"),

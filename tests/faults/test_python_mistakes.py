@@ -58,7 +58,6 @@ from agilerl.llm_envs import (
     UnpairedGym,
 )
 from agilerl.report import build_report
-from agilerl.report.study import export_study
 from agilerl.rewards import (
     CombinedGrader,
     IsolatedGrader,
@@ -610,7 +609,6 @@ MISTAKES = [
     Mistake("build-dict", lambda w: build({"training": {}}), ConfigError, ("config", "dict")),
     Mistake("resolve-dict", lambda w: resolve({}), ConfigError, ("config", "{}")),
     Mistake("session-none", lambda w: list(run_session(None, w.path / "x")), ConfigError, ("session", "None")),
-    Mistake("study-storage", lambda w: export_study(w.finished.path, None), ConfigError, ("storage", "None")),
     # -- documented loops and helpers --------------------------------------------------------------------------------
     Mistake("loop-pop-none", lambda w: questions(w, pop=None), ConfigError, ("pop", "None")),
     Mistake("loop-pop-agent", lambda w: questions(w, pop=w.agent), ConfigError, ("pop", "GRPO")),
