@@ -5,6 +5,9 @@ GONE: dict[str, str] = {
     "agilerl eval --out": "agilerl eval --json prints every number and answer; send its output to a file",
     "agilerl export --name": "it named an Optuna study, which is no longer written; agilerl lineage RUN --json has "
     "every agent with its values and exams",
+    "environments=agilerl/Mastermind-v0": "use gem:game:Mastermind-v0-easy or textarena:Mastermind-v0, or a class of "
+    "your own (docs/environments.md)",
+    "environments=agilerl/TicTacToe-v0": "use agilerl/GuessTheNumber-v0, or a class of your own (docs/environments.md)",
 }
 """By name: a manifest's key or section (``sharing``, ``training.x``), a value of one (``strategies=x``), a command
 (``agilerl x``), an option of all (``--x``) or of one (``agilerl x --y``). Each sentence says what to use instead, and

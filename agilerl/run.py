@@ -66,7 +66,7 @@ def train(
 
     Args:
         model: ``embedded``, a local folder, or a name on the Hugging Face hub.
-        task: a task of reasoning_gym (``reasoning_gym:gcd``) or a text environment (``agilerl/TicTacToe-v0``).
+        task: a task of reasoning_gym (``reasoning_gym:gcd``) or a text environment (``agilerl/GuessTheNumber-v0``).
         dataset: rows of your own in place of a task: a file, a name on the hub, a list of dicts, a Hugging Face
             ``Dataset``, a pandas ``DataFrame``; or as in a manifest, ``{"path": ..., "columns": {"question": ...}}``.
             Rows in memory are written to ``OUT.rows.jsonl``, so that the run can be resumed.

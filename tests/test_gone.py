@@ -1,5 +1,6 @@
 """Whoever names what has gone is told in one sentence what to use instead."""
 
+import re
 import subprocess
 import sys
 from typing import Any
@@ -7,8 +8,10 @@ from typing import Any
 import pytest
 
 from agilerl.config.manifest import config_of
+from agilerl.envs.adapters import make_env
 from agilerl.errors import ConfigError
 from agilerl.gone import GONE, instead
+from agilerl.training.tasks import _check_id
 
 
 def of_kind(kind: str) -> list[str]:
@@ -62,6 +65,11 @@ def test_an_option() -> None:
 def test_a_value() -> None:
     for name in of_kind("value"):
         kind, _, value = name.partition("=")
+        if kind == "environments":
+            for make in (make_env, _check_id):
+                with pytest.raises(ConfigError, match=re.escape(GONE[name])):
+                    make(value)
+            continue
         values = {
             "strategies": {"selection_strategy": {"name": value}},
             "trackers": {"training": {"trackers": {value: {}}}},

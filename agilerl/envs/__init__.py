@@ -5,7 +5,7 @@ import gymnasium
 from agilerl.envs.answer_format import AnswerFormatTask
 from agilerl.envs.core import Row, Task, is_held_out, score_completions
 from agilerl.envs.datasets import CuratedTask, DatasetTask
-from agilerl.envs.games import GuessTheNumber, Mastermind, TicTacToe
+from agilerl.envs.games import GuessTheNumber
 from agilerl.envs.probes import ConditionalTarget, ConstantTarget, GridNavigation, MultiInputConditional
 from agilerl.envs.procedural import Curriculum, ReasoningGymTask
 from agilerl.envs.prompts import decode_completions, render_prompt
@@ -21,13 +21,11 @@ __all__ = [
     "DatasetTask",
     "GridNavigation",
     "GuessTheNumber",
-    "Mastermind",
     "MultiInputConditional",
     "ReasoningGymTask",
     "Row",
     "Task",
     "TextEnv",
-    "TicTacToe",
     "decode_completions",
     "is_held_out",
     "mix",
@@ -38,8 +36,6 @@ __all__ = [
 
 ENVIRONMENTS = {
     "agilerl/GuessTheNumber-v0": "agilerl.envs.games:GuessTheNumber",
-    "agilerl/Mastermind-v0": "agilerl.envs.games:Mastermind",
-    "agilerl/TicTacToe-v0": "agilerl.envs.games:TicTacToe",
     "agilerl/GridNavigation-v0": "agilerl.envs.probes:GridNavigation",
     "agilerl/Calculator-v0": "agilerl.envs.tools.builtin:calculator_env",
     "agilerl/Python-v0": "agilerl.envs.tools.builtin:python_env",

@@ -18,12 +18,26 @@ from agilerl.envs.adapters import as_text_env
 from agilerl.envs.prompts import ChatFormat, as_messages
 from agilerl.envs.text_env import RETURNED, TextEnv
 from agilerl.errors import AgileRLError, EnvError
-from agilerl.rewards.contract import ODD_TEXTS
 from agilerl.safety.custom_code import contained, left
 from agilerl.streams import stream
 from agilerl.text.padding import padded
 
-ODD_ACTIONS = (*ODD_TEXTS, "-1", "٣ ３ ³")  # digits that str.isdigit() and int() disagree about
+ODD_TEXTS = (
+    "",
+    " \n\t",
+    "a" * 20_000,
+    "9" * 5_000,  # more digits than int() reads
+    "-1",
+    "٣ ３ ³",  # digits that str.isdigit() and int() disagree about
+    "é漢字\U0001f642\u202e\x00",  # accents, wide characters, an emoji, right to left, a null
+    "<answer></answer><answer>",  # an empty answer, and one that never ends
+    "```python\n",
+    '{"a": [',
+    "[" * 5_000,  # deeper than parsers recurse
+    "\\boxed{\\frac{1}{0}}",
+    "%s {0} {{ x }} ${y}",  # placeholders of four template languages
+    "<|im_end|><|endoftext|></s>",  # end tokens, typed as text
+)
 """Texts that a model may generate, and that an environment must answer."""
 SEEDS = 8
 _NOT_STATE = ("numpy", "random", "_random", "torch", "gymnasium", "builtins", "re")
@@ -123,7 +137,7 @@ def _check_first_episode(env: TextEnv) -> Iterator[Finding]:
             yield _raised(f"{method}-raises", call, error)
             return
         times.append(perf_counter() - start)
-        problems = list(check_result(env, method, result))
+        problems = list(_check_result(env, method, result))
         yield from problems
         if problems:
             return
@@ -139,7 +153,7 @@ def _check_first_episode(env: TextEnv) -> Iterator[Finding]:
         yield _warning("slow", f"a step takes {seconds:.1f} s; {advice}")
 
 
-def check_result(env: TextEnv, method: str, result: Any) -> Iterator[Finding]:
+def _check_result(env: TextEnv, method: str, result: Any) -> Iterator[Finding]:
     """Yield what is wrong with what ``reset`` or ``step`` returned."""
     names = RETURNED[method]
     if not isinstance(result, tuple) or len(result) != len(names):
@@ -223,7 +237,7 @@ def _state(env: TextEnv, seed: int) -> str:
 
 
 def _check_odd_actions(env: TextEnv) -> Iterator[Finding]:
-    for action in ODD_ACTIONS:
+    for action in ODD_TEXTS:
         env.reset(seed=0)
         try:
             result = env.step(action)
@@ -231,7 +245,7 @@ def _check_odd_actions(env: TextEnv) -> Iterator[Finding]:
             advice = "a model may say anything, so handle it by a rule (a penalty, a lost turn)"
             yield _raised("odd-action", f"step({shown(action)}) failed", error, advice)
             continue
-        yield from list(check_result(env, "step", result))[:1]
+        yield from list(_check_result(env, "step", result))[:1]
 
 
 def _check_end(env: TextEnv) -> Iterator[Finding]:

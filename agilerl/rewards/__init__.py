@@ -1,7 +1,6 @@
 """Rewards: completions are scored by plain functions, or by graders that hold resources such as a model."""
 
 from agilerl.rewards.combine import CombinedGrader
-from agilerl.rewards.contract import GRADER_CHECKS, GraderCase, check_grader
 from agilerl.rewards.grader import (
     BaseGrader,
     Grader,
@@ -30,14 +29,12 @@ from agilerl.rewards.sandbox import SandboxGrader, SandboxResult, run_python
 from agilerl.rewards.waiting import ThreadedGrader, WaitingGrader
 
 __all__ = [
-    "GRADER_CHECKS",
     "LIBRARY",
     "Accuracy",
     "BaseGrader",
     "CombinedGrader",
     "FormatTags",
     "Grader",
-    "GraderCase",
     "Grades",
     "IsolatedGrader",
     "JsonValid",
@@ -53,7 +50,6 @@ __all__ = [
     "TokenLength",
     "WaitingGrader",
     "call_grader",
-    "check_grader",
     "check_score",
     "exact_match",
     "extract_answer",

@@ -28,6 +28,7 @@ from agilerl.envs.programs import AgentTask, ProgramLimits
 from agilerl.envs.sources import Rows, mix, read_dataset
 from agilerl.envs.upstream import known_tasks
 from agilerl.errors import ConfigError, EnvError
+from agilerl.gone import instead
 from agilerl.models.tiny import MISTAKES
 from agilerl.rewards.combine import CombinedGrader
 from agilerl.rewards.grader import Grader, exact_match
@@ -199,7 +200,8 @@ def _check_id(env_id: str) -> None:
     spec = gymnasium.registry.get(env_id)
     if spec is None or str(spec.entry_point).startswith(("gymnasium.", "shimmy.")):
         what = "unknown" if spec is None else "not a text environment"
-        raise ConfigError(f"environment.env_id={shown(env_id)} is {what}; {nearest(env_id, ENVIRONMENTS)}")
+        hint = instead(f"environments={env_id}") or nearest(env_id, ENVIRONMENTS)
+        raise ConfigError(f"environment.env_id={shown(env_id)} is {what}; {hint}")
 
 
 def _careless(row: Row, draws: np.random.Generator) -> str | None:

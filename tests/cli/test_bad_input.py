@@ -38,7 +38,7 @@ BEFORE_THE_MODEL = {
     "a setting without its section": (["lr=1e-3"], "did you mean 'algorithm.lr'?"),
     "a setting as an option": (["--max-steps", "3"], "settings are given as training.max_steps=..."),
     "code without --allow-code": (["environment.graders=[{name: 'mine.py:right'}]"], "give --allow-code"),
-    "a game without its type": (["environment.env_id=agilerl/TicTacToe-v0"], "set environment.env_type=multiturn"),
+    "a game without its type": (["environment.env_id=agilerl/GuessTheNumber-v0"], "set environment.env_type=multiturn"),
     "tournament too large": (["selection_strategy.tournament_size=9"], "is above training.pop_size=4"),
     "no manifest": (["nothing.yaml"], "found nothing at 'nothing.yaml'"),
     "two manifests": (["a.yaml", "b.yaml"], "expected one manifest, found 'a.yaml', 'b.yaml'"),

@@ -213,7 +213,7 @@ WRONG = {
     "no manifest": (["my.txt"], "expected a manifest NAME.yaml"),
     "no file": (["--data", "none.jsonl"], "expected a file of rows"),
     "a file elsewhere": (["--data", "/etc/passwd"], "in the folder of the manifest"),
-    "an environment": (["--data", "agilerl/TicTacToe-v0"], "found an environment"),
+    "an environment": (["--data", "agilerl/GuessTheNumber-v0"], "found an environment"),
     "a reward": (["--reward", "best"], "expected the reward as one of"),
     "a task": (["--data", "reasoning_gym:gdc"], "did you mean 'gcd'"),
     "nothing": (["--model", ""], "found an empty text"),

@@ -3,6 +3,7 @@
 import random
 import time
 import types
+from functools import partial
 from typing import ClassVar
 
 import gymnasium
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Text
 
-from agilerl.envs import GuessTheNumber, TextEnv, check
+from agilerl.envs import GridNavigation, GuessTheNumber, TextEnv, check
 from agilerl.envs.check import check_env
 from agilerl.streams import stream
+from agilerl.utils.probe_envs_llm import ConstantTargetEnv, GridNavigationEnv
 from tests.envs.conftest import TEMPLATE, make_tokenizer
 
 
@@ -134,6 +136,27 @@ def test_nothing_is_wrong_with_a_sound_one():
     assert check_env(Sound) == check_env(Sound()) == check_env(lambda: Sound()) == []
     assert check_env(changed(step=step_with(truncated=np.False_, reward=np.float32(0.5)))) == []
     assert check_env(GuessTheNumber) == check_env(gymnasium.make("agilerl/GuessTheNumber-v0")) == []
+    for ours in (
+        partial(GuessTheNumber, 20, style="hint"),
+        partial(GuessTheNumber, 100, style="verbose"),
+        GridNavigation,
+    ):
+        assert [finding for finding in check_env(ours) if finding.level == "error"] == []
+
+
+@pytest.mark.parametrize("make", [GuessTheNumber, GridNavigation, ConstantTargetEnv, GridNavigationEnv])
+def test_episodes_of_two_instances_do_not_disturb_each_other(make):
+    def episode(envs):
+        """Play both at the same time, turn by turn, with the same action."""
+        seen = [[env.reset(seed=seed)[0]] for seed, env in envs]
+        for turn in range(envs[0][1].max_turns):
+            for steps, (_, env) in zip(seen, envs):
+                if len(steps) == turn + 1 and (turn == 0 or not steps[-1][2]):
+                    steps.append(env.step("123"[turn % 3]))
+        return seen
+
+    together = episode([(0, make()), (1, make())])
+    assert together == [*episode([(0, make())]), *episode([(1, make())])]
 
 
 def test_a_step_after_the_end_should_raise():

@@ -3,8 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from agilerl.envs import GuessTheNumber, Mastermind, TicTacToe
-from agilerl.envs.games import _codes, _guesses_needed, _pegs
+from agilerl.envs import GuessTheNumber
 from agilerl.errors import ConfigError, EnvError
 from agilerl.models.tiny import tiny_model_path
 
@@ -35,11 +34,6 @@ def anything(rng):
 GAMES = [
     GuessTheNumber,
     lambda: GuessTheNumber(20, max_turns=3),
-    Mastermind,
-    lambda: Mastermind(3, 4, max_turns=3),
-    TicTacToe,
-    lambda: TicTacToe(begins="O"),
-    lambda: TicTacToe("minimax"),
 ]
 
 
@@ -64,9 +58,8 @@ def test_a_game_is_a_function_of_the_seed_and_resets_count_on(make):
     assert env.reset()[0] == other.reset(seed=5)[0]
 
 
-@pytest.mark.parametrize("make", [GuessTheNumber, Mastermind, TicTacToe])
-def test_order_of_calls_and_seeds(make):
-    env = make()
+def test_order_of_calls_and_seeds():
+    env = GuessTheNumber()
     with pytest.raises(EnvError, match="has not begun"):
         env.step("1")
     for seed in (-1, 1.5, "0", True):
@@ -155,108 +148,12 @@ def test_the_embedded_model_can_read_and_say_everything():
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tiny_model_path())
-    for env in (
-        GuessTheNumber(),
-        GuessTheNumber(style="hint"),
-        GuessTheNumber(style="verbose"),
-        Mastermind(),
-        TicTacToe(),
-    ):
+    for style in ("range", "hint", "verbose"):
+        env = GuessTheNumber(style=style)
         for text in [*play(env, 3, best)[0], *env.legal_actions()]:
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             assert tokenizer.unk_token_id not in ids
             assert len(ids) <= 9 or env.observation_space.max_length > 9
-
-
-# -- mastermind -------------------------------------------------------------------------------------------------------
-
-
-def naive_pegs(guess, code):
-    """Strike out what agrees, then look for each digit left among the code's."""
-    exact = [a == b for a, b in zip(guess, code)]
-    rest = [b for b, same in zip(code, exact) if not same]
-    other = 0
-    for digit, same in zip(guess, exact):
-        if not same and digit in rest:
-            rest.remove(digit)
-            other += 1
-    return 10 * sum(exact) + other
-
-
-def test_pegs_agree_with_striking_out():
-    codes = _codes(3, 4)
-    assert len(codes) == 64
-    assert _pegs(3, 4).tolist() == [[naive_pegs(guess, code) for code in codes] for guess in codes]
-
-
-def test_minimax_needs_what_knuth_found():
-    # The Computer as Master Mind (1976): at most 5 guesses, 5801 / 1296 = 4.476 on average.
-    needed = _guesses_needed(4, 6)
-    assert max(needed) == 5
-    assert sum(needed) == 5801
-
-
-def test_answers_and_illegal_guesses():
-    env = Mastermind()
-    assert env.reset(seed=0)[0] == "2x4"
-    code = env._codes[env._code]
-    a, b = code
-    others = [d for d in "1234" if d not in code]
-    assert env.step(f"I guess\n{others[0]} {others[1]}")[0] == "00"
-    assert env.step(others[0])[::4] == ("?", {"valid": False})
-    assert env.step(others[0] + "5")[::4] == ("?", {"valid": False})
-    assert env.step("")[:3] == ("x", 0.0, True)
-    env.reset(seed=0)
-    assert env.step(b + a)[0] == ("02" if a != b else "=")
-    env = Mastermind(verbose=True)
-    assert "from 1 to 4" in env.reset(seed=0)[0]
-    assert env.step(others[0] * 2)[0] == "Right place: 0. Another place: 0. Guesses left: 3."
-    assert env.step(code) == (f"{code} is right.", 1.0, True, False, {"valid": True, "success": True})
-
-
-# -- tic-tac-toe ------------------------------------------------------------------------------------------------------
-
-
-def test_perfect_play_never_loses_and_draws_against_perfect_play():
-    assert {play(TicTacToe("minimax"), seed, best)[1] for seed in range(50)} == {0.5}
-    assert TicTacToe("minimax").best_return == 0.5
-
-
-def test_random_games_end_as_is_known():
-    # Of random games the first player wins 58.49 % and draws 12.70 %: 0.5849 + 0.1270 / 2 = 0.6484.
-    first, second = TicTacToe(begins="X").random_return, TicTacToe(begins="O").random_return
-    assert first == pytest.approx(0.6484, abs=1e-4)
-    assert first + second == pytest.approx(1.0)
-
-
-def test_both_begin_and_boards_differ():
-    boards = [TicTacToe().reset(seed=seed)[0] for seed in range(100)]
-    assert 25 < boards.count("123456789") < 75
-    assert {board.count("O") for board in boards} == {0, 1}
-    assert len(set(boards)) == 10
-    assert {TicTacToe(begins="O").reset(seed=seed)[0].count("O") for seed in range(5)} == {1}
-
-
-def test_moves_and_what_is_none():
-    env = TicTacToe(begins="X")
-    env.reset(seed=0)
-    after, reward, over, _, info = env.step("the middle: 5")
-    assert (after[4], after.count("O"), reward, over, info) == ("X", 1, 0.0, False, {"valid": True})
-    for action in ("5", "0", "12", "", "X"):
-        assert env.step(action)[::4] == (after, {"valid": False})
-    verbose = TicTacToe(begins="X", verbose=True)
-    assert verbose.reset(seed=0)[0].endswith("1 2 3\n4 5 6\n7 8 9")
-    assert verbose.step("0")[0] == "1 2 3\n4 5 6\n7 8 9\nThat is not the number of a free cell."
-
-
-def test_wins_and_losses_are_seen():
-    env = TicTacToe(begins="X", verbose=True)
-    ends = {}
-    for seed in range(60):
-        seen, reward, _ = play(env, seed, lambda env: env.legal_actions()[0])
-        ends.setdefault(reward, seen[-1])
-    assert ends[1.0].endswith("You win.")
-    assert ends[0.0].endswith("You lose.")
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
@@ -269,12 +166,6 @@ def test_wins_and_losses_are_seen():
         (lambda: GuessTheNumber(9.0), "max_number, found 9.0"),
         (lambda: GuessTheNumber(9, max_turns=0), "max_turns, found 0"),
         (lambda: GuessTheNumber(style="short"), "'range', 'hint', 'verbose' for style, found 'short'"),
-        (lambda: Mastermind(length=7), "of 1 or more and at most 6 for length"),
-        (lambda: Mastermind(digits=True), "digits"),
-        (lambda: Mastermind(5, 5), "at most 1296 codes, found 5 \\*\\* 5 = 3125"),
-        (lambda: TicTacToe("me"), "opponent, found 'me'"),
-        (lambda: TicTacToe(begins="Y"), "'X', 'O', 'seed'"),
-        (lambda: TicTacToe(max_turns=4), "of 5 or more"),
     ],
 )
 def test_settings_are_checked(make, words):

@@ -3,12 +3,10 @@ import pytest
 from gymnasium.utils.env_checker import check_env
 
 import agilerl.envs  # noqa: F401
-from agilerl.envs import ENVIRONMENTS, GridNavigation, GuessTheNumber, Mastermind, TextEnv, TicTacToe
+from agilerl.envs import ENVIRONMENTS, GridNavigation, GuessTheNumber, TextEnv
 
 GAMES = {
     "agilerl/GuessTheNumber-v0": GuessTheNumber,
-    "agilerl/Mastermind-v0": Mastermind,
-    "agilerl/TicTacToe-v0": TicTacToe,
     "agilerl/GridNavigation-v0": GridNavigation,
 }
 

@@ -32,10 +32,8 @@ from agilerl.envs import (
     DatasetTask,
     GridNavigation,
     GuessTheNumber,
-    Mastermind,
     MultiInputConditional,
     ReasoningGymTask,
-    TicTacToe,
     decode_completions,
     is_held_out,
     mix,
@@ -98,7 +96,6 @@ from agilerl.rewards import (
     ThreadedGrader,
     TokenLength,
     call_grader,
-    check_grader,
     check_score,
     exact_match,
     extract_answer,
@@ -255,8 +252,6 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "MultiInputConditional": lambda w: (MultiInputConditional, {}),
     "GridNavigation": lambda w: (GridNavigation, {}),
     "GuessTheNumber": lambda w: (GuessTheNumber, {}),
-    "Mastermind": lambda w: (Mastermind, {}),
-    "TicTacToe": lambda w: (TicTacToe, {}),
     "Curriculum": lambda w: (Curriculum, {}),
     "CuratedTask": lambda w: (CuratedTask, {"dataset": ROWS, "exam_prompts": 2, "test_prompts": 2}),
     "DatasetTask": lambda w: (DatasetTask, {"train": ROWS, "exam": ROWS, "reward_fn": exact_match}),
@@ -328,7 +323,6 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "ThreadedGrader": lambda w: (ThreadedGrader, {"grader": exact_match}),
     "TokenLength": lambda w: (TokenLength, {"target": 5}),
     "call_grader": lambda w: (call_grader, GRADED),
-    "check_grader": lambda w: (check_grader, GRADED),
     "check_score": lambda w: (check_score, {"value": 1.0}),
     "exact_match": lambda w: (exact_match, {"completion": "4", "answer": "4"}),
     "extract_answer": lambda w: (extract_answer, {"completion": "4"}),
@@ -401,7 +395,7 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "TeacherEndpoint": lambda w: (TeacherEndpoint, {"url": "http://127.0.0.1:9", "model": "m"}),
     "actor.save_pretrained": lambda w: (w.agent.actor.save_pretrained, {"path": "actor"}),
     "gym.reset": lambda w: (w.sft_gym.reset, {}),
-    "TicTacToe.step": lambda w: (started(TicTacToe()).step, {"action": "1"}),
+    "GuessTheNumber.step": lambda w: (started(GuessTheNumber()).step, {"action": "1"}),
     "sample_eval_prompts": lambda w: (sample_eval_prompts, {"env": w.sft_gym}),
     "compare_responses": lambda w: (
         compare_responses,
@@ -454,13 +448,13 @@ PAIRS = [{"prompt": f"{n}+{n}?", "chosen": str(2 * n), "rejected": "no"} for n i
 GRADED: Mapping[str, Any] = {"grader": exact_match, "completions": ["4"], "rows": [{"answer": "4"}]}
 
 SEEN_ELSEWHERE = {
-    "ALGORITHMS", "GRADER_CHECKS", "LIBRARY",  # tables
+    "ALGORITHMS", "LIBRARY",  # tables
     "LLMPPO", "LLMREINFORCE", "RolloutEnv",  # other names
     "HAS_ARENA_DEPENDENCIES", "HAS_DEEPSPEED", "HAS_LIGER_KERNEL", "HAS_LLM_DEPENDENCIES", "HAS_VLLM",  # flags
     "EvolvableAlgorithm", "LLMAlgorithm", "Task", "TextEnv", "BaseGrader", "WaitingGrader",  # to subclass
     "ToolCallParser",  # also
     "Grader", "Row",  # types
-    "GraderCase", "Grades", "SandboxResult", "MalformedCall", "ToolCall", "ToolResult",  # results
+    "Grades", "SandboxResult", "MalformedCall", "ToolCall", "ToolResult",  # results
     "RunDirectory", "RunLayout",  # made by create and open
     "calculator",  # a tool: what it raises is told to the model
     "TextTagParser", "run_python", "register_environments", "collect_hardware", "collect_versions",

@@ -23,7 +23,7 @@ from agilerl import (
     TournamentSelection,
 )
 from agilerl.algorithms import CosineLRScheduleConfig
-from agilerl.envs.contract import LAWS
+from agilerl.envs.check import check_env
 from agilerl.errors import ConfigError
 from agilerl.llm_envs import PreferenceGym, SFTGym
 from agilerl.models.tiny import tiny_model_path
@@ -218,9 +218,8 @@ def test_answers_are_shown_beside_those_of_the_data(runtime: Runtime, capsys: py
 @pytest.mark.parametrize(
     "probe", [ConstantTargetEnv, ConditionalTargetEnv, MultiInputConditionalEnv, GridNavigationEnv]
 )
-def test_a_probe_keeps_the_laws_of_environments(probe: Any) -> None:
-    for law in LAWS:
-        law(probe)
+def test_nothing_is_wrong_with_a_probe(probe: Any) -> None:
+    assert [str(finding) for finding in check_env(probe) if finding.level == "error"] == []
 
 
 def test_probes_pay_as_documented() -> None:
@@ -299,8 +298,10 @@ def test_the_search_of_a_trainer() -> None:
     assert strategy() == "none"
     assert strategy(hpo=True) == "knockout"
     assert strategy(selection_strategy={"tournament_size": 2, "elitism": True}) == "tournament"
-    config = LocalTrainer({"name": "GRPO", "pretrained_model_name_or_path": "embedded"}, "agilerl/TicTacToe-v0").config
-    assert (config.environment.env_type, config.environment.env_id) == ("multiturn", "agilerl/TicTacToe-v0")
+    config = LocalTrainer(
+        {"name": "GRPO", "pretrained_model_name_or_path": "embedded"}, "agilerl/GuessTheNumber-v0"
+    ).config
+    assert (config.environment.env_type, config.environment.env_id) == ("multiturn", "agilerl/GuessTheNumber-v0")
 
 
 def test_a_trainer_of_a_manifest(tmp_path: Path) -> None:

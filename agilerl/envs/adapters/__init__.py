@@ -12,6 +12,7 @@ from agilerl.envs.adapters.base import Adapter, AnyText, GymnasiumText, PlainEnv
 from agilerl.envs.adapters.openenv import OpenEnv, make_openenv
 from agilerl.envs.text_env import Begun, StepResult, TextEnv
 from agilerl.errors import AgileRLError, ConfigError
+from agilerl.gone import instead
 from agilerl.safety.custom_code import contained, load_code, names_code
 from agilerl.streams import sealed
 
@@ -207,5 +208,5 @@ def make_env(name: Name, /, **settings: Any) -> TextEnv:
         raise ConfigError(f"{name} cannot be imported: {error}") from error
     except Exception as error:  # a third-party constructor may raise anything; report its reason
         given = ", ".join(f"{k}={v!r}" for k, v in settings.items()) or "no settings"
-        hint = "" if names_code(name) else " A class of yours is path.py:Class."
+        hint = "" if names_code(name) else f" {instead(f'environments={name}') or 'A class of yours is path.py:Class.'}"
         raise ConfigError(f"{name} cannot be made with {given}: {type(error).__name__}: {error}{hint}") from error
