@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from rich import get_console
 
-from agilerl import hooks
 from agilerl.checks.arguments import Count, Location, Name, Seed, Whole, Within, checked, described, nearest, shown
 from agilerl.errors import CheckpointError, ConfigError, plain_warnings
 
@@ -148,8 +147,7 @@ def _meant(name: str, value: Any) -> str:
         for address in addresses_of(name)
         for section in [address.partition(".")[0]]
     ]
-    hint = f"give {' or '.join(written)}" if written else hooks.hint(name)
-    return hint or nearest(name, [*_NAMES, *SECTIONS])
+    return f"give {' or '.join(written)}" if written else nearest(name, [*_NAMES, *SECTIONS])
 
 
 class Run:

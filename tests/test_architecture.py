@@ -71,7 +71,7 @@ CEILINGS = {
     "algorithms": 6_260,
     "checks": 785,
     "cli": 4_895,
-    "compat": 2_630,
+    "compat": 2_440,
     "config": 2_335,
     "data": 645,
     "distributed": 720,

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from agilerl.algorithms import ALGORITHMS
-from agilerl.compat import other_trainers
 from docs.check_sources import SOURCES, defaults, sources
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,13 +40,6 @@ def test_each_source_has_a_day_and_a_place() -> None:
         days = [datetime.date.fromisoformat(day) for day in (released, read) if day != "-"]
         assert days == sorted(days), project
         assert len(where) > 10, project
-
-
-def test_names_of_other_trainers_are_of_these_versions() -> None:
-    said = re.findall(rf"\b({NAMED})\b (\d+\.\d+(?:\.\d+)?)", inspect.getdoc(other_trainers) or "")
-    assert {project for project, _ in said} == set(other_trainers.NAMES)
-    for project, version in said:
-        assert any(name == project and f"{row}.".startswith(f"{version}.") for name, row in sources()), project
 
 
 def test_defaults_of_this_project_are_as_listed() -> None:

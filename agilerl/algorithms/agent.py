@@ -117,7 +117,8 @@ class LLMAlgorithm(Learner):
         """Set an attribute; a new one with nearly the name of a hyperparameter is set as well, with a warning."""
         known = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
         close = () if known else _close_to(self.Config, name)
-        if not known and (hint := hooks.hint(name) or " ".join(f"did you mean {one!r}?" for one in close)):
+        for one in close:
+            hint = f"did you mean {one!r}?"
             warnings.warn(f"{name} is not a hyperparameter, so setting it changes nothing; {hint}", stacklevel=2)
         super().__setattr__(name, value)
 
@@ -208,8 +209,7 @@ class LLMAlgorithm(Learner):
         for name in keywords:
             if name not in cls.Config.model_fields:
                 known = dict.fromkeys([*cls.Config.model_fields, *inspect.signature(cls).parameters])
-                hint = (hooks.hint(name) or nearest(name, known)).replace("algorithm.", "")
-                raise ConfigError(f"{cls.__name__} has no argument {name!r}; {hint}")
+                raise ConfigError(f"{cls.__name__} has no argument {name!r}; {nearest(name, known)}")
         if config is not None and not isinstance(config, cls.Config):
             raise ConfigError(
                 f"{cls.__name__}(config=...): expected a {cls.Config.__name__}, found {described(config)}; give the "

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler
 
-from agilerl import hooks
 from agilerl.checks.arguments import nearest, shown
 from agilerl.errors import ConfigError
 from agilerl.gone import instead
@@ -85,12 +84,7 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
         path, owner = _follow(model, item["loc"])
         key = ".".join([where, *path] if where else path) or model.__name__
         if item["type"] == "extra_forbidden":
-            hint = (
-                instead(key)
-                or hooks.hint(key, item["input"])
-                or _in_a_section(path[-1], owner)
-                or nearest(path[-1], owner.model_fields)
-            )
+            hint = instead(key) or _in_a_section(path[-1], owner) or nearest(path[-1], owner.model_fields)
             text = f"unknown key {shown(key)}; {hint}"
         elif item["type"] == "missing":
             text = f"{key} is required and has no value"

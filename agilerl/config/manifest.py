@@ -224,7 +224,7 @@ def _split(override: str) -> tuple[list[str], Any]:
 
 def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
     if keys[0] not in RunConfig.model_fields:
-        raise ConfigError(f"unknown key {shown(keys[0])}; {unknown_section('.'.join(keys), value)}")
+        raise ConfigError(f"unknown key {shown(keys[0])}; {unknown_section('.'.join(keys))}")
     for depth, key in enumerate(keys[:-1], 1):
         # A section without content is None in YAML.
         if values.get(key) is None:

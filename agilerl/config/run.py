@@ -11,7 +11,6 @@ from typing import Any, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from agilerl import hooks
 from agilerl.checks.arguments import checked, nearest, shown
 from agilerl.checks.validation import grouped, idle, validated
 from agilerl.config import Section
@@ -256,7 +255,7 @@ class RunConfig(Section):
         """Check a manifest; raises ConfigError with a sentence that names the key and the nearest known one."""
         for section, content in values.items():
             if section not in cls.model_fields:
-                raise ConfigError(f"unknown key {shown(section)}; {unknown_section(section, content)}")
+                raise ConfigError(f"unknown key {shown(section)}; {unknown_section(section)}")
             if not isinstance(content, Mapping):
                 raise ConfigError(f"{section} must be a mapping of settings, found {shown(content)}")
         return validated(cls, values)
@@ -275,14 +274,12 @@ def addresses_of(name: str, *, nearly: bool = False) -> list[str]:
     return [f"{section}.{each}" for section, names in sections.items() for each in wanted if each in names]
 
 
-def unknown_section(key: str, value: Any = None) -> str:
+def unknown_section(key: str) -> str:
     """Return a hint for a key that does not begin with a section: where it belongs, or the nearest section."""
     if gone := instead(key):
         return gone
-    hint = hooks.hint(key, value)
-    places = " or ".join(map(repr, addresses_of(key) or addresses_of(key, nearly=hint is None)))
-    hints = [f"did you mean {places}?" if places else None, hint]
-    return " ".join(filter(None, hints)) or nearest(key.partition(".")[0], RunConfig.model_fields)
+    places = " or ".join(map(repr, addresses_of(key) or addresses_of(key, nearly=True)))
+    return f"did you mean {places}?" if places else nearest(key.partition(".")[0], RunConfig.model_fields)
 
 
 def default_out(e: EnvironmentConfig) -> Path:

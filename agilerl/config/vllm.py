@@ -35,16 +35,6 @@ _OURS = frozenset(
 )
 """Keywords of vLLM that the engine sets, or that may not be set."""
 
-_OF_TRL = {
-    "vllm_tensor_parallel_size": "tensor_parallel_size",
-    "vllm_gpu_memory_utilization": "gpu_memory_utilization",
-    "vllm_max_model_length": "max_model_len",
-    "vllm_enable_sleep_mode": "sleep_mode",
-    "vllm_server_base_url": "base_url",
-    "vllm_server_timeout": "server_timeout",
-}
-"""What TRL calls settings of ours."""
-
 
 def server_url(text: str | None) -> str | None:
     """Return an address without its ``/v1``; raises ValueError for what is none, or for one with a password."""
@@ -76,7 +66,7 @@ def server_url(text: str | None) -> str | None:
 
 
 class VLLMConfig(BaseModel):
-    """Settings of the vLLM engine, under the names of AgileRL, vLLM or TRL; None: what suits base and population.
+    """Settings of the vLLM engine, under the names of AgileRL or vLLM; None: what suits base and population.
 
     Raises ConfigError for an unknown name and a value out of range.
     """
@@ -147,9 +137,8 @@ class VLLMConfig(BaseModel):
     """Engine of exams and tests; ``torch`` gives the same bits whichever other agents are examined."""
 
     def __init__(self, **settings: Any) -> None:
-        named = {_OF_TRL.get(name, name): value for name, value in settings.items()}
         try:
-            super().__init__(**named)
+            super().__init__(**settings)
         except ValidationError as error:
             # Users build this class themselves too, and expect the package's own error.
             raise ConfigError(sentence(error, type(self))) from None

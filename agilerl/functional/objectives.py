@@ -350,13 +350,8 @@ def _variance(x: Tensor, mask: Tensor) -> Tensor:
 
 LossNorm = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "fixed-length"]
 
-LOSS_NORM_ALIASES: Mapping[str, LossNorm] = {
-    "micro_batch": "seq-mean-token-mean",
-    "accumulation_window": "token-mean",
-    "sequence-mean-token-mean": "seq-mean-token-mean",
-    "sequence-mean-token-sum": "seq-mean-token-sum",
-}
-"""Other documented names of the aggregation modes."""
+LOSS_NORM_ALIASES: Mapping[str, LossNorm] = {"micro_batch": "seq-mean-token-mean"}
+"""The name that AgileRL documents for an aggregation mode."""
 
 
 def aggregate(loss: Tensor, mask: Tensor, mode: LossNorm, denominator: float | Tensor) -> Tensor:

@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from agilerl import hooks
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.sharing import check_borrows
@@ -305,8 +304,8 @@ def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> Algori
     for key in values:
         # Those of GRPO pass: an algorithm's own Config says why it does not use one of them.
         if key not in model.model_fields and key not in GRPO.Config.model_fields:
-            hint = instead(f"algorithm.{key}") or hooks.hint(f"algorithm.{key}", values[key])
-            hint = hint or nearest(key, [*model.model_fields, *SharedOptions.model_fields])
+            known = [*model.model_fields, *SharedOptions.model_fields]
+            hint = instead(f"algorithm.{key}") or nearest(key, known)
             raise ConfigError(f"unknown key {shown(f'algorithm.{key}')}; {hint}")
     values.setdefault("seed", config.training.seed)
     # A least length may be above the default limit, and a limit of the context is one.

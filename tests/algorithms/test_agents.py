@@ -54,7 +54,7 @@ def test_keywords_and_config_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"learning_rate": 1e-3}, "'learning_rate'; TRL's learning_rate is lr"),
+        ({"learning_rate": 1e-3}, "GRPO has no argument 'learning_rate'"),
         ({"grup_size": 3}, "did you mean 'group_size'"),
         ({"lr": -1}, r"lr: .* 0, found -1"),
         ({"clip_coef": 1.5}, r"clip_coef=1.5 .* ratio bounds \[-0.5, 2.5\]"),
