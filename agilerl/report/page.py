@@ -17,6 +17,7 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
+from plotly.offline import get_plotlyjs
 
 from agilerl.checks.arguments import Count, Location, Positive, checked, shown
 from agilerl.errors import CheckpointError, WriteError
@@ -77,7 +78,7 @@ def render(runs: Sequence[RunRecord], reload: int | None = None) -> str:
         with as_written(run.path):
             views.append({"name": name, **_view(position, run)})
     overlay = figures.overlay_figure(dict(zip(names, runs)))
-    library, script = resource("plotly/plotly-basic.min.js"), resource("script.js.jinja")
+    library, script = get_plotlyjs(), resource("script.js.jinja")
     return compiled("page.html.jinja").render(
         title="agilerl: " + ", ".join(names),
         runs=views,
@@ -131,7 +132,7 @@ def _finite(value: Any) -> Any:
 
 @cache
 def packed(text: str) -> str:
-    """Return a text as gzip in base64: the library of the charts takes 0.5 MB instead of 1.2."""
+    """Return a text as gzip in base64: the library of the charts takes 2 MB instead of 4.8."""
     # Without a time of its own, so that equal runs give equal pages.
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
@@ -202,7 +203,7 @@ def _content_policy(*scripts: str) -> str:
 # -- sampled completions: the best and the worst of each group, within a size limit -----------------------------------
 
 
-# Limits that keep the page at about a megabyte, which can be sent by mail, however long the run.
+# Limits that keep what a run adds to the page at about half a megabyte, however long it is.
 _MOST_STEPS = 20
 _MOST_GROUPS = 1200
 _MOST_GROUPS_A_STEP = 6
