@@ -8,6 +8,7 @@ GONE: dict[str, str] = {
     "environments=agilerl/Mastermind-v0": "use gem:game:Mastermind-v0-easy or textarena:Mastermind-v0, or a class of "
     "your own (docs/environments.md)",
     "environments=agilerl/TicTacToe-v0": "use agilerl/GuessTheNumber-v0, or a class of your own (docs/environments.md)",
+    "agilerl plan": "agilerl train MANIFEST --dry-run says what a run needs on this machine",
 }
 """By name: a manifest's key or section (``sharing``, ``training.x``), a value of one (``strategies=x``), a command
 (``agilerl x``), an option of all (``--x``) or of one (``agilerl x --y``). Each sentence says what to use instead, and

@@ -1,4 +1,4 @@
-"""Sizes that both the code and the planner use, each declared once. Imports nothing."""
+"""Sizes that both the code and the forecasts use, each declared once. Imports nothing."""
 
 from math import ceil
 

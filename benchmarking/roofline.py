@@ -1,16 +1,15 @@
-"""Measure each phase against its roofline, and `agilerl plan` against what was measured.
+"""Measure each phase against its roofline, and the time that a dry run predicts against what was measured.
 
     python benchmarking/roofline.py [--device cpu] [--models embedded 1M 30M] [--rounds 7] [--out FILE]
 
 Each model runs in a child process, which measures F (the rate of a large matrix product) and BW (of a large copy)
 and the phases of an iteration and a generation in turn, ``--rounds`` times. For each phase: the median time with the
 smallest and the largest, the floor, ``fraction_of_limit`` = floor / measured, and ``predicted`` / measured, where the
-prediction is the one of `agilerl plan`, made from this process's F and BW. Memory: predicted / peak. On a CPU times are
-the CPU time of one thread, which other processes lengthen little; but ``checkpoint`` is wall time.
+prediction is the one of `agilerl train --dry-run`, made from this process's F and BW. On a CPU times are the CPU time
+of one thread, which other processes lengthen little; but ``checkpoint`` is wall time.
 
-``--calibrate`` measures other models and prints constants for ``agilerl/planning/machines.py``: those of ``CPU_COSTS``
-come from there, so the models above are not what the constants were fitted to. ``--again`` computes from the times of
-an earlier JSON, with the constants of now.
+``--calibrate`` measures other models and prints constants for ``agilerl/planning/time.py``: those of ``CPU_COSTS``
+come from there, so the models above are not what the constants were fitted to.
 """
 
 import argparse
@@ -28,9 +27,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from agilerl.planning.footprint import memory, peak  # noqa: E402
-from agilerl.planning.machines import CPU_COSTS, GPU_COSTS, Machine  # noqa: E402
-from agilerl.planning.time import ITERATION, ModelShape, Workload, seconds, work  # noqa: E402
+from agilerl.planning.time import (  # noqa: E402
+    CPU_COSTS,
+    GPU_COSTS,
+    ITERATION,
+    Machine,
+    ModelShape,
+    Workload,
+    seconds,
+    work,
+)
 from agilerl.sizes import CPU_ROWS, PASS_TOKENS  # noqa: E402
 
 SIZES: dict[str, dict[str, int]] = {
@@ -131,6 +137,7 @@ def child(name: str, device: str, rounds: int, agents: int | None, *, disk: bool
         "device": device,
         "load": load,
         "shape": bench.shape.__dict__,
+        "parameters": bench.runtime.base.parameters,
         "F": flops,
         "F_spread": [min(f for f, _ in rates), max(f for f, _ in rates)],
         "BW": bandwidth,
@@ -139,47 +146,6 @@ def child(name: str, device: str, rounds: int, agents: int | None, *, disk: bool
         "times": times,
         "peak_bytes": used,
         "pass_tokens": bench.runtime.pass_tokens,
-    }
-
-
-def whole_run(rounds: int) -> dict[str, Any]:
-    """Time iterations and exams of the embedded default as `agilerl train` makes them, beside what the plan says."""
-    from time import process_time
-
-    from agilerl.cli.forecast import Planned, measured_machine
-    from agilerl.config.manifest import load_manifest
-    from agilerl.planning.layout import forecast
-    from agilerl.training.resolved import resolve
-    from agilerl.training.setup import build
-
-    config = load_manifest(None)
-    planned = Planned(resolve(config))
-    shape = planned.shape("cpu")
-    load = planned.workload(planned.lengths(shape), row_multiple=CPU_ROWS)
-    population = build(config).population
-    times: dict[str, list[float]] = {"rollout": [], "update": [], "exam": []}
-    for _ in range(rounds + 1):
-        start = process_time()
-        rollout = population.rollout()
-        sampled = process_time()
-        population.learn(rollout)
-        learned = process_time()
-        population.evaluate("exam")
-        for name, spent in (
-            ("rollout", sampled - start),
-            ("update", learned - sampled),
-            ("exam", process_time() - learned),
-        ):
-            times[name].append(spent)
-    found = forecast(shape, load, measured_machine(clock=process_time), CPU_COSTS).seconds
-    predicted = {
-        "rollout": found["prefill"] + found["decode"],
-        "update": found["logprobs"] + found["train"] + found["optimizer"],
-        "exam": found["exam_prefill"] + found["exam_decode"],
-    }
-    return {
-        name: {"measured": median(own[1:]), "spread": [min(own[1:]), max(own[1:])], "predicted": predicted[name]}
-        for name, own in times.items()
     }
 
 
@@ -219,21 +185,20 @@ def workload(found: dict[str, Any]) -> Workload:
         window=load["prompts"] * load["group"],
         reference=True,
         row_multiple=CPU_ROWS if found["device"] == "cpu" else 1,
-        pass_tokens=tokens,
         micro_tokens=tokens,
         max_tokens=tokens,
     )
 
 
 def machine_of(found: dict[str, Any]) -> Machine:
-    return Machine(found["device"], found["F"], found["BW"], 0, found["BW"] / 2, found["disk"])
+    return Machine(found["F"], found["BW"], found["disk"])
 
 
 def judged(found: dict[str, Any]) -> dict[str, Any]:
     """Return the phases of one model with floors, fractions and predictions."""
     shape, load, machine = ModelShape(**found["shape"]), workload(found), machine_of(found)
     costs = CPU_COSTS if found["device"] == "cpu" else GPU_COSTS
-    works, phases = work(shape, load), {}
+    works, predicted, phases = work(shape, load), seconds(shape, load, machine, costs), {}
     for phase, times in found["times"].items():
         measured, floor = median(times), works[phase].floor(machine)
         phases[phase] = {
@@ -241,20 +206,18 @@ def judged(found: dict[str, Any]) -> dict[str, Any]:
             "spread": [min(times), max(times)],
             "floor": floor,
             "fraction_of_limit": floor / measured,
-            "predicted": seconds(phase, works[phase], machine, costs),
+            "predicted": predicted[phase],
         }
         phases[phase]["predicted_over_measured"] = phases[phase]["predicted"] / measured
     whole = [p for p in phases if p in ITERATION]
     total = {n: sum(phases[p][n] for p in whole) for n in ("measured", "floor", "predicted")}
     total |= {"fraction_of_limit": total["floor"] / total["measured"]}
     total |= {"predicted_over_measured": total["predicted"] / total["measured"]}
-    held = peak(memory(shape, load))
     return {
-        **{n: found[n] for n in ("model", "device", "load", "F", "F_spread", "BW", "BW_spread", "disk")},
-        "parameters": shape.parameters,
+        **{n: found[n] for n in ("model", "device", "load", "F", "F_spread", "BW", "BW_spread", "disk", "parameters")},
         "phases": phases,
         "iteration": total,
-        "memory": {"peak": found["peak_bytes"], "predicted": held, "ratio": held / max(found["peak_bytes"], 1)},
+        "memory": {"peak": found["peak_bytes"]},
     }
 
 
@@ -282,10 +245,6 @@ def table(results: list[dict[str, Any]]) -> str:
         lines.append(
             f"| {r['model']} | **iteration** | {_ms(t['measured'])} | {_ms(t['floor'])} | {t['fraction_of_limit']:.3f} "
             f"| {t['predicted_over_measured']:.2f} |"
-        )
-        m = r["memory"]
-        lines.append(
-            f"| {r['model']} | memory | {m['peak'] / 2**20:,.0f} MiB | | | {m['ratio']:.2f} |",
         )
     return "\n".join(lines)
 
@@ -356,33 +315,22 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="where the JSON goes; default benchmarking/results/roofline-DEVICE.json"
     )
-    parser.add_argument("--run", action="store_true", help="only the embedded default, as agilerl train runs it")
-    parser.add_argument("--again", type=Path, metavar="FILE", help="judge the measurements of such a JSON anew")
     parser.add_argument("--child", choices=LOADS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         print(json.dumps(child(arguments.child, arguments.device, arguments.rounds, arguments.agents)))
         return
-    if arguments.run:
-        found = whole_run(arguments.rounds)
-        print(json.dumps(found, indent=1))
-        if arguments.out:
-            written(arguments.out, {**surroundings(arguments.rounds), "run": found})
-        return
     device, agents = arguments.device, arguments.agents
     models = arguments.models or (["embedded", "1M", "30M"] if device == "cpu" else ["0.5B", "1.5B"])
     name = f"roofline-{'calibration-' * arguments.calibrate}{device}.json"
     out = arguments.out or ROOT / "benchmarking" / "results" / name
-    if arguments.again:
-        document = json.loads(arguments.again.read_text())
-    else:
-        arms = [(m, agents) for m in models]
-        if arguments.calibrate:
-            arms = [*((m, None) for m in CALIBRATION), *((m, 1) for m in CALIBRATION[1::2])]
-        document = {**surroundings(arguments.rounds), "raw": []}
-        for model, count in arms:
-            document["raw"].append(measured(model, device, arguments.rounds, count))
-            written(out, document)
+    arms = [(m, agents) for m in models]
+    if arguments.calibrate:
+        arms = [*((m, None) for m in CALIBRATION), *((m, 1) for m in CALIBRATION[1::2])]
+    document = {**surroundings(arguments.rounds), "raw": []}
+    for model, count in arms:
+        document["raw"].append(measured(model, device, arguments.rounds, count))
+        written(out, document)
     if arguments.calibrate:
         document["costs"] = calibrated(document["raw"])
         print(json.dumps(document["costs"], indent=1))

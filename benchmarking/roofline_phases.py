@@ -30,8 +30,8 @@ class Bench:
         self.clock = process_time if device == "cpu" else perf_counter
         lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
         base = from_model(model, "model")
-        self.shape = shape_of(model, lora, name="model", width=base.dtype.itemsize)
         self.runtime = Runtime(base, lora_config=lora, options=options)
+        self.shape = shape_of(self.runtime)
         rows = load["prompts"] * load["group"]
         self.runtime.store.reserve(load["agents"] + 1)
         self.agents = [

@@ -6,7 +6,7 @@ The command itself runs, in this process, with functions of the package wrapped 
 for the inner one if that has a clock, else for the outer one. Exams, selection and records hold all that they call. The
 clock is the CPU time of one thread.
 
-The floor of a phase is the least time for its work by the formulas of ``agilerl plan``, at the rates of a large matrix
+The floor of a phase is the least time for its work by the formulas of a dry run, at the rates of a large matrix
 product and of a large copy as this process measures them after the run. The tokens are those that the run really had:
 no padding, each prompt as often as it was computed, rows without a gradient left out. ``fraction_of_limit`` is floor /
 measured; of phases that only handle numbers and files, no floor is known: theirs is 0. Of several runs, which have the
@@ -268,12 +268,11 @@ def train(arguments: Sequence[str]) -> None:
 
 def floors(counted: Counted, machine: Any) -> dict[str, float]:
     """Return the least seconds of each phase, training's in one, for the tokens that the run had."""
-    from agilerl.cli.forecast import Lengths, Planned
+    from agilerl.cli.forecast import shape_of, workload
     from agilerl.planning.time import work
 
-    planned = Planned(counted.session.resolved)
-    shape = planned.shape("cpu")
-    usual = replace(planned.workload(Lengths(1, 1, ())), row_multiple=1)
+    shape = shape_of(counted.session.population.runtime)
+    usual = replace(workload(counted.session, 1), common=0, row_multiple=1)
     found: dict[str, float] = defaultdict(float)
     for phase, d in counted.decoded:
         sizes = {name: d[name] for name in ("agents", "prompt", "completion", "longest")}

@@ -49,7 +49,7 @@ FORBIDDEN: dict[str, tuple[str, ...]] = {
 }
 """What the files of a package never import, beyond the order of the layers."""
 GROUND = "agilerl.sizes"
-"""Sizes that the code computes with and the planner counts with: every package may import them, also ``functional``."""
+"""Sizes that the code computes with and forecasts count with: every package may import them, also ``functional``."""
 
 OPTIONAL = (
     *("verifiers", "vllm", "deepspeed", "ray", "wandb", "tensorboard", "trackio", "bitsandbytes", "liger_kernel"),

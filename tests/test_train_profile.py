@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from agilerl.planning.machines import Machine
+from agilerl.planning.time import Machine
 from agilerl.rollouts import torch_engine
 from benchmarking.train_profile import (
     BOTH,
@@ -81,7 +81,7 @@ def test_the_phases_of_a_small_run(tmp_path: Path) -> None:
     # Two iterations, two optimizer steps each, of both agents.
     assert counted.steps == [2, 2, 2, 2]
     assert all(0 < d["tokens"] <= d["length"] * d["rows"] for _, d in counted.forwards)
-    least = floors(counted, Machine("cpu", 1e11, 1e10, 0, 1e10))
+    least = floors(counted, Machine(1e11, 1e10))
     assert set(least) <= {*PHASES, BOTH}
     found = summary(clock.seconds, least)
     assert found["command"]["seconds"] == pytest.approx(sum(clock.seconds.values()))

@@ -15,8 +15,7 @@ from agilerl.errors import ConfigError
 from agilerl.gone import instead
 
 _NAMES = (
-    "init train resume watch report lineage schedule eval chat merge export serve push compare check plan probe fetch "
-    "env"
+    "init train resume watch report lineage schedule eval chat merge export serve push compare check probe fetch env"
 )
 _LOADING = ("train", "resume", "eval", "chat", "merge", "probe")
 """Commands that load a model."""
@@ -32,9 +31,9 @@ def _module(command: str) -> ModuleType:
     elif command == "serve":
         from agilerl.cli import serve as module
     else:
-        from agilerl.cli import commands, fetch, init, plan, probe
+        from agilerl.cli import commands, fetch, init, probe
 
-        module = {"fetch": fetch, "init": init, "plan": plan, "probe": probe}.get(command, commands)
+        module = {"fetch": fetch, "init": init, "probe": probe}.get(command, commands)
     return module
 
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agilerl.checks.arguments import counted
-from agilerl.cli.forecast import Planned, expected_seconds, schedule, seen_by_exam
+from agilerl.cli.forecast import expected_seconds, schedule, seen_by_exam
 from agilerl.cli.output import columns, duration, facts, genes_text, json_line, one_line, shown_samples, told_apart
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
@@ -141,9 +141,7 @@ def plan_document(
                 session.scale, session.selection, len(indices), has_exam=e.eval_prompts is not None
             ),
         },
-        "expected_seconds": None
-        if topology.world.size > 1 or not timed
-        else expected_seconds(Planned(session.resolved), population, completion),
+        "expected_seconds": expected_seconds(session, completion) if timed else None,
         "exam": seen_by_exam(len(population.places("exam"))),
         "islands": {
             "processes_per_island": topology.island.size,
@@ -247,8 +245,7 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         small = environment.eval_prompts is not None and plan["exam"]["questions"] < SMALL_EXAM
         yield "exam", f"{'warning: ' * small}{plan['exam']['sentence']}{' (environment.eval_prompts)' * small}"
     if (seconds := plan["expected_seconds"]) is not None:
-        source = "rates measured just now" if session.config.training.device == "cpu" else "the rates of its data sheet"
-        yield "time", f"up to about {duration(seconds)} on this device as set here, by {source}; besides grading"
+        yield "time", f"up to about {duration(seconds)} on this device, by rates measured just now; besides grading"
     if length["price_per_hour"] is not None:
         hour, seconds = length["price_per_hour"], length["max_seconds"]
         most = f"; at most {money(hour * seconds / 3600)} in {seconds:,.15g} s" if seconds else ""

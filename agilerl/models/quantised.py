@@ -120,24 +120,23 @@ def prepare(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False
 
 
-def stored_sizes(model: nn.Module) -> tuple[int, int]:
-    """Return how many numbers the parameters of a model represent, two per byte of a 4-bit weight, and their bytes.
+def stored_size(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return how many numbers a parameter represents, two per byte of a 4-bit weight, and its bytes with its scales."""
+    count = getattr(parameter, "ds_numel", parameter.numel())  # this process may hold only a part under DeepSpeed
+    size, scales = count * parameter.element_size(), []
+    if (of_8_bits := getattr(parameter, "SCB", None)) is not None:
+        scales = [of_8_bits]
+    if (state := getattr(parameter, "quant_state", None)) is not None:  # of 4 bits
+        count = torch.Size(state.shape).numel()
+        nested = [state.state2.absmax, state.state2.code] if getattr(state, "nested", False) else []
+        scales = [state.absmax, state.code, *nested]
+    return count, size + sum(scale.nbytes for scale in scales)
 
-    The scales of quantised parameters count as bytes.
-    """
-    numbers = size = 0
-    for parameter in model.parameters():
-        count = getattr(parameter, "ds_numel", parameter.numel())  # this process may hold only a part under DeepSpeed
-        size += count * parameter.element_size()
-        scales = []
-        if (of_8_bits := getattr(parameter, "SCB", None)) is not None:
-            scales = [of_8_bits]
-        if (state := getattr(parameter, "quant_state", None)) is not None:  # of 4 bits
-            count = torch.Size(state.shape).numel()
-            nested = [state.state2.absmax, state.state2.code] if getattr(state, "nested", False) else []
-            scales = [state.absmax, state.code, *nested]
-        numbers, size = numbers + count, size + sum(scale.nbytes for scale in scales)
-    return numbers, size
+
+def stored_sizes(model: nn.Module) -> tuple[int, int]:
+    """Return the sums of :func:`stored_size` over the parameters of a model."""
+    numbers, sizes = zip(*map(stored_size, model.parameters()))
+    return sum(numbers), sum(sizes)
 
 
 @torch.no_grad()

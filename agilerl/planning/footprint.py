@@ -1,23 +1,9 @@
-"""The memory of one process of a run: one estimate for ``agilerl plan``, the dry run and the check at the start.
-
-:func:`footprint` computes the parts from counts: of a layout for ``agilerl plan`` (:func:`memory`), with rows of mean
-length; of the loaded population for ``agilerl train`` (:mod:`agilerl.training.memory`), each row as long as it may get.
-"""
+"""The memory of one process of a run, from counts of the loaded population: see :mod:`agilerl.training.memory`."""
 
 from collections.abc import Mapping
 from math import ceil
 
-from agilerl.planning.time import (
-    ADAPTER_WIDTH,
-    ModelShape,
-    Split,
-    Widths,
-    Workload,
-    adapter_parameters,
-    rows_at_once,
-    scored_at_once,
-    tokens_in_flight,
-)
+from agilerl.planning.time import ADAPTER_WIDTH, Widths
 from agilerl.sizes import ADAPTER_COPIES, PASS_TOKENS, TILE_BYTES, padded_length
 
 SHARE = 0.8
@@ -100,39 +86,6 @@ def cached_tokens(
         return max(rows, exam_rows) * padded_length(longest)
     asked, answer = padded_length(prompt), padded_length(longest - prompt)
     return max(rows * answer + ceil(rows / group) * asked, exam_rows * (asked + answer))
-
-
-def memory(shape: ModelShape, load: Workload, split: Split | None = None) -> dict[str, float]:
-    """Return the bytes of each part on the fullest device of a layout; of vLLM, what the rows in flight need."""
-    split = split or Split()
-    agents = split.agents(load)
-    rows = agents * load.rows * split.share
-    exam_rows = agents * load.exam_prompts * split.share
-    trained, examined = (
-        rows_at_once(count, agents, load.max_rows) if count else 0 for count in (rows if load.samples else 0, exam_rows)
-    )
-    in_flight = max(trained, examined, 1)
-    longest = load.prompt + load.longest
-    tokens = tokens_in_flight(load, split)
-    vllm = (shape.weight_bytes + in_flight * padded_length(longest) * shape.kv_bytes) / split.tensor_parallel
-    parts = footprint(
-        widths=shape,
-        # Only the layers' matrices are shared out: every process holds embeddings and head whole.
-        base=shape.weight_bytes - shape.linear_bytes * (1 - 1 / split.shards),
-        adapter=adapter_parameters(shape, load.rank),
-        agents=agents,
-        slots=load.slots,
-        decoded=None if split.vllm else in_flight,
-        cached=cached_tokens(trained, load.group, examined, load.prompt, longest),
-        longest=longest,
-        tokens=tokens,
-        # Actions have the same share of a forward's tokens as of all tokens.
-        spoken=ceil(tokens * load.rows * load.completion / load.tokens(load.rows)),
-        scored=scored_at_once(load, split),
-        checkpointing=load.checkpointing,
-        vllm={"vllm_alone" if split.takes_turns else "vllm": vllm} if split.vllm else {},
-    )
-    return {name: float(size) for name, size in parts.items()}
 
 
 def turns(parts: Mapping[str, float]) -> list[dict[str, float]]:

@@ -1,20 +1,19 @@
-"""What a run has to compute, read and send: the operations and bytes of each phase, and the seconds that these take.
+"""What a run has to compute and read: the operations and bytes of each phase, and the seconds that these take.
 
 Symbols: P matmul parameters that a token uses (``linear`` in the layers, ``head`` for the vocabulary), D parameters of
 one adapter, T tokens, w bytes of a weight, R rows in flight, s tokens of a row. The ``floor`` of a phase is the least
 time that the machine's matmul rate F and copy rate BW allow (Williams et al. 2009, the roofline model).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import Any
 
-from agilerl.planning.machines import Costs, Machine
 from agilerl.sizes import MAX_ROWS, PASS_TOKENS, UNIT_ROWS
 
 ITERATION = ("prefill", "decode", "logprobs", "train", "optimizer")
-GENERATION = ("exam_prefill", "exam_decode", "evolve", "checkpoint")
-"""The phases of an iteration, and those that happen once per generation."""
+"""The phases of an iteration; all others happen once per generation."""
 DRAWING_BYTES = 40
 """Bytes read and written per token and vocabulary entry: fp32 logits, softmax and its running sum in fp64."""
 ADAPTER_WIDTH = 4
@@ -66,39 +65,19 @@ class Widths:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(Widths):
-    """The sizes of a causal language model that decide time and memory."""
+    """The sizes of a causal language model that decide time."""
 
-    name: str
-    parameters: int
-    """All parameters that are in memory."""
     linear: int
     """P_lin: parameters of the layers' matrix products that one token passes through."""
-    linear_held: int
-    """The same, counting all experts of a mixture; equal to ``linear`` in a dense model."""
+    linear_bytes: float
+    """Bytes of those matrices, all experts of a mixture included."""
     adapted: int
     """Input plus output features of all layers that carry an adapter; times the rank: D."""
-    adapted_layers: int
-    context: int
-    """The most tokens of prompt and completion together."""
-    linear_width: float = 4.0
-    """Bytes of a weight of ``linear``; less than ``width`` if these are quantised."""
-    usual_rate: float = 0.0
-    """The learning rate with which a search on it begins."""
 
     @property
     def head(self) -> int:
         """P_head."""
         return self.hidden * self.vocabulary
-
-    @property
-    def linear_bytes(self) -> float:
-        """Bytes of the layers' matrices: the part of the base that processes can share out."""
-        return self.linear_held * self.linear_width
-
-    @property
-    def weight_bytes(self) -> float:
-        """Bytes of the frozen base."""
-        return self.linear_bytes + (self.parameters - self.linear_held) * self.width
 
     @property
     def read_bytes(self) -> float:
@@ -135,14 +114,10 @@ class Workload:
     samples: bool = True
     """False if the algorithm learns from a dataset: then only exams are decoded."""
     exam_prompts: int = 0
-    iterations: int = 1
-    """Iterations per generation."""
     slots: int = 1
     """Adapter slots of one agent: actor, critic, its own reference."""
     checkpointing: bool = False
     """Whether activations are recomputed in the backward pass."""
-    pass_tokens: int = PASS_TOKENS
-    """What the next two are if the user gives no size: :func:`agilerl.planning.footprint.pass_tokens`."""
     micro_tokens: int = PASS_TOKENS
     """The most tokens of one agent in one forward pass."""
     row_multiple: int = 1
@@ -151,8 +126,6 @@ class Workload:
     """``training.max_tokens_in_flight``."""
     max_rows: int = MAX_ROWS
     """``training.max_rows_in_flight``."""
-    most_islands: int | None = None
-    """Islands for which the selection leaves agents; None: as many as there are agents."""
 
     @property
     def rows(self) -> int:
@@ -179,40 +152,15 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Split:
-    """How the population is laid out over processes, one device each."""
+class Machine:
+    """The rates that large operations reach on a device."""
 
-    islands: int = 1
-    """Groups of processes; each holds a share of the agents."""
-    processes: int = 1
-    """Processes per island; they share out its rows."""
-    sharded: bool = False
-    """Whether each process of an island holds only 1 / processes of the base's layers."""
-    tensor_parallel: int = 1
-    """Devices that vLLM decodes on, if there is one process; training runs on the first of them."""
-    vllm: bool = False
-    """Whether vLLM decodes, on the same devices as training."""
-    takes_turns: bool = True
-    """Whether the base is moved to the host's memory while vLLM decodes, and vLLM sleeps during training."""
-
-    @property
-    def devices(self) -> int:
-        """Devices in use."""
-        return self.islands * self.processes * self.tensor_parallel
-
-    @property
-    def share(self) -> float:
-        """A process's share of the rows of its island."""
-        return 1 / self.processes
-
-    def agents(self, load: Workload) -> int:
-        """Return the agents of the largest island."""
-        return ceil(load.agents / self.islands)
-
-    @property
-    def shards(self) -> int:
-        """Parts that the base's layers are divided into."""
-        return self.processes if self.sharded else 1
+    flops: float
+    """F: floating point operations per second of a large matrix product, in the base's data type."""
+    bandwidth: float
+    """BW: bytes per second, read plus written, of a large copy."""
+    disk: float = 1e9
+    """Bytes per second written and synchronised."""
 
 
 @dataclass(frozen=True)
@@ -226,8 +174,6 @@ class Work:
     """Bytes of elementwise operations, which perfect fusion would save: not part of the floor."""
     layer_calls: float = 0.0
     """How often a layer is called: a call has a fixed cost, however small the batch."""
-    link: float = 0.0
-    """Bytes sent to other devices."""
     disk: float = 0.0
     """Bytes written to disk."""
 
@@ -239,9 +185,8 @@ class Work:
         return Work(**{name: getattr(self, name) * count for name in self.__dataclass_fields__})
 
     def floor(self, machine: Machine) -> float:
-        """Return the least seconds: the slowest of computing, reading, sending and writing, all else hidden."""
-        computed, read = self.flops / machine.flops, self.bytes / machine.bandwidth
-        return max(computed, read, self.link / machine.link, self.disk / machine.disk)
+        """Return the least seconds: the slowest of computing, reading and writing, all else hidden."""
+        return max(self.flops / machine.flops, self.bytes / machine.bandwidth, self.disk / machine.disk)
 
 
 def adapter_parameters(shape: ModelShape, rank: int) -> int:
@@ -249,113 +194,105 @@ def adapter_parameters(shape: ModelShape, rank: int) -> int:
     return shape.adapted * rank
 
 
-def work(shape: ModelShape, load: Workload, split: Split | None = None) -> dict[str, Work]:
-    """Return the work of each phase for the busiest process: an iteration's, and a generation's."""
-    split = split or Split()
+def work(shape: ModelShape, load: Workload) -> dict[str, Work]:
+    """Return the work of each phase: an iteration's, and a generation's."""
     none = Work()
     return {
-        "prefill": _prefill(shape, load, split, load.prompts, load.group) if load.samples else none,
-        "decode": _decode(shape, load, split, load.rows, load.group) if load.samples else none,
-        "logprobs": _logprobs(shape, load, split),
-        "train": _train(shape, load, split),
-        "optimizer": _optimizer(shape, load, split),
-        "exam_prefill": _prefill(shape, load, split, load.exam_prompts, 1),
-        "exam_decode": _decode(shape, load, split, load.exam_prompts, 1),
+        "prefill": _prefill(shape, load, load.prompts, load.group) if load.samples else none,
+        "decode": _decode(shape, load, load.rows, load.group) if load.samples else none,
+        "logprobs": _logprobs(shape, load),
+        "train": _train(shape, load),
+        "optimizer": _optimizer(shape, load),
+        "exam_prefill": _prefill(shape, load, load.exam_prompts, 1),
+        "exam_decode": _decode(shape, load, load.exam_prompts, 1),
         # Read and written: parameter, gradient and two moments of each number.
-        "evolve": Work(bytes=2 * 4 * ADAPTER_WIDTH * adapter_parameters(shape, load.rank) * split.agents(load)),
+        "evolve": Work(bytes=2 * 4 * ADAPTER_WIDTH * adapter_parameters(shape, load.rank) * load.agents),
         # The adapter and two moments; gradients are not saved.
         "checkpoint": Work(disk=3 * ADAPTER_WIDTH * adapter_parameters(shape, load.rank) * load.agents * load.slots),
     }
 
 
-def _prefill(shape: ModelShape, load: Workload, split: Split, prompts: int, group: int) -> Work:
+def _prefill(shape: ModelShape, load: Workload, prompts: int, group: int) -> Work:
     """Each prompt once: 2 (P_lin + D) T + 2 P_head and 2 L d_q s^2 per prompt (causal attention, half of 4).
 
     Its keys and values are then copied into the cache, and the first token of each row is drawn.
     """
-    count = split.agents(load) * prompts * split.share
+    count = load.agents * prompts
     if not count:
         return Work()
-    calls = max(1, ceil(count * group / rows_at_once(count * group, split.agents(load), load.max_rows)))
+    calls = max(1, ceil(count * group / rows_at_once(count * group, load.agents, load.max_rows)))
     # What all prompts begin with is computed once for each agent.
-    tokens = count * (load.prompt - load.common) + min(split.agents(load), count) * load.common
+    tokens = count * (load.prompt - load.common) + min(load.agents, count) * load.common
     d, rows = adapter_parameters(shape, load.rank), count * group
     flops = tokens * 2 * (shape.linear + d) + count * (2 * shape.head + _attention(shape, load.prompt))
     drawn = 2 * tokens * shape.kv_bytes + rows * shape.vocabulary * DRAWING_BYTES
     read, traffic = calls * shape.read_bytes, _forward_traffic(shape, tokens) + drawn
-    return Work(flops, read, traffic, calls * shape.layers) + _gathered(shape, split, calls)
+    return Work(flops, read, traffic, calls * shape.layers)
 
 
-def _decode(shape: ModelShape, load: Workload, split: Split, rows_of_agent: int, group: int) -> Work:
+def _decode(shape: ModelShape, load: Workload, rows_of_agent: int, group: int) -> Work:
     """One token per row and step: R (2 P + 2 D + 4 L d_q s) operations, P w + N D w + R s kappa bytes.
 
     The bytes of a prompt's keys and values are read once for all rows of its group.
     """
-    rows, d = split.agents(load) * rows_of_agent * split.share, adapter_parameters(shape, load.rank)
+    rows, d = load.agents * rows_of_agent, adapter_parameters(shape, load.rank)
     if not rows:
         return Work()
-    batches = max(1, ceil(rows / rows_at_once(rows, split.agents(load), load.max_rows)))
+    batches = max(1, ceil(rows / rows_at_once(rows, load.agents, load.max_rows)))
     # On average a token sees half of its completion besides the prompt.
     steps, half = batches * load.longest, load.completion / 2
     padding = load.row_multiple
     tokens = batches * (ceil(rows / batches / padding) * padding if padding > 1 else rows / batches) * load.completion
-    parallel = split.tensor_parallel
     flops = tokens * (2 * (shape.linear + shape.head + d) + 4 * shape.layers * shape.query_width * (load.prompt + half))
     cache = tokens * (load.prompt / group + half) * shape.kv_bytes
-    read = steps * (shape.read_bytes + split.agents(load) * d * ADAPTER_WIDTH) + cache
+    read = steps * (shape.read_bytes + load.agents * d * ADAPTER_WIDTH) + cache
     traffic = _forward_traffic(shape, tokens) + tokens * shape.vocabulary * DRAWING_BYTES
-    result = Work(flops / parallel, read / parallel, traffic / parallel, steps * shape.layers)
-    if parallel > 1:  # two all-reduces per layer
-        # A ring sends 2 (p - 1) / p times the numbers that it sums.
-        share = 2 * (parallel - 1) / parallel
-        return result + Work(link=2 * shape.layers * tokens * shape.hidden * shape.width * share)
-    return result + _gathered(shape, split, steps)
+    return Work(flops, read, traffic, steps * shape.layers)
 
 
-def _logprobs(shape: ModelShape, load: Workload, split: Split) -> Work:
+def _logprobs(shape: ModelShape, load: Workload) -> Work:
     """Passes without gradient: 2 P_lin T + 2 P_head T_c; the old policy's pass adds its adapter."""
-    rows, d = split.agents(load) * load.rows * split.share, adapter_parameters(shape, load.rank)
-    tokens, spoken = split.agents(load) * load.tokens(load.rows * split.share), rows * load.completion
+    rows, d = load.agents * load.rows, adapter_parameters(shape, load.rank)
+    tokens, spoken = load.agents * load.tokens(load.rows), rows * load.completion
     calls = max(1, ceil(tokens / min(load.micro_tokens, load.max_tokens)))
     once = Work(
-        tokens * 2 * shape.linear + spoken * 2 * shape.head + _attentions(shape, load, split, load.rows),
+        tokens * 2 * shape.linear + spoken * 2 * shape.head + _attentions(shape, load, load.rows),
         calls * shape.read_bytes,
         _forward_traffic(shape, tokens) + spoken * shape.vocabulary * 16,
         calls * shape.layers,
-    ) + _gathered(shape, split, calls)
+    )
     adapted = once + Work(flops=2 * d * tokens)
     return once.times(float(load.reference)) + adapted.times(float(load.old_pass))
 
 
-def _train(shape: ModelShape, load: Workload, split: Split) -> Work:
+def _train(shape: ModelShape, load: Workload) -> Work:
     """4 P_lin T + 4 P_head T_c + 6 D T + 6 L d_q sum s^2: no gradient of the frozen weights is computed."""
     # Each optimizer step draws its rows of all prompts, and computes each prompt once.
     window, readers = min(load.window, load.rows), 2 if load.critic else 1
     steps, d = load.rows / window, adapter_parameters(shape, load.rank)
-    tokens = split.agents(load) * steps * load.tokens(window * split.share) * readers
-    spoken = split.agents(load) * load.rows * split.share * load.completion * readers
-    calls = max(1, ceil(tokens / tokens_in_flight(load, split)))
+    tokens = load.agents * steps * load.tokens(window) * readers
+    spoken = load.agents * load.rows * load.completion * readers
+    calls = max(1, ceil(tokens / tokens_in_flight(load)))
     # Forward, and backward to the inputs; with checkpointing the forward twice.
     passes = 3 if load.checkpointing else 2
     # The base's weights get no gradient, those of adapters do: another 2 D a token.
     flops = 2 * passes * shape.linear * tokens + 4 * shape.head * spoken + (2 * passes + 2) * d * tokens
     # Both operands of attention need a gradient, so its backward is two forwards.
     once = Work(
-        flops + (passes + 1) * steps * readers * _attentions(shape, load, split, window),
+        flops + (passes + 1) * steps * readers * _attentions(shape, load, window),
         calls * passes * shape.read_bytes,
         passes * 1.5 * _forward_traffic(shape, tokens) + spoken * shape.vocabulary * 32,
         calls * shape.layers * passes,
-    ) + _gathered(shape, split, calls * passes)
+    )
     return once.times(load.epochs)
 
 
-def _optimizer(shape: ModelShape, load: Workload, split: Split) -> Work:
-    """30 N D bytes per step; if processes share out the rows, the gradients are summed over them."""
-    numbers = split.agents(load) * adapter_parameters(shape, load.rank) * (2 if load.critic else 1)
+def _optimizer(shape: ModelShape, load: Workload) -> Work:
+    """30 N D bytes per step."""
+    numbers = load.agents * adapter_parameters(shape, load.rank) * (2 if load.critic else 1)
     steps = load.epochs * max(1, ceil(load.rows / load.window))
-    p = split.processes
     # A step has one fixed cost, like the call of a layer.
-    return Work(bytes=30 * numbers, link=2 * ADAPTER_WIDTH * numbers * (p - 1) / p, layer_calls=1).times(steps)
+    return Work(bytes=30 * numbers, layer_calls=1).times(steps)
 
 
 def _attention(shape: ModelShape, length: float, seen: float = 0) -> float:
@@ -363,11 +300,10 @@ def _attention(shape: ModelShape, length: float, seen: float = 0) -> float:
     return 2 * shape.layers * shape.query_width * (length**2 + 2 * length * seen)
 
 
-def _attentions(shape: ModelShape, load: Workload, split: Split, rows: float) -> float:
+def _attentions(shape: ModelShape, load: Workload, rows: float) -> float:
     """Forward operations of attention over so many rows of each agent, their prompts once."""
-    rows *= split.share
     completions = rows * _attention(shape, load.completion, load.prompt)
-    return split.agents(load) * (completions + load.different_prompts(rows) * _attention(shape, load.prompt))
+    return load.agents * (completions + load.different_prompts(rows) * _attention(shape, load.prompt))
 
 
 def _forward_traffic(shape: ModelShape, tokens: float) -> float:
@@ -375,13 +311,8 @@ def _forward_traffic(shape: ModelShape, tokens: float) -> float:
     return tokens * shape.layers * shape.width * (30 * shape.hidden + 10 * shape.feed_forward)
 
 
-def _gathered(shape: ModelShape, split: Split, calls: float) -> Work:
-    """Every pass over a sharded base collects the other processes' parts."""
-    return Work(link=calls * shape.linear_bytes * (1 - 1 / split.shards))
-
-
 def rows_at_once(rows: float, agents: int, most: int) -> int:
-    """Return how many of a process's rows the torch engine decodes at once, at most ``UNIT_ROWS`` per agent."""
+    """Return how many rows the torch engine decodes at once, at most ``UNIT_ROWS`` per agent."""
     return min(max(1, min(most, agents * UNIT_ROWS)), ceil(rows))
 
 
@@ -390,22 +321,57 @@ def tokens_at_once(micro: int, agents: int, most: int) -> int:
     return max(micro, min(most, agents * micro))
 
 
-def tokens_in_flight(load: Workload, split: Split) -> int:
-    """Return the most tokens of one training forward of one process; a critic runs over the rows once more."""
-    length = ceil(load.length)
-    step = ceil(load.tokens(min(load.window, load.rows) * split.share))
-    micro = max(length, min(load.micro_tokens, step))
-    return tokens_at_once(micro * (2 if load.critic else 1), split.agents(load), load.max_tokens)
+def tokens_in_flight(load: Workload) -> int:
+    """Return the most tokens of one training forward; a critic runs over the rows once more."""
+    micro = max(ceil(load.length), min(load.micro_tokens, ceil(load.tokens(min(load.window, load.rows)))))
+    return tokens_at_once(micro * (2 if load.critic else 1), load.agents, load.max_tokens)
 
 
-def scored_at_once(load: Workload, split: Split) -> int:
-    """Return the most tokens of one forward without gradient of one process, which holds rows of one agent."""
-    return max(ceil(load.length), min(load.micro_tokens, ceil(load.tokens(load.rows * split.share))))
+# -- what the work costs ----------------------------------------------------------------------------------------------
 
 
-def seconds(phase: str, work: Work, machine: Machine, costs: Costs) -> float:
-    """Return the predicted seconds of a phase's work."""
-    # An exam's phases cost what those of a rollout do.
-    cost = costs.phases[phase.removeprefix("exam_")]
-    traffic = cost.traffic * work.traffic / machine.bandwidth
-    return cost.floor * work.floor(machine) + traffic + cost.call * work.layer_calls
+@dataclass(frozen=True)
+class PhaseCost:
+    """How a phase's time follows from its work."""
+
+    floor: float
+    """Times the floor."""
+    traffic: float
+    """Share of the elementwise traffic that costs time at the copy rate."""
+    call: float
+    """Seconds of each call of a layer, however little it computes: launches, the interpreter."""
+
+
+GPU_COSTS = {
+    "prefill": PhaseCost(3.4, 0.0, 3.5e-3),
+    "decode": PhaseCost(1.0, 0.0, 3.5e-3),
+    "logprobs": PhaseCost(1.0, 1.3, 1.6e-3),
+    "train": PhaseCost(1.0, 3.0, 3.5e-3),
+    "optimizer": PhaseCost(14.0, 0.0, 1.3e-3),
+    "evolve": PhaseCost(400.0, 0.0, 0.0),
+    "checkpoint": PhaseCost(2.0, 0.0, 0.0),
+}
+"""Measured on one H200 with models of 0.14 to 1.5 billion parameters in bf16: fitted to gpu-h200.json in
+benchmarking/results by roofline.calibrated. What a layer's call costs depends on the host: it starts some 85 kernels
+for a layer of a decoding step, and the GPU waits for it."""
+CPU_COSTS = {
+    "prefill": PhaseCost(1.0, 7.0, 1.3e-3),
+    "decode": PhaseCost(2.5, 17.0, 1.4e-3),
+    "logprobs": PhaseCost(1.07, 4.5, 1.4e-3),
+    "train": PhaseCost(1.0, 8.2, 1.4e-3),
+    "optimizer": PhaseCost(11.0, 0.0, 2.0e-3),
+    "evolve": PhaseCost(26.0, 0.0, 0.0),
+    "checkpoint": PhaseCost(1.6, 0.0, 0.0),
+}
+"""Measured on one CPU thread with five models of 0.2 to 12 million parameters: benchmarking/roofline.py --calibrate."""
+
+
+def seconds(shape: ModelShape, load: Workload, machine: Machine, costs: Mapping[str, PhaseCost]) -> dict[str, float]:
+    """Return the predicted seconds of each phase: of an iteration's, and of a generation's."""
+    spent = {}
+    for phase, done in work(shape, load).items():
+        # An exam's phases cost what those of a rollout do.
+        cost = costs[phase.removeprefix("exam_")]
+        traffic = cost.traffic * done.traffic / machine.bandwidth
+        spent[phase] = cost.floor * done.floor(machine) + traffic + cost.call * done.layer_calls
+    return spent

@@ -43,7 +43,7 @@ def test_help_and_typing_errors_are_quick(arguments: list[str], code: int, tmp_p
     [
         (["--help"], ["train", "report", "env", "Exit codes"]),
         (["train", "--help"], ["--out", "--seed", "--dry-run", "--quiet", "--json", "KEY.PATH=VALUE"]),
-        (["plan", "--help"], ["[OPTIONS] [MANIFEST | KEY.PATH=VALUE]...", " N "]),
+        (["probe", "--help"], ["[OPTIONS] [MANIFEST | KEY.PATH=VALUE]...", " N "]),
         (["--version"], ["agilerl 0."]),
     ],
 )
@@ -56,7 +56,7 @@ def test_help_names_what_there_is(arguments: list[str], words: list[str], agiler
 
 def test_every_command_has_a_short_help_and_debug(agilerl: Agilerl) -> None:
     assert agilerl("-h") == agilerl("--help")
-    for command in ("train", "plan", "init", "env"):
+    for command in ("train", "init", "env"):
         short = agilerl(command, "-h")
         assert short == agilerl(command, "--help")
         assert "--debug" in short.output
@@ -166,7 +166,7 @@ def test_the_plan_warns_of_a_small_exam_that_was_asked_for(agilerl: Agilerl) -> 
     asked = ("environment.eval_prompts=40", "training.max_steps=2048", "--dry-run")
     said = " ".join(agilerl("train", *asked).output.split())
     assert "warning: with 40 questions an exam can detect a difference in accuracy of 0.18 or more" in said
-    assert re.search(r"time up to about [\d.]+ (s|min) on this device as set here, by rates measured just now", said)
+    assert re.search(r"time up to about [\d.]+ (s|min) on this device, by rates measured just now", said)
     chosen = agilerl("train", "training.max_steps=512", "environment={task: 'reasoning_gym:gcd'}", "--dry-run").output
     assert re.search(r"exam [1-4]?\d prompts", " ".join(chosen.split()))
     assert "warning: " not in " ".join(chosen.split()).partition(" exam ")[2]

@@ -12,7 +12,6 @@ from huggingface_hub import constants
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from agilerl.models.tiny import tiny_model_path
 from agilerl.training.events import IterationDone
 from tests.cli.outcome import Outcome
 from tests.faults.pieces import begin
@@ -37,16 +36,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "rows.jsonl").write_text(ROWS)
     write_gguf(tmp_path / "model.gguf", tiny_llama())
     return tmp_path
-
-
-@pytest.mark.parametrize("base", ["model.gguf", "folder"])
-def test_a_plan_knows_sizes_and_tokenizer(base: str, place: Path, agilerl: Agilerl) -> None:
-    shutil.copytree(tiny_model_path(), place / "folder")
-    planned = agilerl("plan", *SETTINGS, f"{BASE}={base}", "--gpu", "h100")
-    assert planned.code == 0, planned.errors
-    assert "(mean of the exam)" in planned.output
-    assert "not available" not in planned.output
-    assert not list((place / "home").rglob("*.safetensors"))
 
 
 def test_a_run_on_a_file(place: Path, agilerl: Agilerl, monkeypatch: pytest.MonkeyPatch) -> None:

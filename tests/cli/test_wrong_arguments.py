@@ -125,10 +125,6 @@ KEYWORDS = [
     *("max_number=0", "max_number=x", "max_number=nan", f"max_number={'9' * 5000}", "max_number=[", "=", "max_number"),
     *("x=1", "self=1", "max_number=2020-13-45", "max_number=!!python/object/apply:os.getcwd []"),
 ]
-PLANS = [
-    *(["--gpu", "x"], ["--gpu", ""], ["--gpus", "0"], ["--gpus", "-1"], ["--gpus", "nan"], ["--gpus", "99999999"]),
-    *(["--prompt-tokens", "0"], ["--prompt-tokens", "x"], ["--completion-tokens", "0"], ["--completion-tokens"]),
-]
 OTHERS = [
     *(["train", "--seed", "nan"], ["train", "--seed", ""], ["train", "--seed", "9" * 5000], ["train", "--resume", "x"]),
     *(["train", "--resume", "auto"], ["train", "-x"], ["train", "--dry-run=3"], ["train", "a\x00b.yaml"]),
@@ -164,7 +160,6 @@ CALLS = [
     *(["train", setting, "--out", "folder/new"] for setting in SETTINGS),
     *(["check", name] for name in ENVIRONMENTS),
     *(["check", "agilerl/GuessTheNumber-v0", keyword] for keyword in KEYWORDS),
-    *(["plan", *plan] for plan in PLANS),
     *OTHERS,
 ]
 

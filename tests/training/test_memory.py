@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from agilerl.cli.forecast import Lengths, Planned
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.manifest import load_manifest
 from agilerl.config.vllm import VLLMConfig
@@ -19,7 +18,6 @@ from agilerl.planning.time import Widths
 from agilerl.runtime import AgentRows, Runtime
 from agilerl.sizes import CPU_ROWS, VLLM_CPU_CACHE
 from agilerl.training import memory
-from agilerl.training.resolved import resolve
 from agilerl.training.setup import build
 from tests.distributed.together import ends, started
 from tests.models.test_layers import SavedBytes
@@ -123,28 +121,6 @@ def test_an_agent_costs_16_bytes_a_number() -> None:
 
 PPO = "{name: PPO, lr_actor: 1e-3, lr_critic: 1e-3, group_size: 4, batch_size: 8, max_output_tokens: 6}"
 CRITIC = (f"algorithm={PPO}", "mutation.rl_hp_selection={lr_actor: {}, lr_critic: {}}")
-
-
-@pytest.mark.model
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        (),
-        ("mutation.rank_range=[2, 64]", "mutation.probabilities={arch_mut: 0.5, no_mut: 0.5}"),
-        ("algorithm.lora_target_scope=self_attn", "algorithm.gradient_checkpointing=true"),
-        ("algorithm.micro_batch_size_per_gpu=3", "training.max_rows_in_flight=5"),
-        ("training.max_tokens_in_flight=128", "algorithm.batch_size=16"),
-        CRITIC,
-    ],
-)
-def test_what_is_planned_is_what_is_checked(overrides: tuple[str, ...]) -> None:
-    config = load_manifest(None, [*SMALL, *overrides])
-    found, row = parts(*overrides), longest_row(*overrides)
-    # The check supposes rows of the longest length, all of whose tokens may be actions.
-    planned = Planned(resolve(config))
-    load = planned.workload(Lengths(prompt=0, completion=row, notes=()))
-    found.pop("rollouts")  # which lie in the host's memory
-    assert footprint.memory(planned.shape("cpu"), load) == found
 
 
 @pytest.mark.model
