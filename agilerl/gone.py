@@ -2,6 +2,7 @@
 
 GONE: dict[str, str] = {
     "--optuna": "lineage.jsonl in the run, and agilerl lineage RUN --json, have every agent with its values and exams",
+    "agilerl watch": "agilerl report RUN --live rewrites the report until the run ends, and the page reloads itself",
     "agilerl eval --out": "agilerl eval --json prints every number and answer; send its output to a file",
     "agilerl export --name": "it named an Optuna study, which is no longer written; agilerl lineage RUN --json has "
     "every agent with its values and exams",

@@ -80,7 +80,7 @@ CEILINGS = {
     "hpo": 3_010,
     "models": 3_805,
     "planning": 525,
-    "report": 2_325,
+    "report": 2_165,
     "rewards": 2_775,
     "rollouts": 4_070,
     "runs": 2_145,

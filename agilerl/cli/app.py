@@ -14,9 +14,7 @@ from agilerl.cli.process_settings import apply, debug, loading_done
 from agilerl.errors import ConfigError
 from agilerl.gone import instead
 
-_NAMES = (
-    "init train resume watch report lineage schedule eval chat merge export serve push compare check probe fetch env"
-)
+_NAMES = "init train resume report lineage schedule eval chat merge export serve push compare check probe fetch env"
 _LOADING = ("train", "resume", "eval", "chat", "merge", "probe")
 """Commands that load a model."""
 

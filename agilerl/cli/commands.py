@@ -104,6 +104,8 @@ def _keywords(settings: Sequence[str]) -> dict[str, Any]:
 
 
 _LONGEST_NAME = 100
+_RELOAD = 10
+"""Seconds after which an open page of a run in progress reloads itself."""
 
 
 def run_report(
@@ -137,7 +139,6 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
     It takes at most a tenth of a core from the runs.
     """
     from agilerl.report import build_report
-    from agilerl.report.live import RELOAD
     from agilerl.runs import RunLayout
 
     layouts = [RunLayout(run) for run in runs]
@@ -147,7 +148,7 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
             files = [file for layout in layouts for file in (layout.metrics, layout.lineage) if file.exists()]
             began, now = time.monotonic(), [(status.st_size, status.st_mtime_ns) for status in map(os.stat, files)]
             if now != written:
-                build_report(runs, out, reload=RELOAD, price=price)
+                build_report(runs, out, reload=_RELOAD, price=price)
             if written is None:
                 tell_line(out)
                 say("Open this file in a browser; it follows the runs until they finish. Ctrl-C stops that.")
@@ -194,31 +195,6 @@ def _check_file(out: Path) -> None:
         raise ConfigError(
             f"{shown(str(out))} exists and is not a report, so it is not overwritten; choose another name, or delete it"
         )
-
-
-def run_watch(
-    run: Annotated[
-        Path, Argument(metavar="RUN_OR_FOLDER", help="A run, or a folder with runs below it.", parser=as_path)
-    ],
-    *,
-    port: Annotated[
-        int, Option(metavar="PORT", min=0, max=65535, help="Port on this machine; 0: any that is free.")
-    ] = 0,
-    price: Price = None,
-) -> None:
-    """Serve a run's report on this machine and update it during training; Ctrl-C stops it.
-
-    Of a folder it shows a list of all runs below it, each with its report:
-
-    agilerl watch runs
-    """
-    from agilerl.report.live import Watch
-
-    with Watch(run, port, price) as server:
-        tell_line(server.url)
-        say("Open this address in a browser; it follows the runs. Ctrl-C stops the server.")
-        with suppress(KeyboardInterrupt):
-            server.serve_forever()
 
 
 # -- ``agilerl lineage``: who lived, who left and why ------------------------------------------------------------------
