@@ -5,7 +5,6 @@ import io
 import json
 import os
 import sys
-import warnings
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,7 +32,7 @@ class Part:
     """All rows as they were read: a sequence of dicts, or a Hugging Face ``Dataset``."""
     names: Mapping[str, str]
     """All columns that occur in any row: from the source's names to those in the rows."""
-    indices: Sequence[int]
+    numbers: Sequence[int]
     """Which of the rows belong to the part."""
     lines: Sequence[int] = ()
     """For text files, the line where each row begins, counted from 1."""
@@ -41,20 +40,21 @@ class Part:
     """Its share of a mixture, relative to the other parts."""
 
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.numbers)
 
     @property
     def columns(self) -> list[str]:
         """Names of all columns, after renaming."""
         return list(self.names.values())
 
-    def where(self, number: int) -> str:
+    def where(self, index: int) -> str:
         """Describe where a row is from: the line in a text file, else its number counted from 0."""
+        number = self.numbers[index]
         return f"{f'line {self.lines[number]}' if self.lines else f'row {number}'} of {self.name}"
 
     def row(self, index: int) -> Row:
         """Return a row with all its columns."""
-        row = self.rows[self.indices[index]]
+        row = self.rows[self.numbers[index]]
         return {self.names.get(column, column): value for column, value in row.items()}
 
 
@@ -63,16 +63,11 @@ def _part(name: str, rows: Any, columns: Iterable[Any], lines: Sequence[int] = (
 
 
 def _of_dicts(name: str, rows: Sequence[Any], lines: Sequence[int] = ()) -> Part:
-    """Return rows in memory, tuples as pairs of answers; raises EnvError for one that is neither that nor a mapping."""
-    if any(isinstance(row, tuple) for row in rows):
-        rows = [dict(zip(_PAIRS[len(row)], row)) if type(row) is tuple and len(row) in _PAIRS else row for row in rows]
-    part = _part(name, rows, (), lines)
+    """Return rows in memory; raises EnvError for one that is no mapping."""
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
-            raise EnvError(
-                f'{part.where(number)}: expected an object such as {{"question": ...}} (or a tuple of chosen and '
-                f"rejected), found {described(row)}"
-            )
+            where = _part(name, rows, (), lines).where(number)
+            raise EnvError(f'{where}: expected an object such as {{"question": ...}}, found {described(row)}')
     return _part(name, rows, (column for row in rows for column in row), lines)
 
 
@@ -108,7 +103,7 @@ class Rows(Sequence[Row]):
     def where(self, index: int) -> str:
         """Describe where a row is from."""
         part, number = self._find(index)
-        return part.where(part.indices[number])
+        return part.where(number)
 
     def part_of(self, index: int) -> int:
         """Return the number of the part that a row belongs to."""
@@ -116,11 +111,11 @@ class Rows(Sequence[Row]):
 
     def select(self, kept: Iterable[int]) -> "Rows":
         """Return some of the rows in their original order; parts keep their weights."""
-        indices: list[list[int]] = [[] for _ in self.parts]
+        numbers: list[list[int]] = [[] for _ in self.parts]
         for index in sorted(kept):
             part, number = self._find(index)
-            indices[self.part_of(index)].append(part.indices[number])
-        return Rows([replace(part, indices=numbers) for part, numbers in zip(self.parts, indices)])
+            numbers[self.part_of(index)].append(part.numbers[number])
+        return Rows([replace(part, numbers=selected) for part, selected in zip(self.parts, numbers)])
 
     def _find(self, index: int) -> tuple[Part, int]:
         number = self.part_of(index)
@@ -141,16 +136,15 @@ def read_dataset(
 
     Args:
         source: a file (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``), the name of a dataset on the hub, a
-            Hugging Face ``Dataset`` or ``DatasetDict``, a pandas ``DataFrame``, a torch ``Dataset``, a sequence of
-            dicts or of tuples (``(chosen, rejected)`` or ``(prompt, chosen, rejected)``), ``Rows``, or anything that
-            yields such rows: a streamed ``IterableDataset``, one of torch, a generator. Values of a CSV file stay text.
+            Hugging Face ``Dataset`` or ``DatasetDict``, a sequence of dicts, anything with a length whose items are
+            such rows (a torch ``Dataset``), or ``Rows``. With a ``limit`` also what only yields rows: a streamed
+            ``IterableDataset``, a generator.
         columns: new column names, mapped to those in the source: ``{"question": "problem"}``; the other way round if
             only that fits the source.
         split: which split of a dataset of the hub, or of a ``DatasetDict``.
         config: which configuration of a dataset of the hub, if it has several.
         name: the name in messages of rows in memory.
-        limit: read only so many rows, the first ones. Rows are held in memory: a source that only yields them is read
-            once, up to ``MOST_STREAMED`` rows, and a dataset of the hub is streamed if there is a limit.
+        limit: read only so many rows, the first ones; a dataset of the hub is then streamed.
 
     Raises:
         EnvError: nothing there, an unknown format, a damaged or empty file, text that is not UTF-8, a missing or
@@ -189,8 +183,6 @@ def mix(sources: Sequence[tuple[Any, Positive]]) -> Rows:
 
 _READ = ("question", "answer", "prompt", "completion", "messages", "chosen", "rejected", "target")
 """Columns that something here reads."""
-_OF_TUNIX = {"prompt": "prompts", "chosen": "chosen_responses", "rejected": "rejected_responses"}
-"""Columns of Tunix's rows, read without being renamed by the user."""
 
 
 def _renamed(part: Part, columns: Mapping[str, str]) -> Part:
@@ -205,9 +197,6 @@ def _renamed(part: Part, columns: Mapping[str, str]) -> Part:
         if old in renamed:
             raise EnvError(f"columns gives the column {old} of {part.name} two names; give it one")
         renamed[old] = new
-    if {"question", "prompt", "messages"}.isdisjoint([*known, *renamed.values()]):
-        free = {*known, *renamed.values()} - {*renamed}
-        renamed |= {old: new for new, old in _OF_TUNIX.items() if old in free and new not in free}
     names = {raw: renamed.get(name, name) for raw, name in part.names.items()}
     first: dict[str, str] = {}
     for old, new in zip(known, names.values()):
@@ -225,12 +214,12 @@ def read_file(path: Path) -> Part:
 
     Raises EnvError for no file, an unknown suffix, text that is not UTF-8, a damaged line, or a duplicate column.
     """
-    kind, memory = path.suffix.lower(), memory_bytes()
+    kind = path.suffix.lower()
     try:
         if not path.exists():
             raise EnvError(f"expected a file of rows, found nothing at {shown(str(path))}")
         # The bytes, the text, and the rows as Python objects briefly exist together.
-        check_file(path, None if memory is None else memory // 8, error=EnvError)
+        check_file(path, memory_bytes() // 8, error=EnvError)
         if kind not in ENDINGS:
             raise EnvError(f"{path.name}: expected a file that ends with {', '.join(ENDINGS)}, found {shown(kind)}")
         if kind == ".parquet":
@@ -325,7 +314,8 @@ def _parquet(path: Path) -> Part:
         # Not Dataset.from_parquet, which copies the rows to its cache first.
         table = datasets.table.InMemoryTable(pyarrow.parquet.ParquetFile(path).read())
         table.validate(full=True)  # texts that are not UTF-8 would raise when they are read
-        return _of_datasets(without_decoding(datasets.Dataset(table)), path.name)
+        rows = without_decoding(datasets.Dataset(table))
+        return _part(path.name, rows, rows.column_names)
     except (EnvError, MemoryError):
         raise
     except Exception as error:  # a damaged file may raise anything; report its reason
@@ -348,62 +338,39 @@ def without_decoding(dataset: Any) -> Any:
 # -- rows in memory, streams and the hub ------------------------------------------------------------------------------
 
 
-MOST_STREAMED = 100_000
-"""Rows that are read of a source without a length, unless ``limit`` says how many."""
-_PAIRS = {2: ("chosen", "rejected"), 3: ("prompt", "chosen", "rejected")}
-"""Columns of a row that is a tuple, by its length."""
-
-
 def _read(source: Any, split: str, config: str | None, name: str, limit: int | None) -> Part:
     if isinstance(source, str | Path):
         if isinstance(source, Path) or names_a_file(source):
             return read_file(Path(source).expanduser())
-        dataset, name = _load_from_hub(source, split, config, stream=limit is not None), f"{source} ({split})"
-        return _of_datasets(dataset, name) if limit is None else _of_dicts(name, _streamed(dataset, name, limit))
-    if isinstance(source, Mapping):
+        source, name = _load_from_hub(source, split, config, stream=limit is not None), f"{source} ({split})"
+    elif isinstance(source, Mapping):
         if split not in source:
             raise EnvError(f"expected the split {split} in {name}, found {sorted(map(str, source))}; pass one of them")
         source = source[split]
-    try:
-        size = len(source)
-    except TypeError as error:
-        if isinstance(source, Iterable):
-            return _of_dicts(name, _streamed(source, name, limit))
-        raise EnvError(
-            f"expected a dataset, a sequence of dicts, a file or a hub name as {name}, found {described(source)}"
-        ) from error
-    if hasattr(source, "iterrows") and hasattr(source, "to_dict"):  # pandas; what it calls missing is None
-        # As objects first: a column of numbers would turn None into NaN again.
-        frame = source.astype(object).where(source.notna(), None).to_dict("records")
-        source = [{str(k): v.tolist() if hasattr(v, "tolist") else v for k, v in row.items()} for row in frame]
-    elif not isinstance(source, Sequence) and not hasattr(source, "column_names") and hasattr(source, "__getitem__"):
+    if isinstance(source, Sequence) and not isinstance(source, str | bytes):
+        return _of_dicts(name, source)
+    sized, columns = hasattr(source, "__len__"), getattr(source, "column_names", None)
+    if sized and isinstance(columns, list):
+        return _part(name, source, columns)
+    if hasattr(source, "__getitem__") if sized else isinstance(source, Iterable) and limit is not None:
         # torch's datasets have only a length and items
-        source = _streamed((source[number] for number in range(size)), name, size)
-    return _of_dicts(name, source) if isinstance(source, Sequence) else _of_datasets(source, name)
+        rows = (source[number] for number in range(len(source))) if sized else source
+        return _of_dicts(name, _first(rows, name, limit))
+    raise EnvError(
+        f"expected a file, a hub name, a Hugging Face Dataset or a sequence of dicts as {name}, or with a limit what "
+        f"only yields rows, found {described(source)}; Dataset.from_generator and its like make one"
+    )
 
 
-def _streamed(source: Iterable[Any], name: str, limit: int | None) -> list[Any]:
-    """Read the first rows of what only yields them; warns if there are more than are read without a limit."""
+def _first(source: Iterable[Any], name: str, limit: int | None) -> list[Any]:
+    """Read rows one by one, only the first ``limit`` if there is one."""
     rows = []
     try:
-        for row in islice(source, MOST_STREAMED + 1 if limit is None else limit):
+        for row in islice(source, limit):
             rows.append(row)
     except Exception as error:  # someone else's code or a download may raise anything; report its reason
         raise EnvError(f"row {len(rows)} of {name} cannot be read: {type(error).__name__}: {error}") from error
-    if limit is None and len(rows) > MOST_STREAMED:
-        warnings.warn(
-            f"{name} has no length, and only its first {MOST_STREAMED:,} rows are read: panels need rows in memory; "
-            "set limit (in a manifest: rows)",
-            stacklevel=5,
-        )
-        del rows[MOST_STREAMED:]
     return rows
-
-
-def _of_datasets(dataset: Any, name: str) -> Part:
-    if not isinstance(columns := getattr(dataset, "column_names", None), list):
-        raise EnvError(f"expected a Hugging Face Dataset or a sequence of dicts, found {type(dataset).__name__}")
-    return _part(name, dataset, columns)
 
 
 def _load_from_hub(name: str, split: str, config: str | None, *, stream: bool = False) -> Any:

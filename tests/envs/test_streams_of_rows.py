@@ -1,23 +1,18 @@
-"""Rows from where users of other trainers have them: streams, pandas, torch, tuples."""
+"""Rows from what is no file and no list: streams, and datasets of torch."""
 
 import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import datasets
-import numpy as np
 import pandas
 import pytest
 import torch
 from datasets import Dataset, IterableDataset, config, load_dataset
 
-from agilerl import Runtime
-from agilerl.envs import CuratedTask, DatasetTask, read_dataset, sources
-from agilerl.envs.examples import PreferenceTask
+from agilerl.envs import read_dataset, sources
 from agilerl.errors import EnvError
-from agilerl.rewards import exact_match
 
 ROWS = [{"question": f"{n} + 1", "answer": str(n + 1)} for n in range(12)]
 
@@ -27,12 +22,20 @@ def written(path: Path) -> Path:
     return path
 
 
-class OfTorch(torch.utils.data.IterableDataset[dict[str, str]]):
+class OfTorch(torch.utils.data.Dataset[dict[str, str]]):
+    def __len__(self) -> int:
+        return len(ROWS)
+
+    def __getitem__(self, index: int) -> dict[str, str]:
+        return ROWS[index]
+
+
+class StreamOfTorch(torch.utils.data.IterableDataset[dict[str, str]]):
     def __iter__(self) -> Iterator[dict[str, str]]:
         return iter(ROWS)
 
 
-def test_what_only_yields_rows_is_read_once(tmp_path: Path) -> None:
+def test_what_only_yields_rows_is_read_once_up_to_a_limit(tmp_path: Path) -> None:
     file = written(tmp_path / "rows.jsonl")
     streamed = load_dataset("json", data_files=str(file), streaming=True, cache_dir=str(tmp_path / "cache"))
     assert isinstance(streamed["train"], IterableDataset)
@@ -40,25 +43,22 @@ def test_what_only_yields_rows_is_read_once(tmp_path: Path) -> None:
         streamed,
         streamed["train"],
         Dataset.from_list(ROWS).to_iterable_dataset(),
-        OfTorch(),
+        StreamOfTorch(),
         (row for row in ROWS),
     ):
-        rows = read_dataset(source)
+        with pytest.raises(EnvError, match="with a limit"):
+            read_dataset(source)
+        rows = read_dataset(source, limit=99)
         assert list(rows) == ROWS
         assert rows.columns == ["question", "answer"]
-    task = CuratedTask(Dataset.from_list(ROWS).to_iterable_dataset(), exam_prompts=3, test_prompts=3)
-    same = CuratedTask(ROWS, exam_prompts=3, test_prompts=3)
-    assert [task.row(split, n) for split in ("train", "exam") for n in range(3)] == [
-        same.row(split, n) for split in ("train", "exam") for n in range(3)
-    ]
+    assert list(read_dataset(itertools.cycle(ROWS), limit=14)) == [*ROWS, *ROWS[:2]]
 
 
-def test_an_endless_stream_is_cut_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "MOST_STREAMED", 5)
-    with pytest.warns(UserWarning, match="first 5 rows"):
-        assert len(read_dataset(itertools.cycle(ROWS))) == 5
-    assert list(read_dataset(itertools.cycle(ROWS), limit=7)) == ROWS[:7]
-    assert list(read_dataset(iter(ROWS[:5]))) == ROWS[:5]  # exactly as many: nothing is cut
+def test_a_dataset_of_torch_is_read_by_its_items() -> None:
+    assert list(read_dataset(OfTorch())) == ROWS
+    with pytest.raises(EnvError, match=r"row 0 of the dataset cannot be read: KeyError"):
+        read_dataset(pandas.DataFrame(ROWS))
+    assert list(read_dataset(Dataset.from_pandas(pandas.DataFrame(ROWS)))) == ROWS
 
 
 def test_a_limit_takes_the_first_rows_of_anything(tmp_path: Path) -> None:
@@ -75,7 +75,7 @@ def test_a_limited_dataset_of_the_hub_is_streamed(tmp_path: Path, monkeypatch: p
     written(tmp_path / "numbers" / "train.jsonl")
     found = sources._load_from_hub("numbers", "train", None, stream=True)
     assert isinstance(found, IterableDataset)
-    assert list(sources._streamed(found, "numbers", 4)) == ROWS[:4]
+    assert list(sources._first(found, "numbers", 4)) == ROWS[:4]
     assert not list((tmp_path / "cache").glob("**/*.arrow"))
     image = datasets.Dataset.from_dict({"picture": [{"path": "/etc/hostname", "bytes": None}]})
     decoding = image.cast_column("picture", datasets.Image()).to_iterable_dataset()
@@ -88,57 +88,8 @@ def test_a_stream_that_breaks_or_holds_no_rows() -> None:
         raise OSError("the line is dead")
 
     with pytest.raises(EnvError, match=r"row 1 .*OSError"):
-        read_dataset(broken())
+        read_dataset(broken(), limit=2)
     with pytest.raises(EnvError, match=r"row 0 of the dataset: expected an object"):
-        read_dataset(iter([1, 2]))
+        read_dataset(iter([1, 2]), limit=2)
     with pytest.raises(EnvError, match="at least one row"):
-        read_dataset(iter([]))
-
-
-def test_a_frame_of_pandas() -> None:
-    frame = pandas.DataFrame(
-        {
-            "question": ["a", "b", None],
-            "answer": [1, 2, 3],
-            "share": [0.5, float("nan"), 1.0],
-            "list": [np.array([1, 2]), [3], []],
-            7: [True, False, True],
-        },
-        index=[5, 5, 9],
-    )
-    rows = read_dataset(frame, columns={"hint": "share"})
-    assert list(rows) == [
-        {"question": "a", "answer": 1, "hint": 0.5, "list": [1, 2], "7": True},
-        {"question": "b", "answer": 2, "hint": None, "list": [3], "7": False},
-        {"question": None, "answer": 3, "hint": 1.0, "list": [], "7": True},
-    ]
-    assert {type(value) for value in rows[0].values()} == {str, int, float, list, bool}
-
-
-USER = {"role": "user", "content": "Add 1 and 2."}
-PAIRS: dict[str, tuple[list[Any], list[Any]]] = {
-    "texts": ([("Say: yes", "Say: no")], ["Say:", " yes", " no"]),
-    "with a prompt": ([("Say:", "yes", "no")], ["Say:", "yes", "no"]),
-    "conversations": (
-        [([USER, {"role": "assistant", "content": "3"}], [USER, {"role": "assistant", "content": "4"}])],
-        ["Add 1 and 2.", "3", "4"],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", PAIRS)
-def test_tuples_are_pairs(name: str) -> None:
-    given, expected = PAIRS[name]
-    for source in (given, iter(given)):
-        (row,) = read_dataset(source)
-        assert row == dict(zip(("prompt", "chosen", "rejected")[-len(given[0]) :], given[0]))
-    made = DatasetTask(given, given, reward_fn=exact_match, purpose="preference")
-    row = made.row("train", 0)
-    assert [row["question"], made.demonstration(row), made.counterexample(row)] == expected
-
-
-def test_tuples_train_pairs() -> None:
-    pairs = [(f"{n}? right", f"{n}? wrong") for n in range(8)]
-    task = PreferenceTask(CuratedTask(pairs, exam_prompts=2, test_prompts=2, purpose="preference"))
-    examples = task.examples(Runtime.from_pretrained("embedded").tokenizer, task.row("train", 0))
-    assert [example.text for example in examples] == [" right", " wrong"]
+        read_dataset(iter([]), limit=2)
