@@ -1,5 +1,8 @@
 """What has gone from the product, and what to use instead: whoever still names it gets one sentence."""
 
+from collections.abc import Mapping
+from typing import Any
+
 GONE: dict[str, str] = {
     "--optuna": "lineage.jsonl in the run, and agilerl lineage RUN --json, have every agent with its values and exams",
     "agilerl watch": "agilerl report RUN --live rewrites the report until the run ends, and the page reloads itself",
@@ -23,3 +26,22 @@ def instead(name: str) -> str | None:
             return f"{name} has gone: {GONE[name]}"
         name = name.rpartition(".")[0]
     return None
+
+
+def remaining(settings: Mapping[str, Any], *, given: bool = False, section: str = "") -> dict[str, Any]:
+    """Return the settings of a run's record without those that have gone.
+
+    Of what the user had ``given`` only those that were off (0, False, None, empty) are left out: a run that used what
+    has gone cannot go on without it.
+    """
+    left: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{section}.{key}" if section else key
+        has_gone = instead(name) is not None
+        if isinstance(value, Mapping):
+            inner = remaining(value, given=given, section=name)
+            if inner or not has_gone:
+                left[key] = inner
+        elif not has_gone or (given and value):
+            left[key] = value
+    return left

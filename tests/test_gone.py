@@ -3,14 +3,17 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agilerl.compat import manifests
 from agilerl.config.manifest import config_of
 from agilerl.envs.adapters import make_env
 from agilerl.errors import ConfigError
 from agilerl.gone import GONE, instead
+from agilerl.runs.directory import RunDirectory, read_run
 from agilerl.training.tasks import _check_id
 
 
@@ -77,3 +80,32 @@ def test_a_value() -> None:
         with pytest.raises(ConfigError) as raised:
             config_of(values[kind])
         assert GONE[name] in str(raised.value)
+
+
+def test_a_run_that_recorded_what_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(GONE, "section", "use the other one")
+    monkeypatch.setitem(GONE, "training.old", "use training.max_steps")
+    monkeypatch.setitem(manifests._EARLIER, "section.steps", "training.max_steps")
+    config = {"section": {"steps": 8, "cap": 2.0}, "training": {"old": 3, "seed": 1}}
+
+    def read_with(given: dict[str, Any] | None) -> tuple[Any, Any]:
+        RunDirectory.create(tmp_path / "run", config, 1, given=given, overwrite=True).close()
+        info = read_run(tmp_path / "run")
+        return info["config"], info.get("given")
+
+    # Defaults, and what was given but off, are left out; a key with another name has today's.
+    today = {"training": {"max_steps": 8, "seed": 1}}
+    assert read_with({"section": {"steps": 8, "cap": 0}, "training": {"seed": 1}}) == (today, today)
+    # What the run used stays: resuming it is refused with the sentence about it.
+    assert read_with({"training": {"old": 3}}) == (today, {"training": {"old": 3}})
+    # A run that did not record what it was given may have been given all of it.
+    assert read_with(None) == ({"section": {"cap": 2.0}, "training": {"old": 3, "max_steps": 8, "seed": 1}}, None)
+
+
+def test_a_key_with_another_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(manifests._EARLIER, "limits.inner.steps", "training.max_steps")
+    for manifest, overrides in (({"limits": {"inner": {"steps": 8}}}, []), ({}, ["limits.inner.steps=8"])):
+        with pytest.warns(UserWarning, match=r"limits.inner.steps is called training.max_steps now"):
+            assert config_of(manifest, overrides).training.max_steps == 8
+    with pytest.raises(ConfigError, match="mean the same but differ"):
+        config_of({"limits": {"inner": {"steps": 8}}, "training": {"max_steps": 9}})

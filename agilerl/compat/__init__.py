@@ -1,6 +1,6 @@
 """What AgileRL documents under its own names: loops, environments, attributes and keys, on top of the core.
 
-Nothing but documented import paths imports this package. It plugs into the two :mod:`agilerl.hooks` as soon as
+Nothing but documented import paths imports this package. It plugs into the three :mod:`agilerl.hooks` as soon as
 ``agilerl`` is imported, and loads what they need when they are called.
 """
 
@@ -16,10 +16,16 @@ def _translate(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return translated(manifest)
 
 
+def _rename(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    from agilerl.compat.manifests import renamed
+
+    return renamed(settings)
+
+
 def _extend(agent_class: type) -> None:
     from agilerl.compat.agents import extend
 
     extend(agent_class)
 
 
-hooks.translate, hooks.extend = _translate, _extend
+hooks.translate, hooks.rename, hooks.extend = _translate, _rename, _extend

@@ -23,6 +23,8 @@ _NAMES = {
     },
     "network.lora_config": {"lora_r": "r"},
 }
+_EARLIER: dict[str, str] = {}
+"""Keys that had another name in earlier manifests of this package, with their name of today."""
 _IDLE = {
     "algorithm.reduce_memory_peak": "a pass holds what memory holds; algorithm.micro_batch_size_per_gpu bounds it",
     "training.eval_loop": "an exam is environment.eval_prompts questions, each answered training.eval_samples times",
@@ -71,6 +73,29 @@ def translated(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
+def renamed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return a copy of settings under today's keys, and a sentence for each that was there under an earlier name.
+
+    Raises ConfigError for one that is there under both of its names, with different values.
+    """
+    values: Section = _copied(settings)
+    sentences = []
+    for old, new in _EARLIER.items():
+        if (value := _take(values, old)) is _NOTHING:
+            continue
+        sentences.append(f"{old} is called {new} now; it was read as that")
+        home, section = new.split("."), values
+        for name in home[:-1]:
+            section = section.setdefault(name, {})
+        _put(section, home[-1], value, old)
+        # A section of which nothing is left.
+        parent = old.rpartition(".")[0]
+        while parent and not _section(values, parent):
+            _take(values, parent)
+            parent = parent.rpartition(".")[0]
+    return values, sentences
+
+
 _NOTHING = object()
 
 
@@ -82,7 +107,7 @@ def _copied(value: Any) -> Any:
 
 def _section(values: Section, path: str) -> Section:
     """Return a section; an empty one, which is no part of the manifest, if there is none or something else."""
-    for name in path.split("."):
+    for name in filter(None, path.split(".")):
         inner = values.get(name)
         values = inner if isinstance(inner, dict) else {}
     return values

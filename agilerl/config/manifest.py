@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import reduce
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
@@ -222,8 +223,13 @@ def _split(override: str) -> tuple[list[str], Any]:
     return keys, parse_yaml(text, f"the value of {shown(key)}")
 
 
+def _within(value: Any, key: str) -> dict[str, Any]:
+    return {key: value}
+
+
 def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
-    if keys[0] not in RunConfig.model_fields:
+    # A key with another name today is put where it was, to be renamed with the others.
+    if keys[0] not in RunConfig.model_fields and not hooks.rename(reduce(_within, reversed(keys), value))[1]:
         raise ConfigError(f"unknown key {shown(keys[0])}; {unknown_section('.'.join(keys))}")
     for depth, key in enumerate(keys[:-1], 1):
         # A section without content is None in YAML.

@@ -1,6 +1,7 @@
 """The settings of a run as a whole, checked before anything is loaded."""
 
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -11,6 +12,7 @@ from typing import Any, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from agilerl import hooks
 from agilerl.checks.arguments import checked, nearest, shown
 from agilerl.checks.validation import grouped, idle, validated
 from agilerl.config import Section
@@ -253,6 +255,9 @@ class RunConfig(Section):
     @checked
     def from_dict(cls, values: Mapping[str, Any]) -> "RunConfig":
         """Check a manifest; raises ConfigError with a sentence that names the key and the nearest known one."""
+        values, sentences = hooks.rename(values)
+        for sentence in sentences:
+            warnings.warn(sentence, stacklevel=3)
         for section, content in values.items():
             if section not in cls.model_fields:
                 raise ConfigError(f"unknown key {shown(section)}; {unknown_section(section)}")

@@ -20,9 +20,11 @@ from typing import Any, Self
 
 import filelock
 
+from agilerl import hooks
 from agilerl.checks.arguments import Location, Seed, checked, shown
 from agilerl.checks.redaction import redacted
 from agilerl.errors import AgileRLError, CheckpointError, WriteError
+from agilerl.gone import remaining
 from agilerl.runs import strict_json
 from agilerl.runs.atomic import PLAIN_FILE, is_leftover, listed, remove_leftovers, write_json, writing
 from agilerl.runs.journal import Closing, read_lines
@@ -301,6 +303,8 @@ def _reached(path: Location) -> Path:
 def read_run(path: Location) -> dict[str, Any]:
     """Return the checked content of ``run.json`` of any run, even one in use or finished; takes no lock.
 
+    Settings have today's keys, and those that have gone are left out unless the run was given them.
+
     Raises CheckpointError if ``path`` is missing, not a run directory, or written by a newer version, if its
     configuration does not match the hash beside it, or if a link in it leads out of it.
     """
@@ -324,8 +328,11 @@ def read_run(path: Location) -> dict[str, Any]:
         if (key in info or key not in _OPTIONAL) and not isinstance(info.get(key), kind):
             raise CheckpointError(f"{file}: expected {key} as {kind.__name__}, found {shown(info.get(key))}.")
     for key in ("config", "given"):
-        if key in info and _sha256(info[key]) != info.get(f"{key}_sha256"):
+        if key not in info:
+            continue
+        if _sha256(info[key]) != info.get(f"{key}_sha256"):
             raise CheckpointError(f"{file}: {key} does not match its sha256; the file was changed or damaged.")
+        info[key] = remaining(hooks.rename(info[key])[0], given=key == "given" or "given" not in info)
     try:
         run_date(info)
     except ValueError as error:
