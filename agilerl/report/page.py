@@ -17,7 +17,6 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from agilerl.checks.arguments import Count, Location, Positive, checked, shown
 from agilerl.errors import CheckpointError, WriteError
@@ -72,6 +71,8 @@ def build_report(
 
 def render(runs: Sequence[RunRecord], reload: int | None = None) -> str:
     """Return the page as a string."""
+    from plotly.offline import get_plotlyjs  # other commands import this package, and draw nothing
+
     names = distinct_names([run.path for run in runs])
     views = []
     for position, (run, name) in enumerate(zip(runs, names)):
