@@ -9,10 +9,15 @@ GONE: dict[str, str] = {
     "agilerl eval --out": "agilerl eval --json prints every number and answer; send its output to a file",
     "agilerl export --name": "it named an Optuna study, which is no longer written; agilerl lineage RUN --json has "
     "every agent with its values and exams",
+    "environments=agilerl/Calculator-v0": "use tutorials/tools/calculator.py:calculated with --allow-code",
     "environments=agilerl/Mastermind-v0": "use gem:game:Mastermind-v0-easy or textarena:Mastermind-v0, or a class of "
     "your own (docs/environments.md)",
+    "environments=agilerl/Python-v0": "make a tool of agilerl.rewards.run_python (docs/tools.md)",
+    "environments=agilerl/Search-v0": "use tutorials/tools/search.py:search_env with --allow-code",
     "environments=agilerl/TicTacToe-v0": "use agilerl/GuessTheNumber-v0, or a class of your own (docs/environments.md)",
     "agilerl plan": "agilerl train MANIFEST --dry-run says what a run needs on this machine",
+    "parser=llama": "pass the response template LLAMA of tutorials/tools/response_templates.py as parser",
+    "parser=mistral": "pass the response template MISTRAL of tutorials/tools/response_templates.py as parser",
 }
 """By name: a manifest's key or section (``sharing``, ``training.x``), a value of one (``strategies=x``), a command
 (``agilerl x``), an option of all (``--x``) or of one (``agilerl x --y``). Each sentence says what to use instead, and

@@ -167,6 +167,7 @@ SEARCHES = ("tpe", "cmaes", "short", "asha")
 CONTINUED = ("short", "asha")
 """Arms that continue with the adapter of the best trial."""
 SMOLLM2 = ROOT / "tutorials" / "manifests" / "real" / "smollm2.yaml"
+CALCULATOR = ROOT / "tutorials" / "tools" / "calculator.py"
 MODELS = {
     "embedded": Model(
         manifest=None,
@@ -193,7 +194,7 @@ MODELS = {
             "letter_counting": _questions("letter_counting", "{}"),
             # A game of two turns: the question, a call of the calculator, its result, the answer.
             "calculator": (
-                f"environment={{env_type: multiturn, env_id: '{SMOLLM2.parent / 'games.py'}:calculated', params: "
+                f"environment={{env_type: multiturn, env_id: '{CALCULATOR}:calculated', params: "
                 "{min_terms: 2, max_terms: 3, min_digits: 2, max_digits: 3}, data_batch_size_per_gpu: 4}",
                 "algorithm.max_output_tokens=24",
                 "training.dtype=bfloat16",

@@ -30,7 +30,7 @@ from agilerl.training.tasks import task
 
 ROOT = Path(__file__).resolve().parent.parent
 MANIFEST = ROOT / "tutorials" / "manifests" / "real" / "smollm2.yaml"
-GAMES = MANIFEST.parent.relative_to(ROOT) / "games.py"
+GAMES = MANIFEST.parent.relative_to(ROOT)
 BUDGET = ("training.threads=1", "training.max_steps=2048", "environment.test_prompts=200")
 GAME_BUDGET = ("training.threads=1", "training.max_steps=1024", "training.dtype=bfloat16")
 WORDS = ("environment.answer_format=after", "environment.reward=score", "algorithm.max_output_tokens=8")
@@ -40,9 +40,9 @@ def _task(name: str, *settings: str) -> tuple[str, ...]:
     return (*BUDGET, f"environment.task=reasoning_gym:{name}", "environment.params={}", *settings)
 
 
-def _game(name: str, params: str, *settings: str) -> tuple[str, ...]:
+def _game(name: str | Path, params: str, *settings: str) -> tuple[str, ...]:
     environment = (
-        f"environment={{env_type: multiturn, env_id: '{GAMES}:{name}', params: {params}, data_batch_size_per_gpu: 4, "
+        f"environment={{env_type: multiturn, env_id: '{name}', params: {params}, data_batch_size_per_gpu: 4, "
         "test_prompts: 100}"
     )
     return (*GAME_BUDGET, environment, *settings)
@@ -55,9 +55,9 @@ RUNS: dict[str, tuple[str, ...]] = {
     "products": _task("products"),
     "syllogism": _task("syllogism", *WORDS),
     "isomorphic_strings": _task("isomorphic_strings", *WORDS),
-    "guess the number": _game("Guess", "{max_number: 9}", "algorithm.max_output_tokens=4"),
+    "guess the number": _game(GAMES / "games.py:Guess", "{max_number: 9}", "algorithm.max_output_tokens=4"),
     "sums with a calculator": _game(
-        "calculated",
+        "tutorials/tools/calculator.py:calculated",
         "{min_terms: 2, max_terms: 3, min_digits: 2, max_digits: 3}",
         "algorithm.max_output_tokens=24",
     ),
@@ -68,7 +68,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 def arguments(name: str, seed: int, model: str) -> list[str]:
     """Return the arguments of ``agilerl`` that begin a run, but for its folder."""
     settings = RUNS[name]
-    code = ["--allow-code"] if "games.py" in str(settings) else []
+    code = ["--allow-code"] if ".py:" in str(settings) else []
     base = f"network.pretrained_model_name_or_path={model}"
     return ["train", str(MANIFEST.relative_to(ROOT)), base, *settings, "--seed", str(seed), *code]
 

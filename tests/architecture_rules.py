@@ -53,7 +53,7 @@ GROUND = "agilerl.sizes"
 
 OPTIONAL = (
     *("verifiers", "vllm", "deepspeed", "ray", "wandb", "tensorboard", "trackio", "bitsandbytes", "liger_kernel"),
-    *("gem", "textarena", "openenv", "math_verify", "hypothesis", "bm25s", "optuna", "trl", "reasoning_gym"),
+    *("gem", "textarena", "openenv", "math_verify", "hypothesis", "optuna", "trl", "reasoning_gym"),
     *("pycosat", "cellpylib", "IPython", "openai", "httpx", "uvicorn", "starlette"),
 )
 UNSAFE_IMPORTS = (

@@ -11,6 +11,7 @@ import pytest
 from agilerl.compat import manifests
 from agilerl.config.manifest import config_of
 from agilerl.envs.adapters import make_env
+from agilerl.envs.tools.parsers import parser_of
 from agilerl.errors import ConfigError
 from agilerl.gone import GONE, instead
 from agilerl.runs.directory import RunDirectory, read_run
@@ -68,8 +69,9 @@ def test_an_option() -> None:
 def test_a_value() -> None:
     for name in of_kind("value"):
         kind, _, value = name.partition("=")
-        if kind == "environments":
-            for make in (make_env, _check_id):
+        in_python = {"environments": (make_env, _check_id), "parser": (parser_of,)}
+        if kind in in_python:
+            for make in in_python[kind]:
                 with pytest.raises(ConfigError, match=re.escape(GONE[name])):
                     make(value)
             continue

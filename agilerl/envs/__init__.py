@@ -37,9 +37,6 @@ __all__ = [
 ENVIRONMENTS = {
     "agilerl/GuessTheNumber-v0": "agilerl.envs.games:GuessTheNumber",
     "agilerl/GridNavigation-v0": "agilerl.envs.probes:GridNavigation",
-    "agilerl/Calculator-v0": "agilerl.envs.tools.builtin:calculator_env",
-    "agilerl/Python-v0": "agilerl.envs.tools.builtin:python_env",
-    "agilerl/Search-v0": "agilerl.envs.tools.builtin:search_env",
 }
 
 

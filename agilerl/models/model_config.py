@@ -270,6 +270,10 @@ def check_tokenizer_parts(tokenizer: Any, name: str) -> None:
     A regular expression with nested repeats tries every way to divide a text among them; six replacements of one letter
     by a hundred turn it into a million million letters.
     """
+    for step in _steps(getattr(tokenizer, "response_template", None)):
+        for key, expression in step.items():
+            if key.endswith("pattern") and isinstance(expression, str):
+                _check_repeats(expression, name, "response template")
     backend = getattr(tokenizer, "backend_tokenizer", None)
     for part in _PARTS if backend is not None else ():
         rules = getattr(backend, part, None)
@@ -277,11 +281,8 @@ def check_tokenizer_parts(tokenizer: Any, name: str) -> None:
         for step in _steps(values):
             pattern = step.get("pattern")
             expression = pattern.get("Regex") if isinstance(pattern, dict) else None
-            if isinstance(expression, str) and _repeats_repeats(expression):
-                raise ConfigError(
-                    f"the tokenizer of {name!r}: the regular expression {expression[:80]!r} of its {part} has nested "
-                    "repeats, which can take for ever; use the tokenizer from its original source"
-                )
+            if isinstance(expression, str):
+                _check_repeats(expression, name, part)
             growth *= _growth(step, pattern)
         if growth > _GROWTH or (part == "normalizer" and _is_blown_up(rules, values)):
             raise ConfigError(
@@ -318,6 +319,14 @@ def _is_blown_up(normalizer: Any, values: Any) -> bool:
 
 _UNBOUNDED = re.compile(r"[*+]|\{\s*(\d+\s*,|\d*\s*,\s*0*(1[1-9]|[2-9]\d|[1-9]\d\d+))\s*\}")
 """A repeat without bound, or with one above ten: after a group with repeats, that is as bad."""
+
+
+def _check_repeats(expression: str, name: str, part: str) -> None:
+    if _repeats_repeats(expression):
+        raise ConfigError(
+            f"the tokenizer of {name!r}: the regular expression {expression[:80]!r} of its {part} has nested "
+            "repeats, which can take for ever; use the tokenizer from its original source"
+        )
 
 
 def _repeats_repeats(pattern: str) -> bool:

@@ -13,6 +13,7 @@ from agilerl.models.base import load_tokenizer
 from agilerl.training.tasks import task
 from benchmarking import real_peer
 from benchmarking.real import MANIFEST, MARK, RUNS, arguments, table
+from tutorials.tools.calculator import calculated
 
 ROOT = Path(__file__).parents[2]
 
@@ -49,8 +50,8 @@ def test_what_is_no_guess_costs_a_turn(games: ModuleType) -> None:
     assert env.step("0")[:3] == ("That is not a number from the range.", 0.0, True)
 
 
-def test_a_sum_is_computed_with_the_calculator(games: ModuleType) -> None:
-    env = games.calculated(min_terms=2, max_terms=2, min_digits=2, max_digits=2)
+def test_a_sum_is_computed_with_the_calculator() -> None:
+    env = calculated(min_terms=2, max_terms=2, min_digits=2, max_digits=2)
     env.bind(load_tokenizer("embedded"))
     messages, _ = env.reset(seed=3)
     assert [message["content"] for message in messages[1:4]] == ["calc(12 + 34)", "46", "46"]

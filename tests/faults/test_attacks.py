@@ -32,12 +32,14 @@ import yaml
 
 from agilerl.config.manifest import load_manifest
 from agilerl.errors import ConfigError
+from agilerl.models.model_config import check_tokenizer_parts
 from agilerl.models.tiny import tiny_model_path
 from agilerl.runs.directory import _sha256
 from agilerl.safety.addresses import check_cluster, may_have_key
 from agilerl.safety.bounds import full_matches
 from agilerl.safety.servers import request
 from tests.cli.outcome import ANNOUNCED
+from tests.envs.tools.family_tokenizers import without_tools
 from tests.faults.evidence import SHORT
 from tests.faults.unfinished import Unfinished, change_config, change_json, newest
 from tests.training.small_runs import ROOT, environment
@@ -749,6 +751,16 @@ def test_all_names_together_have_one_allowance_of_time(monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match="nested repeats"):
         full_matches(r"(?:a|a)+[xy]", names, "lora_config.target_modules")
     assert time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("key", ["open_pattern", "close_pattern"])
+def test_a_response_template_takes_no_time(key: str) -> None:
+    tokenizer: Any = without_tools()
+    tokenizer.response_template = {"start_anchor": "a", "fields": {"tool_calls": {key: r"<\|call\|>(\w+)"}}}
+    check_tokenizer_parts(tokenizer, "it")
+    tokenizer.response_template["fields"]["tool_calls"][key] = r"<\|call\|>(\w+)+>"
+    with pytest.raises(ConfigError, match=r"'it': .* of its response template has nested repeats"):
+        check_tokenizer_parts(tokenizer, "it")
 
 
 @pytest.mark.processes

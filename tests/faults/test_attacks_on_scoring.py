@@ -23,7 +23,6 @@ from agilerl.config.run import RunConfig
 from agilerl.envs.adapters import make_env
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.envs.scorers import IN_THIS_PROCESS, Scorers, encoded, is_harmless, pays_for_nothing
-from agilerl.envs.tools.builtin import calculator
 from agilerl.envs.upstream import build_dataset, check_params, known_tasks, quiet
 from agilerl.errors import CheckpointError, ConfigError, RewardError
 from agilerl.rewards import Accuracy, IsolatedGrader
@@ -392,14 +391,6 @@ def test_a_composite_scores_with_the_parameters_of_each_part() -> None:
 # -- other places that read completions --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attack", [a for a in ANSWERS if a.tasks == PARSED + EVALUATED], ids=str)
-def test_the_calculator_and_the_accuracy_grader_run_nothing(attack: Attack, tmp_path: Path) -> None:
-    text = attack.answer.replace("TRACE", str(tmp_path / "trace"))
-    with pytest.raises((ValueError, ArithmeticError)):
-        calculator(text)
-    assert not (tmp_path / "trace").exists()
-
-
 @pytest.mark.processes
 def test_the_accuracy_grader_runs_nothing(tmp_path: Path) -> None:
     trace = tmp_path / "trace"
@@ -473,12 +464,12 @@ CARRIERS = {
     "curriculum": lambda path: {"params": {"data_file": path}, "curriculum": {"max_level": 1}},
     "environment": lambda path: {
         "env_type": "multiturn",
-        "env_id": "agilerl/Calculator-v0",
+        "env_id": "agilerl/GuessTheNumber-v0",
         "params": {"task": "spell_backward", "params": {"data_file": path}},
     },
     "composite in an environment": lambda path: {
         "env_type": "multiturn",
-        "env_id": "agilerl/Python-v0",
+        "env_id": "agilerl/GuessTheNumber-v0",
         "params": {
             "task": "composite",
             "params": {"datasets": [{"name": "spell_backward", "config": {"data_file": path}}]},
@@ -532,7 +523,7 @@ def test_other_packages_get_no_address_of_a_file(text: str, place: Path) -> None
 def test_texts_that_are_no_files_stay_as_they_are(text: str, place: Path) -> None:
     if text == "~":
         text = "~nobody-of-this-name"
-    environment = {"env_type": "multiturn", "env_id": "agilerl/Calculator-v0", "params": {"system_prompt": text}}
+    environment = {"env_type": "multiturn", "env_id": "agilerl/GuessTheNumber-v0", "params": {"system_prompt": text}}
     config = RunConfig.from_dict({"environment": environment})
     assert digests(named_files(config))["data"] == {}
     if "\0" not in text:

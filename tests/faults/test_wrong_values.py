@@ -45,15 +45,9 @@ from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.examples import PreferenceTask, SFTTask, UnpairedTask
 from agilerl.envs.programs import AgentTask, ProgramLimits
 from agilerl.envs.tools import (
-    LocalSearch,
-    PythonTool,
     Tool,
     ToolEnv,
-    calculator,
-    calculator_env,
     parser_for,
-    python_env,
-    search_env,
     tool_schema,
 )
 from agilerl.errors import AgileRLError, ConfigError, warn_once
@@ -144,6 +138,7 @@ from tests.faults.mistaken import (
     people,
     search,
 )
+from tutorials.tools.calculator import calculator
 
 pytestmark = pytest.mark.model
 
@@ -298,12 +293,7 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
         TokenObservationWrapper,
         {"env": GridNavigation(), "tokenizer": w.tokenizer, "max_turns": 3},
     ),
-    "LocalSearch": lambda w: (LocalSearch, {"corpus": ["one", "two"]}),
-    "PythonTool": lambda w: (PythonTool, {}),
     "ToolEnv": lambda w: (ToolEnv, {"task": ConstantTarget(), "tools": [calculator]}),
-    "calculator_env": lambda w: (calculator_env, {}),
-    "python_env": lambda w: (python_env, {}),
-    "search_env": lambda w: (search_env, {"towns": 5}),
     "Tool": lambda w: (Tool, {"function": calculator}),
     "tool_schema": lambda w: (tool_schema, {"function": calculator}),
     "parser_for": lambda w: (parser_for, {"tokenizer": w.tokenizer}),
@@ -456,7 +446,6 @@ SEEN_ELSEWHERE = {
     "Grader", "Row",  # types
     "Grades", "SandboxResult", "MalformedCall", "ToolCall", "ToolResult",  # results
     "RunDirectory", "RunLayout",  # made by create and open
-    "calculator",  # a tool: what it raises is told to the model
     "TextTagParser", "run_python", "register_environments", "collect_hardware", "collect_versions",
     "find_adapter",  # tests/cli/test_after.py
 }  # fmt: skip

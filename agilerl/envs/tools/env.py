@@ -16,7 +16,15 @@ from agilerl.envs.core import Row, Split, Task, score_completions
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.prompts import as_messages, render_text, text_ids
 from agilerl.envs.text_env import Begun, Observation, Options, StepResult, TextEnv
-from agilerl.envs.tools.parsers import MalformedCall, TextTagParser, ToolCall, ToolCallParser, parser_for, parser_of
+from agilerl.envs.tools.parsers import (
+    MalformedCall,
+    TemplateParser,
+    TextTagParser,
+    ToolCall,
+    ToolCallParser,
+    parser_for,
+    parser_of,
+)
 from agilerl.envs.tools.tool import Tool, ToolResult
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards.combine import Graders, as_grader
@@ -65,7 +73,7 @@ class ToolEnv(TextEnv):
         *,
         grader: Graders | None = None,
         environment_factory: Callable[[], Any] | None = None,
-        parser: ToolCallParser | str | None = None,
+        parser: ToolCallParser | Mapping[str, Any] | str | None = None,
         max_turns: Annotated[int, Within(least=2)] = 4,
         system_prompt: str | None = None,
         announce: Announcement = "auto",
@@ -79,7 +87,8 @@ class ToolEnv(TextEnv):
             tools: functions (see :func:`tool_schema`) or tools, with distinct names; at least one, methods included.
             grader: grader of the rows, as in ``DatasetTask``.
             environment_factory: makes the object with the state; called once, and again after a call that hangs.
-            parser: a parser, or the name of a family (see :func:`parser_for`); None recognises the tokenizer's family.
+            parser: a parser, a response template of transformers, or the name of a family (see :func:`parser_for`);
+                None recognises the tokenizer's family.
             max_turns: most completions of one episode, answer included; 2 or more.
             system_prompt: put before the question as a system message.
             announce: how the model is told about the tools.
@@ -99,7 +108,7 @@ class ToolEnv(TextEnv):
         if isinstance(parser, str) and parser_of(parser) is TextTagParser:
             parser = TextTagParser()
         self._wanted = parser
-        self._parser: ToolCallParser | None = None if isinstance(parser, str) else parser
+        self._parser: ToolCallParser | None = None if isinstance(parser, str | Mapping) else parser
         self._tokenizer: Any = None
         self._in_template = self._tool_role = False
         self._forbidden: re.Pattern[str] | None = None
@@ -134,7 +143,9 @@ class ToolEnv(TextEnv):
         """Determine from the tokenizer how tools are called, announced and answered; raises as ``parser_for``."""
         if tokenizer is self._tokenizer:
             return
-        if self._wanted is None or isinstance(self._wanted, str):
+        if isinstance(self._wanted, Mapping):
+            self._parser = TemplateParser(tokenizer, self._wanted)
+        elif self._wanted is None or isinstance(self._wanted, str):
             self._parser = parser_for(tokenizer, self._wanted)
         self._tokenizer = tokenizer
         # What a template does is tried, not read: templates differ too much for a rule about their text.

@@ -1,25 +1,24 @@
 """Calls by the model families' special tokens, on token ids: a tag typed as prose is not a call.
 
-The formats are those of the families' chat templates: Hermes and Qwen 2.5/3 (also the XML form of Qwen3-Coder), Llama
-3.1 and later, Mistral from its third tokenizer on.
+Where there is a response template, transformers reads them. JSON between tags, or the XML of Qwen3-Coder, is read here:
+few tokenizers have a template yet, and with one a single wrong call makes the whole completion unreadable.
 """
 
-import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, takewhile
+from itertools import groupby
 from typing import Annotated, Any, Protocol
 
 from agilerl.checks.arguments import Having, Name, checked, nearest, shown
-from agilerl.envs.prompts import end_token_ids
+from agilerl.envs.prompts import render_text
 from agilerl.envs.tools.tool import json_or_text
 from agilerl.errors import ConfigError
-from agilerl.text.padding import decoded
+from agilerl.gone import instead
+from agilerl.text.padding import decoded, has_template
 
 KEYS = ("arguments", "parameters")
-SEPARATORS = ";, \n\t\r"
 
 
 @dataclass(frozen=True)
@@ -69,42 +68,28 @@ def json_call(text: str) -> ToolCall | MalformedCall:
     try:
         return call_of(json.loads(text))
     except (ValueError, RecursionError) as error:
-        return _no_json(text, KEYS, error)
+        why = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        return _misread(f"{shown(text.strip())}, which is no JSON: {why}")
 
 
-def call_of(value: Any, keys: Sequence[str] = KEYS) -> ToolCall | MalformedCall:
-    """Read a call from parsed JSON; the arguments may be under any of ``keys``, also as JSON inside JSON."""
+def call_of(value: Any) -> ToolCall | MalformedCall:
+    """Read a call from parsed JSON; the arguments may be under any of ``KEYS``, also as JSON inside JSON."""
     if isinstance(value, dict) and isinstance(value.get("name"), str):
-        arguments = json_or_text(next((value[key] for key in keys if key in value), {}))
+        arguments = json_or_text(next((value[key] for key in KEYS if key in value), {}))
         if isinstance(arguments, dict):
             call_id = value.get("id")
-            return ToolCall(value["name"], arguments, call_id if isinstance(call_id, str) else None)
-    return _misread(keys, shown(value))
+            return ToolCall(value["name"], arguments, call_id if call_id and isinstance(call_id, str) else None)
+    return _misread(shown(value))
 
 
-def json_values(text: str) -> Iterator[Any]:
-    """Yield the consecutive JSON values in a text; raises ValueError or RecursionError for something else."""
-    decoder = json.JSONDecoder()
-    while text := text.strip(SEPARATORS):
-        value, end = decoder.raw_decode(text)
-        text = text[end:]
-        yield value
-
-
-def _no_json(text: str, keys: Sequence[str], error: Exception) -> MalformedCall:
-    why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-    return _misread(keys, f"{shown(text.strip())}, which is no JSON: {why}")
-
-
-def _misread(keys: Sequence[str], what: str) -> MalformedCall:
-    return MalformedCall(f'expected a call as {{"name": "...", "{keys[0]}": {{...}}}}, found {what}')
+def _misread(what: str) -> MalformedCall:
+    return MalformedCall(f'expected a call as {{"name": "...", "{KEYS[0]}": {{...}}}}, found {what}')
 
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-PYTHON_TAG, END_OF_MESSAGE, END_OF_TURN = "<|python_tag|>", "<|eom_id|>", "<|eot_id|>"
-TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+_TAGS = {OPEN, CLOSE}
 MARK = "\ufdd0"
-"""Stands before a tag that is a token; Unicode has no such character, and text that a model writes is freed of it."""
+"""Breaks up a tag that is no token; Unicode has no such character, and text that a model writes is freed of it."""
 
 
 class TextTagParser:
@@ -116,7 +101,6 @@ class TextTagParser:
     family = "text"
     tags: tuple[str, ...] = ()
     _form = '{"name": "...", "arguments": {...}}'
-    _mark = ""
 
     @checked
     def __init__(self, tokenizer: Any = None, *, begin: Name = OPEN, end: Name = CLOSE) -> None:
@@ -127,8 +111,8 @@ class TextTagParser:
         """Return the call between each pair of tags."""
         unclosed = MalformedCall(f"expected {self._end} after the call that {self._begin} begins, found none")
         # What stands before the first tag is for the user.
-        parts = [part.partition(self._mark + self._end) for part in text.split(self._mark + self._begin)[1:]]
-        return [self.read(content) if end else unclosed for content, end, _ in parts]
+        parts = [part.partition(self._end) for part in text.split(self._begin)[1:]]
+        return [self.read(content.replace(MARK, "")) if end else unclosed for content, end, _ in parts]
 
     def read(self, content: str) -> ToolCall | MalformedCall:
         """Return the call between two tags; override it for a format other than JSON."""
@@ -140,16 +124,21 @@ class HermesParser(TextTagParser):
 
     family = "hermes"
     tags: tuple[str, ...] = (OPEN, CLOSE, "<tool_response>", "</tool_response>")
-    _mark = MARK
 
     def __init__(self, tokenizer: Any) -> None:
         super().__init__()
-        self._tokenizer = _having(tokenizer, REQUIRED["hermes"], self.family)
+        self._tokenizer = tokenizer
+        if missing := sorted(_TAGS.difference(tokenizer.get_added_vocab())):
+            raise ConfigError(
+                f"expected the special tokens of {self.family}, found a tokenizer without {' and '.join(missing)}; "
+                'name another family, or "text"'
+            )
 
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
         """Return the call between each pair of tag tokens."""
-        marked = _marked(self._tokenizer, token_ids, OPEN, CLOSE, "<think>", "</think>")
-        return super().parse(token_ids, _after_thinking(marked, "<think>", "</think>"))
+        written = _written(self._tokenizer, token_ids, (OPEN, CLOSE, "<think>", "</think>"))
+        # Not in the thinking, which the prompt may have begun and which may never have ended.
+        return super().parse(token_ids, written.rpartition("</think>")[2].partition("<think>")[0])
 
 
 class QwenCoderParser(HermesParser):
@@ -169,84 +158,55 @@ class QwenCoderParser(HermesParser):
         return MalformedCall(f"expected {form}, found {shown(content.strip())}")
 
 
-class LlamaParser:
-    """``<|python_tag|>`` and a call, or a completion that consists only of JSON calls and ends its turn.
+class TemplateParser:
+    """Calls as transformers' ``parse_response`` reads them with a response template, in its field ``tool_calls``.
 
-    A call is ``{"name": ..., "parameters": {...}}``, or ``name.call(key="value")`` after the tag; several are separated
-    by semicolons or newlines. The bare form has no special token, so it counts only if it is the whole completion and
-    an end token (``<|eom_id|>``, ``<|eot_id|>``) closes it: JSON inside prose is not a call.
+    It reads all calls of a completion or none: one that cannot be read makes the whole completion a malformed call.
     """
 
-    family = "llama"
-    tags: tuple[str, ...] = (PYTHON_TAG,)
-    instruction = 'To call a tool, write {"name": "...", "parameters": {...}} and nothing else'
-    _BARE = re.compile(r'\s*\{\s*"name"\s*:.*"parameters"\s*:', re.DOTALL)
-    _END = re.compile(MARK + r"<\|(?:eom|eot)_id\|>")
+    family = "template"
+    instruction = "To call a tool, write a call as you were trained to"
 
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = _having(tokenizer, REQUIRED["llama"], self.family)
-
-    def parse(self, token_ids: Sequence[int], text: str) -> Calls:
-        """Return the calls after the tag, else those of a bare completion."""
-        marked = _marked(self._tokenizer, token_ids, PYTHON_TAG, END_OF_MESSAGE, END_OF_TURN)
-        # An end token leaves one `rest`, even if nothing follows it: the turn has ended.
-        whole, *rest = self._END.split(marked, maxsplit=1)
-        # Text before the tag is for the user; each further tag begins more calls.
-        bare, *parts = whole.split(MARK + PYTHON_TAG)
-        if rest and not parts and self._BARE.match(bare):
-            parts = [bare]
-        return [call for part in parts for call in self._calls(part)]
-
-    def _calls(self, content: str) -> Calls:
-        if (dotted := _python_call(content)) is not None:
-            return [dotted]
-        keys = ("parameters", "arguments")
+    @checked
+    def __init__(self, tokenizer: Any, template: Mapping[str, Any] | None = None) -> None:
+        """Check the template; by default that of the tokenizer. Raises ConfigError for one without ``tool_calls``."""
+        template = template or getattr(tokenizer, "response_template", None) or {}
+        self._tokenizer, self._template = tokenizer, dict(template)
         try:
-            calls = [call_of(value, keys) for value in json_values(content)]
-        except (ValueError, RecursionError) as error:
-            return [_no_json(content, keys, error)]
-        return calls or [MalformedCall(f"expected a call behind {PYTHON_TAG}, found nothing")]
-
-
-class MistralParser:
-    """``[TOOL_CALLS]`` and a JSON list (v3 to v7), or ``[TOOL_CALLS]name[ARGS]{...}`` for each call (v11 and later)."""
-
-    family = "mistral"
-    tags: tuple[str, ...] = (TOOL_CALLS, "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]")
-    instruction = f'To call tools, write {TOOL_CALLS}[{{"name": "...", "arguments": {{...}}}}]'
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = _having(tokenizer, REQUIRED["mistral"], self.family)
-        self._ends = end_token_ids(tokenizer)
+            tokenizer.get_response_parser(self._template, prefix="")
+            calls = template["fields"]["tool_calls"]
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"expected a response template of transformers with the field tool_calls, found {shown(template)}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        self._spelled = _tokens_in(template, tokenizer)
+        self.tags = _tokens_in(calls, tokenizer)
+        self._openings = _tokens_in([calls.get("open"), calls.get("open_pattern")], tokenizer)
+        question = [{"role": "user", "content": "x"}]
+        # It may begin the model's message, for example open its thinking.
+        self._prefix = render_text(tokenizer, question) if has_template(tokenizer) else ""
 
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
-        """Return the calls of every segment after the token."""
-        ids = list(takewhile(lambda token: token not in self._ends, token_ids))
-        marked = _marked(self._tokenizer, ids, TOOL_CALLS, ARGS, CALL_ID, "[THINK]", "[/THINK]")
-        parts = _after_thinking(marked, "[THINK]", "[/THINK]").split(MARK + TOOL_CALLS)[1:]
-        return [call for part in parts for call in self._calls(part)]
-
-    def _calls(self, part: str) -> Calls:
-        head, named, content = part.partition(MARK + ARGS)
-        values = json_or_text(content if named else head)
-        # Without [ARGS] the names are in the JSON.
-        if not named:
-            # json_call() also says what is wrong with anything but a list.
-            return [call_of(value) for value in values] if values and isinstance(values, list) else [json_call(head)]
-        name, _, call_id = (piece.strip() for piece in head.partition(MARK + CALL_ID))
-        if name and isinstance(values, dict):
-            return [ToolCall(name, values, call_id or None)]
-        misread = f"{name!r} and {shown(content.strip())}, which is no JSON object"
-        return [MalformedCall(f"expected {TOOL_CALLS}name{ARGS}{{...}}, found {misread}")]
+        """Return the calls of the completion, or what prevents them from being read."""
+        written = _written(self._tokenizer, token_ids, self._spelled)
+        try:
+            message = self._tokenizer.parse_response(written, self._template, prefix=self._prefix)
+            if any(tag in str(message.get("content")) for tag in self._openings):
+                raise ValueError("its beginning does not match the response template")
+            read = json.loads(json.dumps(message.get("tool_calls"), ensure_ascii=False).replace(MARK, "")) or []
+        except (LookupError, RecursionError, TypeError, ValueError) as error:
+            completion, why = written.replace(MARK, "").strip(), str(error.__cause__ or error)
+            return [MalformedCall(f"expected a call, found {shown(completion)}, which cannot be read: {shown(why)}")]
+        # Each item is a call, or a list of calls where one tag begins several.
+        calls = [call for item in read for call in (item if isinstance(item, list) else [item])]
+        return [call_of(call.get("function", call) if isinstance(call, dict) else call) for call in calls]
 
 
-REQUIRED = {"hermes": (OPEN, CLOSE), "mistral": (TOOL_CALLS,), "llama": (PYTHON_TAG,)}
-"""The tokens that identify a family, tried in this order because Hermes models on Llama also have Llama's tokens."""
 PARSERS: dict[str, Callable[[Any], ToolCallParser]] = {
+    "template": TemplateParser,
     "hermes": HermesParser,
     "qwen_coder": QwenCoderParser,
-    "llama": LlamaParser,
-    "mistral": MistralParser,
     "text": TextTagParser,
 }
 Vocabulary = Annotated[Any, Having("a Hugging Face tokenizer", ("get_added_vocab",), "pass runtime.tokenizer")]
@@ -254,79 +214,56 @@ Vocabulary = Annotated[Any, Having("a Hugging Face tokenizer", ("get_added_vocab
 
 @checked
 def parser_for(tokenizer: Vocabulary, family: str | None = None) -> ToolCallParser:
-    """Return the parser of a tokenizer's model family, recognised by the special tokens in its vocabulary.
+    """Return the parser of a tokenizer: of its response template, else of the tags that it has tokens for.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
-        family: ``hermes`` (Qwen 2.5 and 3 too), ``qwen_coder``, ``llama``, ``mistral``, or ``text``, which is never
-            recognised automatically; None to recognise it.
+        family: ``template``, ``hermes`` (Qwen 2.5 and 3 too), ``qwen_coder``, or ``text``, which is never recognised
+            automatically; None to recognise it.
 
     Raises:
         ConfigError: an unknown family, one whose tokens the tokenizer does not have, or no family that fits.
     """
     if family is not None:
         return parser_of(family)(tokenizer)
-    for name, tokens in REQUIRED.items():
-        if all(token in tokenizer.get_added_vocab() for token in tokens):
-            # Qwen3-Coder has Hermes' tokens; only its template shows that it writes XML.
-            written_in_xml = "<function=" in str(getattr(tokenizer, "chat_template", None))
-            return PARSERS["qwen_coder" if name == "hermes" and written_in_xml else name](tokenizer)
+    if "tool_calls" in (getattr(tokenizer, "response_template", None) or {}).get("fields", ()):
+        return TemplateParser(tokenizer)
+    if _TAGS.issubset(tokenizer.get_added_vocab()):
+        # Qwen3-Coder has Hermes' tokens; only its template shows that it writes XML.
+        written_in_xml = "<function=" in str(getattr(tokenizer, "chat_template", None))
+        return QwenCoderParser(tokenizer) if written_in_xml else HermesParser(tokenizer)
     raise ConfigError(
-        f"expected a tokenizer with the special tokens of a family that calls tools "
-        f"({', '.join(tokens[0] for tokens in REQUIRED.values())}), found none of them in {type(tokenizer).__name__}; "
-        "use a model that was trained to call tools, pass a custom ToolCallParser, or use the weaker "
-        'family="text", which finds tags in the text'
+        f"expected a tokenizer with a response template or with the tokens {OPEN} and {CLOSE}, found neither in "
+        f"{type(tokenizer).__name__}; use a model that was trained to call tools, pass a response template of "
+        'transformers or a custom ToolCallParser, or use the weaker parser="text", which finds tags in the text'
     )
 
 
 def parser_of(family: str) -> Callable[[Any], ToolCallParser]:
-    """Return the class of a family's parser; raises ConfigError for an unknown one."""
+    """Return what makes a family's parser; raises ConfigError for an unknown one."""
     if family not in PARSERS:
-        raise ConfigError(f"unknown family of tool calls {family!r}; {nearest(family, PARSERS)}")
+        hint = instead(f"parser={family}") or nearest(family, PARSERS)
+        raise ConfigError(f"unknown family of tool calls {family!r}; {hint}")
     return PARSERS[family]
 
 
-def _having(tokenizer: Any, tokens: Sequence[str], family: str) -> Any:
-    """Return a tokenizer; raises ConfigError if it lacks special tokens."""
-    if missing := [token for token in tokens if token not in tokenizer.get_added_vocab()]:
-        raise ConfigError(
-            f"expected the special tokens of {family}, found a tokenizer without {' and '.join(missing)}; "
-            'name another family, or "text"'
-        )
-    return tokenizer
+def _tokens_in(template: Any, tokenizer: Any) -> tuple[str, ...]:
+    """Return the tokens that a part of a template names; the longest first."""
+    # Patterns escape characters.
+    text = json.dumps(template, ensure_ascii=False).replace("\\", "")
+    return tuple(sorted((tag for tag in tokenizer.get_added_vocab() if tag.strip() and tag in text), key=len)[::-1])
 
 
-def _marked(tokenizer: Any, ids: Sequence[int], *tags: str) -> str:
-    """Return the text of ids with a mark before tags that are tokens, and without other special tokens."""
-    added = tokenizer.get_added_vocab()
-    names = {added[tag]: MARK + tag for tag in tags if tag in added}
+def _written(tokenizer: Any, ids: Sequence[int], tags: Sequence[str]) -> str:
+    """Return the text of ids, special tokens included, in which a tag that other tokens spell has a mark in it."""
+    names = {token: tag for tag, token in tokenizer.get_added_vocab().items()}
+    spelled = re.compile("|".join(map(re.escape, tags)) or r"(?!)")
     parts = []
     # Other tokens are decoded run by run, because a character may take several of them.
-    for is_tag, group in groupby(ids, names.__contains__):
-        if is_tag:
+    for is_added, group in groupby(ids, names.__contains__):
+        if is_added:
             parts += [names[token] for token in group]
         else:
-            parts.append(decoded(tokenizer, list(group), skip_special_tokens=True).replace(MARK, ""))
+            text = decoded(tokenizer, list(group)).replace(MARK, "")
+            parts.append(spelled.sub(lambda tag: tag[0][0] + MARK + tag[0][1:], text))
     return "".join(parts)
-
-
-def _after_thinking(marked: str, begin: str, end: str) -> str:
-    """Remove the thinking, also one that never ended: a call that is only considered does not count."""
-    # After the last end, and before a beginning that has none.
-    return marked.rpartition(MARK + end)[2].partition(MARK + begin)[0]
-
-
-def _python_call(content: str) -> ToolCall | None:
-    """Read ``name.call(key="value")``, the form of Llama's built-in tools; None for anything else."""
-    if not re.match(r"\s*[A-Za-z_]\w*\.call\(", content):
-        return None
-    try:
-        match ast.parse(content.strip(), mode="eval"):
-            # Of ** and a dictionary the parser makes a keyword without a name.
-            case ast.Expression(ast.Call(ast.Attribute(ast.Name(name), "call"), [], keywords)) if all(
-                keyword.arg is not None for keyword in keywords
-            ):
-                return ToolCall(name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in keywords})
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        pass
-    return None

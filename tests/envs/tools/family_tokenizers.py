@@ -5,6 +5,8 @@ from collections.abc import Sequence
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from tutorials.tools import response_templates
+
 HERMES = (
     "{%- if tools %}<|im_start|>system{{ '\n' }}{{ tools | tojson }}<|im_end|>{{ '\n' }}{%- endif %}"
     "{%- for m in messages %}"
@@ -65,19 +67,28 @@ def hermes(template: str = HERMES) -> object:
 
 def llama() -> object:
     special = ["<|start_header_id|>", "<|end_header_id|>", "<|python_tag|>", "<|eom_id|>"]
-    return built(special, (), LLAMA, end="<|eot_id|>")
+    tokenizer = built(special, (), LLAMA, end="<|eot_id|>")
+    tokenizer.response_template = response_templates.LLAMA
+    return tokenizer
 
 
-def mistral() -> object:
+def mistral(response_template: dict = response_templates.MISTRAL) -> object:
     tokens = ["[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]"]
-    return built([*tokens, "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"], (), MISTRAL)
+    tokenizer = built([*tokens, "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"], (), MISTRAL)
+    tokenizer.response_template = response_template
+    return tokenizer
 
 
 def without_tools() -> object:
     return built([], (), WITHOUT_TOOLS)
 
 
-FAMILIES = {"hermes": hermes, "llama": llama, "mistral": mistral}
+FAMILIES = {
+    "hermes": hermes,
+    "llama": llama,
+    "mistral": mistral,
+    "mistral_list": lambda: mistral(response_templates.MISTRAL_LIST),
+}
 
 
 def encoded(tokenizer: object, text: str) -> list[int]:

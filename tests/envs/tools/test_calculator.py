@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agilerl.envs.tools import calculator
+from tutorials.tools.calculator import calculator
 
 
 @pytest.mark.parametrize(

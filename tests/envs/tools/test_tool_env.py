@@ -14,10 +14,12 @@ from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.episode_task import Episode, EpisodeLimits, EpisodeTask
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.envs.prompts import ChatFormat
-from agilerl.envs.tools import Tool, ToolCall, ToolEnv, calculator
+from agilerl.envs.tools import Tool, ToolCall, ToolEnv
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards import exact_match
 from tests.envs.tools.family_tokenizers import FAMILIES, encoded, hermes, llama, mistral, typed, without_tools
+from tutorials.tools import response_templates
+from tutorials.tools.calculator import calculator
 
 ROWS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(10)]
 
@@ -217,12 +219,14 @@ def test_a_system_message_of_the_task_is_joined() -> None:
 WRITTEN = {
     "hermes": '<tool_call>{"name": "repeat", "arguments": {"text": "T"}}</tool_call><|im_end|>',
     "llama": '{"name": "repeat", "parameters": {"text": "T"}}<|eot_id|>',
+    "mistral_list": '[TOOL_CALLS][{"name": "repeat", "arguments": {"text": "T"}}]</s>',
     "mistral": '[TOOL_CALLS]repeat[CALL_ID]abcdefghi[ARGS]{"text": "T"}</s>',
 }
 BETWEEN = {
     "hermes": "\n<|im_start|>user\n<tool_response>T</tool_response><|im_end|>\n<|im_start|>assistant\n",
     "llama": "<|start_header_id|>ipython<|end_header_id|>\n\nT<|eot_id|>"
     "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "mistral_list": "[TOOL_RESULTS]T[/TOOL_RESULTS]",
     "mistral": "[TOOL_RESULTS]T[/TOOL_RESULTS]",
 }
 
@@ -316,6 +320,10 @@ def test_a_parser_of_its_own() -> None:
         def parse(self, token_ids: Any, text: str) -> list[Any]:
             return [ToolCall("repeat", {"text": text})] if text.endswith("!") else []
 
+    env = made(parser=response_templates.LLAMA)
+    env.bind(without_tools())
+    env.reset(seed=0)
+    assert env.step('<|python_tag|>{"name": "repeat", "parameters": {"text": "x"}}<|eom_id|>')[0] == "x"
     env = made(parser=Shouted())
     env.bind(without_tools())
     env.reset(seed=0)
@@ -328,7 +336,7 @@ def test_a_parser_of_its_own() -> None:
         ({"max_turns": 1}, "2 or more for max_turns"),
         ({"max_result_chars": 5}, "20 or more for max_result_chars"),
         ({"announce": "loudly"}, "'auto', 'system', 'none' for announce"),
-        ({"parser": "lama"}, "did you mean 'llama'"),
+        ({"parser": "hermas"}, "did you mean 'hermes'"),
         ({"grader": None}, "expected a grader"),
         ({"timeout": 0}, "above 0 for timeout"),
     ],
@@ -354,7 +362,7 @@ def test_tools_and_tasks_that_do_not_fit() -> None:
     env.reset(seed=0)
     with pytest.raises(EnvError, match="expected bind"):
         env.step("1")
-    with pytest.raises(ConfigError, match='family="text"'):
+    with pytest.raises(ConfigError, match='parser="text"'):
         env.bind(without_tools())
 
 

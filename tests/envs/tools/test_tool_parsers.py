@@ -7,8 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agilerl.envs.tools import MalformedCall, TextTagParser, ToolCall, parser_for
+from agilerl.envs.tools.parsers import PARSERS, TemplateParser
 from agilerl.errors import ConfigError
-from tests.envs.tools.family_tokenizers import FAMILIES, built, encoded, hermes, llama, mistral, typed, without_tools
+from tests.envs.tools.family_tokenizers import FAMILIES, encoded, hermes, mistral, typed, without_tools
+from tutorials.tools import response_templates
 
 ADD = ToolCall("add", {"a": 1, "b": 2})
 SUB = ToolCall("sub", {"a": 5})
@@ -37,19 +39,13 @@ WRITTEN = [
     ("llama", '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 2}}<|eom_id|>', [ADD]),
     ("llama", '{"name": "add", "parameters": {"a": 1, "b": 2}}<|eot_id|>', [ADD]),
     ("llama", '{"name": "add", "parameters": {"a": 1, "b": 2}}<|eom_id|>', [ADD]),
-    (
-        "llama",
-        '{"name": "add", "parameters": {"a": 1, "b": 2}}; {"name": "sub", "parameters": {"a": 5}}<|eot_id|>',
-        [ADD, SUB],
-    ),
-    ("llama", "<|python_tag|>add.call(a=1, b=2)<|eom_id|>", [ADD]),
     ("llama", 'Let me see. <|python_tag|>{"name": "sub", "parameters": {"a": 5}}<|eom_id|>', [SUB]),
     ("llama", '{"name": "add", "parameters": {"a": 1, "b": 2}}', []),  # cut off: the turn did not end
     ("llama", 'Write {"name": "add", "parameters": {}} to add.<|eot_id|>', []),
     ("llama", '{"name": "Ada", "age": 36}<|eot_id|>', []),
-    ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}]</s>', [ADD]),
+    ("mistral_list", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1, "b": 2}}]</s>', [ADD]),
     (
-        "mistral",
+        "mistral_list",
         '[TOOL_CALLS][{"name": "add", "arguments": {"a": 1, "b": 2}}, {"name": "sub", "arguments": {"a": 5}}]</s>',
         [ADD, SUB],
     ),
@@ -71,18 +67,21 @@ MALFORMED = [
     ("hermes", '<tool_call>{"tool": "add"}</tool_call>', '"name"'),
     ("hermes", '<tool_call>{"name": "add", "arguments": [1, 2]}</tool_call>', '"arguments"'),
     ("hermes", "<tool_call>" + "[" * 50_000 + "</tool_call>", "no JSON"),
-    ("llama", "<|python_tag|><|eom_id|>", "nothing"),
-    ("llama", "<|python_tag|>print(1)<|eom_id|>", "no JSON"),
-    ("llama", "<|python_tag|>add.call(1)<|eom_id|>", "no JSON"),
-    ("llama", "<|python_tag|>add.call(a=f())<|eom_id|>", "no JSON"),
-    ("llama", '<|python_tag|>add.call(**{"a": 1})<|eom_id|>', "no JSON"),
-    ("llama", '<|python_tag|>add.call(a=1, **{"b": 2})<|eom_id|>', "no JSON"),
-    ("llama", '{"name": "add", "parameters": {"a": 1}<|eot_id|>', '"parameters"'),
-    ("mistral", "[TOOL_CALLS] add 1 and 2</s>", "no JSON"),
-    ("mistral", "[TOOL_CALLS][]</s>", '"name"'),
-    ("mistral", "[TOOL_CALLS]add[ARGS]1, 2</s>", "no JSON"),
-    ("mistral", "[TOOL_CALLS]add[ARGS][1]</s>", "[ARGS]"),
-    ("mistral", "[TOOL_CALLS][ARGS]{}</s>", "[ARGS]"),
+    ("llama", "<|python_tag|><|eom_id|>", "Expecting value"),
+    ("llama", "<|python_tag|>add.call(a=1)<|eom_id|>", "Expecting value"),
+    ("llama", '{"name": "add", "parameters": {"a": 1}<|eot_id|>', "delimiter"),
+    ("llama", '{"name": "a", "parameters": {}}; {"name": "b", "parameters": {}}<|eot_id|>', "Extra data"),
+    ("llama", "<|python_tag|>" + "[" * 50_000 + "<|eom_id|>", "recursion"),
+    ("llama", '<|python_tag|>{"name": "add"}<|eom_id|>', "missing key"),
+    ("llama", '<|python_tag|>{"name": 1, "parameters": {}}<|eom_id|>', '"name"'),
+    ("mistral", "[TOOL_CALLS] add 1 and 2</s>", "does not match"),
+    ("mistral", "[TOOL_CALLS][]</s>", "does not match"),
+    ("mistral", "[TOOL_CALLS]add[ARGS]1, 2</s>", "Extra data"),
+    ("mistral", "[TOOL_CALLS]add[ARGS][1]</s>", '"arguments"'),
+    ("mistral", "[TOOL_CALLS][ARGS]{}</s>", "does not match"),
+    ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]sub[ARGS]{"a": 5</s>', "delimiter"),
+    ("mistral_list", "[TOOL_CALLS] add 1 and 2</s>", "Expecting value"),
+    ("mistral_list", '[TOOL_CALLS][{"arguments": {}}]</s>', '"name"'),
 ]
 
 
@@ -94,7 +93,7 @@ def parsed(family: str, ids: list[int], tokenizer: object = None) -> list[ToolCa
 @pytest.mark.parametrize(("family", "text", "calls"), WRITTEN)
 def test_calls_are_read(family: str, text: str, calls: list[ToolCall]) -> None:
     tokenizer = FAMILIES[family]()
-    assert parser_for(tokenizer).family == family
+    assert parser_for(tokenizer).family == ("hermes" if family == "hermes" else "template")
     assert parsed(family, encoded(tokenizer, text), tokenizer) == calls
 
 
@@ -137,17 +136,40 @@ def test_xml_calls_where_the_template_writes_them() -> None:
     assert "<function=name>" in problem.problem
 
 
-def test_hermes_comes_first_in_a_vocabulary_that_has_both() -> None:
-    assert parser_for(built(["<|python_tag|>"], ["<tool_call>", "</tool_call>"])).family == "hermes"
+def test_a_response_template_comes_first() -> None:
+    tokenizer = hermes()
+    calls = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"}
+    fields = {"thinking": {"open": "<think>", "close": "</think>"}, "tool_calls": calls, "content": {}}
+    tokenizer.response_template = {"start_anchor": "<|im_start|>assistant\n", "fields": fields}
+    ids = encoded(tokenizer, '<tool_call>{"name": "sub", "arguments": {"a": 5}}</tool_call><|im_end|>')
+    parser = parser_for(tokenizer)
+    assert (parser.family, parser.tags) == ("template", ("</tool_call>", "<tool_call>"))
+    assert parser.parse(ids, "") == [SUB]
+    # What the chat template begins, an open thinking, is a part of the message.
+    tokenizer.chat_template += "{%- if add_generation_prompt %}<think>{%- endif %}"
+    assert parser_for(tokenizer).parse(ids, "") == []
+    assert parser_for(tokenizer).parse(encoded(tokenizer, "so</think>") + ids, "") == [SUB]
+    tokenizer.response_template = {"start_anchor": "x", "fields": {"content": {}}}
+    assert parser_for(tokenizer).family == "hermes"
+
+
+@pytest.mark.parametrize(
+    "template", [{}, {"fields": {}}, {**response_templates.LLAMA, "field": 1}, {"start_anchor": "("}]
+)
+def test_a_response_template_that_cannot_be_used_is_refused(template: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="expected a response template of transformers"):
+        TemplateParser(without_tools(), template)
 
 
 def test_tokenizers_without_a_family_are_refused() -> None:
-    with pytest.raises(ConfigError, match='family="text"'):
+    with pytest.raises(ConfigError, match='parser="text"'):
         parser_for(without_tools())
-    with pytest.raises(ConfigError, match=r"without \[TOOL_CALLS\]"):
-        parser_for(hermes(), "mistral")
-    with pytest.raises(ConfigError, match="did you mean 'llama'"):
-        parser_for(hermes(), "lama")
+    with pytest.raises(ConfigError, match="without </tool_call> and <tool_call>"):
+        parser_for(mistral(), "hermes")
+    with pytest.raises(ConfigError, match="expected a response template"):
+        parser_for(hermes(), "template")
+    with pytest.raises(ConfigError, match="did you mean 'hermes'"):
+        parser_for(hermes(), "hermas")
 
 
 def test_tags_in_the_text_must_be_asked_for() -> None:
@@ -161,7 +183,7 @@ def test_tags_in_the_text_must_be_asked_for() -> None:
         TextTagParser(begin="")
 
 
-TOKENIZERS = {"hermes": hermes(), "llama": llama(), "mistral": mistral(), "qwen_coder": hermes(), "text": mistral()}
+TOKENIZERS = {**{name: make() for name, make in FAMILIES.items()}, "qwen_coder": hermes(), "text": mistral()}
 FRAGMENTS = [
     '{"name": "add", ',
     '"arguments": {',
@@ -186,7 +208,7 @@ def test_no_completion_breaks_a_parser(family: str, data: st.DataObject) -> None
     piece = st.one_of(st.sampled_from(pieces), st.sampled_from(special))
     ids = [token for part in data.draw(st.lists(piece, max_size=30)) for token in part]
     text = tokenizer.decode(ids, skip_special_tokens=True)
-    for call in parser_for(tokenizer, family).parse(ids, text):
+    for call in parser_for(tokenizer, family if family in PARSERS else "template").parse(ids, text):
         assert isinstance(call, ToolCall | MalformedCall)
         if isinstance(call, ToolCall):
             assert isinstance(call.name, str)

@@ -7,8 +7,9 @@ import pytest
 from pydantic import BaseModel, Field
 from transformers.utils import get_json_schema
 
-from agilerl.envs.tools import Tool, calculator, tool_schema
+from agilerl.envs.tools import Tool, tool_schema
 from agilerl.errors import ConfigError
+from tutorials.tools.calculator import calculator
 
 
 def weather(city: str, days: int = 1, unit: Literal["C", "F"] = "C", at: list[float] | None = None) -> str:

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.tools import ToolEnv, calculator
+from agilerl.envs.tools import ToolEnv
+from tutorials.tools.calculator import calculator
 
 
 @pytest.fixture

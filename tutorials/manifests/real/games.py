@@ -1,14 +1,8 @@
-"""Two games for a small instruction-tuned model, which learns how to play from an example in the conversation."""
+"""A game for a small instruction-tuned model, which learns how it is played from an example in the conversation."""
 
-import re
-from collections.abc import Sequence
 from typing import Any
 
 from agilerl.envs import GuessTheNumber
-from agilerl.envs.core import Message, Row
-from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.tools import MalformedCall, ToolCall, ToolEnv
-from agilerl.envs.tools.builtin import calculator
 
 
 class Guess(GuessTheNumber):
@@ -36,28 +30,3 @@ def _asked(span: str) -> str:
 
 def _said(*texts: str) -> list[dict[str, str]]:
     return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
-
-
-class CalcCalls:
-    """Reads a completion that is nothing but ``calc(...)`` as a call of the calculator."""
-
-    family, tags, instruction = "calc", (), "To use the calculator, write calc(...)"
-
-    def parse(self, token_ids: Sequence[int], text: str) -> list[ToolCall | MalformedCall]:
-        """Return the call, if the completion is one."""
-        match = re.fullmatch(r"\s*calc\((.*)\)\s*", text)
-        return [ToolCall("calculator", {"expression": match[1]})] if match else []
-
-
-class Sums(ReasoningGymTask):
-    """Sums and differences of reasoning_gym, after an example that is computed with the calculator."""
-
-    def messages(self, row: Row) -> list[Message]:
-        """Return the example and the question."""
-        question = row["question"].replace(row["metadata"]["expression"], "12 + 34")
-        return [*_said(question, "calc(12 + 34)", "46", "46"), *super().messages(row)]
-
-
-def calculated(**params: Any) -> ToolEnv:
-    """Return sums that the calculator may compute: a call, its result, the answer."""
-    return ToolEnv(Sums("chain_sum", params), [calculator], parser=CalcCalls(), announce="none", max_turns=2)
