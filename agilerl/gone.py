@@ -15,6 +15,9 @@ GONE: dict[str, str] = {
     "environments=agilerl/Python-v0": "make a tool of agilerl.rewards.run_python (docs/tools.md)",
     "environments=agilerl/Search-v0": "use tutorials/tools/search.py:search_env with --allow-code",
     "environments=agilerl/TicTacToe-v0": "use agilerl/GuessTheNumber-v0, or a class of your own (docs/environments.md)",
+    "agilerl check": "agilerl train MANIFEST --dry-run checks a manifest, and the environment that it names; in Python "
+    "agilerl.envs.check.check_env checks an environment",
+    "agilerl env": "agilerl --version prints the versions, and run.json in a run has the hardware as well",
     "agilerl plan": "agilerl train MANIFEST --dry-run says what a run needs on this machine",
     "parser=llama": "pass the response template LLAMA of tutorials/tools/response_templates.py as parser",
     "parser=mistral": "pass the response template MISTRAL of tutorials/tools/response_templates.py as parser",

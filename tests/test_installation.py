@@ -60,7 +60,7 @@ def test_pages_that_name_the_distribution_say_what_to_do_until_it_is_on_pypi():
     naming = [
         p for p in pages if any(f"{DISTRIBUTION}[" in line.partition("is not installed:")[0] for line in lines(p))
     ]
-    assert len(naming) >= 6
+    assert naming
     assert [p.name for p in naming if "(install.md#extras)" not in p.read_text(encoding="utf-8")] == []
     assert "## Extras\n" in (ROOT / "docs" / "install.md").read_text(encoding="utf-8").partition("not on PyPI yet")[0]
 
@@ -119,14 +119,14 @@ def test_the_import_says_that_another_distribution_is_in_its_folder(site: Path):
     assert said.returncode == 0
     assert "UserWarning: the distribution agilerl 2.58.0 has put its files" in said.stderr
     assert "pip uninstall --yes agilerl lora-evolution" in said.stderr
-    shown = started(site, "-m", "agilerl", "env", "--json")
-    assert "agilerl 2.58.0" in shown.stdout.partition("versions")[0]
+    shown = started(site, "-m", "agilerl", "--version")
+    assert "agilerl 2.58.0" in shown.stdout.partition("platform")[0]
 
 
 @pytest.mark.processes
 def test_commands_refuse_to_run_on_another_projects_modules(site: Path):
     (site / "agilerl" / "__init__.py").write_text("__version__ = '2.58.0'\n")
-    for command in (("env",), ("train", "--dry-run"), ("--help",)):
+    for command in (("--version",), ("train", "--dry-run"), ("--help",)):
         said = started(site, "-m", "agilerl", *command)
         assert (said.returncode, said.stdout) == (2, "")
         assert said.stderr.startswith("error: agilerl is another project's package in ")

@@ -235,25 +235,9 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for text in named("yaml").values():
         if name := re.match(r"# (\w+\.yaml)\n", text):
             (tmp_path / name[1]).write_text(text)
-    (tmp_path / "my_module.py").write_text(BROKEN)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     return tmp_path
-
-
-BROKEN = """
-class MyEnv:
-    max_turns = 2
-    def __init__(self, size):
-        self.size = size
-    def reset(self, seed=None):
-        return f"Guess a number up to {self.size}.", {}
-    def step(self, action):
-        return "Wrong.", float("nan"), True, False, {}
-"""
-"""An environment with a mistake, which `agilerl check` is shown to find."""
-FAILS = {"agilerl check my_module:MyEnv size=5": 1}
-"""Commands that are to find something, and their exit codes."""
 
 
 @pytest.mark.parametrize("command", [c for c in all_of("agilerl") if words(c)[1] == "train" and not HUB_NAME.search(c)])
@@ -292,7 +276,7 @@ def invoke(command: str, workplace: Path) -> str:
         if not (workplace / run).exists():
             make_run(workplace / run)
     done = CliRunner().invoke(app, words(command)[1:], catch_exceptions=False)
-    assert done.exit_code == FAILS.get(shlex.join(words(command)), 0), done.output
+    assert done.exit_code == 0, done.output
     assert done.output
     return done.output
 
@@ -334,7 +318,6 @@ TEXTS = {
     "five_minutes-0": "the main job",
     "start-0": "the commands before it",
     "start-1": "what became of an agent",
-    "environments-0": "the commands before it",
     "probe-0": "a table, with other numbers",
     "CONTRIBUTING-0": "files of the package",
 }

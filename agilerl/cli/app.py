@@ -2,7 +2,9 @@
 
 import copy
 import inspect
+import platform
 import re
+from pathlib import Path
 from types import ModuleType
 from typing import Annotated, Any
 
@@ -14,7 +16,7 @@ from agilerl.cli.process_settings import apply, debug, loading_done
 from agilerl.errors import ConfigError
 from agilerl.gone import instead
 
-_NAMES = "init train resume report lineage schedule eval chat merge export serve push compare check probe fetch env"
+_NAMES = "init train resume report lineage schedule eval chat merge export serve push compare probe fetch"
 _LOADING = ("train", "resume", "eval", "chat", "merge", "probe")
 """Commands that load a model."""
 
@@ -80,7 +82,7 @@ def _debug(value: bool) -> bool:
 @app.callback(invoke_without_command=True)
 def root(
     context: typer.Context,
-    version: Annotated[bool, Option("--version", help="Print the version and exit.")] = False,
+    version: Annotated[bool, Option("--version", help="Print all versions that matter, and exit.")] = False,
     debug: Annotated[
         bool, Option("--debug", callback=_debug, help="Show the traceback of an error, and what libraries print.")
     ] = False,
@@ -88,8 +90,14 @@ def root(
     """Evolve a population of LoRA agents on one frozen base model."""
     if version:
         from agilerl import __version__
+        from agilerl.cli.output import console, facts
+        from agilerl.errors import DISTRIBUTION, mixed_installation
+        from agilerl.runs import collect_versions
 
         typer.echo(f"agilerl {__version__}")
+        origin = mixed_installation() or f"{DISTRIBUTION} in {Path(__file__).resolve().parents[1]}"
+        versions = ((name, version or "not installed") for name, version in collect_versions().items())
+        console().print(facts([("installation", origin), ("platform", platform.platform()), *versions]))
         raise typer.Exit
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())

@@ -1,13 +1,11 @@
-"""The commands that do not start a run: ``agilerl check``, ``report``, ``lineage``, ``schedule`` and ``env``."""
+"""The commands that read the files of runs: ``agilerl report``, ``lineage`` and ``schedule``."""
 
 import json
 import operator
 import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,93 +13,11 @@ import yaml
 from typer import Argument, Option
 
 from agilerl.checks.arguments import counted, shown
-from agilerl.cli.options import AllowCode, AsJson, OneRun, Price, as_path
+from agilerl.cli.options import AsJson, OneRun, Price, as_path
 from agilerl.cli.output import columns, console, facts, genes_text, one_line, say, tell_line
-from agilerl.cli.running import configuration, is_file
-from agilerl.config.plain_yaml import parse_yaml
 from agilerl.errors import ConfigError
 
-
-def run_check(
-    arguments: Annotated[
-        list[str],
-        Argument(
-            metavar="ENV_OR_MANIFEST | KEY=VALUE",
-            help="An environment (path.py:Class, module:Class, an id such as agilerl/GuessTheNumber-v0, gem:ID, "
-            "textarena:ID, openenv:URL) and keyword arguments for it; or a YAML manifest and settings that override "
-            "it.",
-        ),
-    ],
-    tokenizer: Annotated[
-        str | None, Option(metavar="MODEL", help="Also check that this model's chat template works with it.")
-    ] = None,
-    allow_code: AllowCode = False,
-    as_json: AsJson = False,
-) -> None:
-    """Check an environment or a manifest, and explain in sentences what is wrong.
-
-    An environment is made and played for a few episodes. path.py:Class runs the file, module:Class imports the module
-    (the current folder is searched first), so their code runs: check only what you would run. A manifest is checked as
-    by `agilerl train --dry-run`.
-
-    Exit code 0: no errors, maybe warnings; 1: the environment has errors; 2: it or the manifest cannot be read.
-
-    agilerl check my_module:MyEnv size=5 --tokenizer embedded
-    """
-    target, *settings = arguments
-    findings: list[dict[str, str]] = []
-    if Path(target).suffix not in (".yaml", ".yml") and (target.endswith(".py") or not is_file(target)):
-        from agilerl.envs.adapters import make_env  # also tells gymnasium the built-in ids
-        from agilerl.envs.check import check_env
-
-        make = partial(make_env, target, **_keywords(settings))
-        make().close()  # a name that does not exist is a mistake in the command, not a finding
-        tokens = None
-        if tokenizer is not None:
-            from agilerl.models.base import load_tokenizer
-
-            tokens = load_tokenizer(tokenizer)
-        findings = [{"level": f.level, "code": f.code, "sentence": f.sentence} for f in check_env(make, tokens)]
-    elif tokenizer is not None:
-        raise ConfigError(f"--tokenizer is for environments; the manifest {shown(target)} names its model itself")
-    else:
-        config = configuration(arguments)
-        # Imported once the manifest is known to be well formed.
-        from agilerl.cli.progress import sample
-        from agilerl.training.preflight import tried
-        from agilerl.training.setup import build
-
-        sampled = tried(build(config, allow_code=allow_code))
-        if sampled is not None and not as_json:
-            console().print(facts(sample(sampled)))
-        if sampled is not None and sampled.problem:
-            findings = [{"level": "warning", "code": "answers", "sentence": sampled.problem}]
-    errors = sum(finding["level"] == "error" for finding in findings)
-    if as_json:
-        print(json.dumps({"target": target, "ok": errors == 0, "findings": findings}, indent=1))
-    else:
-        for finding in findings:
-            tell_line(f"{finding['level']}: {finding['sentence']} [{finding['code']}]")
-        counts = {"error": errors, "warning": len(findings) - errors}
-        parts = [counted(count, word) for word, count in counts.items() if count]
-        tell_line(f"{target}: {' and '.join(parts) or 'nothing wrong'}")
-    if errors:
-        sys.exit(1)
-
-
-def _keywords(settings: Sequence[str]) -> dict[str, Any]:
-    """Return ``key=value`` pairs as keyword arguments; values are read as YAML."""
-    keywords = {}
-    for setting in settings:
-        key, equals, value = setting.partition("=")
-        if not equals or not key.isidentifier():
-            raise ConfigError(f"expected key=value as a setting of the environment, found {shown(setting)}")
-        keywords[key] = parse_yaml(value, f"the value of {key}")
-    return keywords
-
-
 # -- ``agilerl report``: run directories as one HTML file -------------------------------------------------------------
-
 
 _LONGEST_NAME = 100
 _RELOAD = 10
@@ -336,26 +252,3 @@ def run_schedule(
         kinds = ", ".join(sorted({str(change["kind"]) for change in schedule["not_replayed"]}))
         tell_line(f"not part of a schedule, because it happened to weights: {kinds}")
     tell_line(f"written: {out}")
-
-
-# -- ``agilerl env``: versions, hardware and settings of the process --------------------------------------------------
-
-
-def run_env(as_json: AsJson = False) -> None:
-    """Print versions and hardware, for bug reports."""
-    from agilerl.cli.process_settings import described
-    from agilerl.errors import DISTRIBUTION, mixed_installation
-    from agilerl.runs import collect_hardware, collect_versions
-
-    home = Path(__file__).resolve().parents[1]
-    sections: dict[str, dict[str, Any]] = {
-        "installation": {"installation": mixed_installation() or f"{DISTRIBUTION} in {home}"},
-        "versions": collect_versions(),
-        "hardware": collect_hardware(),
-        "process": described(),
-    }
-    if as_json:
-        print(json.dumps(sections, indent=1, sort_keys=True))
-        return
-    items = [item for section in sections.values() for item in section.items()]
-    console().print(facts((name, "not installed" if value is None else str(value)) for name, value in items))

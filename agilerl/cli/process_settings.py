@@ -71,13 +71,6 @@ def is_debugging() -> bool:
     return _debugging[0]
 
 
-def described() -> dict[str, str]:
-    """Return what :func:`apply` does on this machine, for bug reports."""
-    if not are_on():
-        return {SWITCH: "off"}
-    return {SWITCH: "on"} | {name: f"{value // _MIB} MiB" for name, value in keep_memory().items()}
-
-
 def keep_memory() -> dict[str, int]:
     """Make malloc keep and reuse freed memory; return the values that were set, in bytes.
 

@@ -26,7 +26,9 @@ from agilerl.cli.forecast import expected_seconds, schedule, seen_by_exam
 from agilerl.cli.output import columns, duration, facts, genes_text, json_line, one_line, shown_samples, told_apart
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
+from agilerl.envs.check import check_env
 from agilerl.envs.curation import few_rows
+from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.graded import exam_grader
 from agilerl.envs.scorers import shortcuts
 from agilerl.hpo.fitness import Fitness, probability_better, ranking
@@ -82,7 +84,7 @@ def plan_document(
     limit, lengths = population.context_length, [population.lengths("exam"), population.lengths("test")]
     prompts = [length for panel in lengths for length in panel.prompts]
     room = limit - max(prompts)
-    memory, topology = estimate(config, population), session.topology
+    memory, topology, task = estimate(config, population), session.topology, session.task
     indices = [agent.index for agent in population.everyone]
     shares = topology.peers.processes.shares(len(indices))
     # An answer may be as long as the agent allows, or as the context leaves room for after the longest prompt.
@@ -103,15 +105,15 @@ def plan_document(
             "parameters": sum(agents[0].rank * (s.in_features + s.out_features) for s in store.layers),
         },
         "algorithm": config.algorithm["name"],
-        "task": session.task.name,
+        "task": task.name,
         "answers": str(AnswerFormat.of(e)) * (e.env_type == "reasoning" and e.agent is None),
         "shortcuts": list(shortcuts(e)),
         "objectives": list(population.objectives),
         "agent_program": e.agent,
-        "exam_grader": exam_grader(session.task),
+        "exam_grader": exam_grader(task),
         "exam_sampling": {"temperature": population.eval_temperature, "samples": population.eval_samples},
         "stop_sequences": population.runtime.options.stop_sequences,
-        "rows": dict(session.task.counts),
+        "rows": dict(task.counts),
         "population": {str(a.index): dict(a.hyperparameters) for a in population.everyone},
         "genes": {name: gene.span() for name, gene in agents[0].genes.items()},
         "batches": {
@@ -151,6 +153,9 @@ def plan_document(
         "peak_memory_megabytes": round(peak(memory) / 2**20, 1),
         "compares": config.selection_strategy.strategy != "none",
         "preflight": is_due(session),
+        "environment": [str(finding) for finding in check_env(partial(task.env_factory, **task.env_config))]
+        if timed and isinstance(task, EpisodeTask)
+        else [],
         "sample": None
         if sampled is None
         else finite({key: getattr(sampled, key) for key in ("prompt", "answer", "score")}),
@@ -189,6 +194,8 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
     yield "task", f"{plan['task']}, reward {Path(where).name}"
     if (program := plan["agent_program"]) is not None:
         yield "agent", f"{program if isinstance(program, str) else shlex.join(program)} answers the questions"
+    for sentence in plan["environment"]:
+        yield "", sentence
     if plan["answers"]:
         yield "answers", f"{plan['answers']} (environment.answer_format)"
         chats = model["chat_template"] and model["name"] != "embedded"

@@ -247,7 +247,7 @@ class Episode:
         if isinstance(result, tuple) and len(result) == len(names):
             return *result[:-1], dict(result[-1] or {})
         kind = f"a {type(result).__name__}" + (f" of {len(result)}" if isinstance(result, tuple) else "")
-        raise EnvError(f"{self._name}.{method} must return ({', '.join(names)}), found {kind}; see agilerl check")
+        raise EnvError(f"{self._name}.{method} must return ({', '.join(names)}), found {kind} (docs/environments.md)")
 
 
 def _observed(observation: Observation) -> list[dict[str, Any]]:

@@ -182,5 +182,5 @@ def _check_pure(playing: Sequence[_Playing]) -> None:
             name, seed = type(p.episode.env.unwrapped).__name__, p.ask.place.row["seed"]
             raise EnvError(
                 f"{name}.reset(seed={seed}) gave two different first observations; an episode must be a pure "
-                "function of its seed, see agilerl check"
+                "function of its seed, see agilerl.envs.check.check_env"
             )

@@ -207,7 +207,7 @@ def _rises(window: _Window) -> bool:
 _RULES: Mapping[str, tuple[Callable[[_Window], str], str]] = {
     "failing grader": (
         _failing_grader,
-        "nothing is learned from these (their reward is empty in the report); fix the grader (agilerl check tries it), "
+        "nothing is learned from these (their reward is empty in the report); fix the grader (a dry run tries it), "
         "or the environment",
     ),
     "fallen reward": (

@@ -104,7 +104,6 @@ def test_mistakes_found_with_the_model(mistake: str, agilerl: Agilerl, tmp_path:
         (["report", "nowhere"], "expected a run directory at nowhere, found nothing"),
         (["--bogus"], "No such option: --bogus"),
         (["resume", "runs/mine", "training.max_steps=9"], "network.adapter=runs/mine/elite training.max_steps=9"),
-        (["check", "Door"], "path.py:Class"),
     ],
 )
 def test_other_commands(arguments: list[str], words: str, agilerl: Agilerl) -> None:

@@ -41,7 +41,7 @@ def test_help_and_typing_errors_are_quick(arguments: list[str], code: int, tmp_p
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--help"], ["train", "report", "env", "Exit codes"]),
+        (["--help"], ["train", "report", "fetch", "Exit codes"]),
         (["train", "--help"], ["--out", "--seed", "--dry-run", "--quiet", "--json", "KEY.PATH=VALUE"]),
         (["probe", "--help"], ["[OPTIONS] [MANIFEST | KEY.PATH=VALUE]...", " N "]),
         (["--version"], ["agilerl 0."]),
@@ -56,7 +56,7 @@ def test_help_names_what_there_is(arguments: list[str], words: list[str], agiler
 
 def test_every_command_has_a_short_help_and_debug(agilerl: Agilerl) -> None:
     assert agilerl("-h") == agilerl("--help")
-    for command in ("train", "init", "env"):
+    for command in ("train", "init", "fetch"):
         short = agilerl(command, "-h")
         assert short == agilerl(command, "--help")
         assert "--debug" in short.output
@@ -125,12 +125,11 @@ def test_no_command_shows_the_help(agilerl: Agilerl) -> None:
     assert agilerl() == agilerl("--help")
 
 
-def test_env_names_versions_and_hardware(agilerl: Agilerl) -> None:
-    for word in ("torch", "transformers", "peft", "reasoning_gym", "python", "cores"):
-        assert word in agilerl("env").output
-    found = json.loads(agilerl("env", "--json").output)
-    assert found["versions"]["torch"]
-    assert found["hardware"]["cores"] >= 1
+def test_the_version_comes_with_what_a_bug_report_needs(agilerl: Agilerl) -> None:
+    first, *others = agilerl("--version").output.splitlines()
+    assert first.startswith("agilerl 0.")
+    for word in ("installation", "platform", "torch", "transformers", "peft", "reasoning_gym", "python"):
+        assert any(line.startswith(f"{word} ") for line in others), word
 
 
 @pytest.mark.model
@@ -190,6 +189,29 @@ def test_a_dry_run_as_json(agilerl: Agilerl, tmp_path: Path) -> None:
     assert not plan["preflight"]
     assert plans[1]["population"] != plan["population"]  # --seed reaches the spread start
     assert list(tmp_path.iterdir()) == []
+
+
+DRAWS = """
+import random
+
+class Draws:
+    max_turns = 1
+    def reset(self, seed=None):
+        return str(random.randint(1, 10**9)), {}
+    def step(self, action):
+        return "", float(len(action)), True, False, {}
+"""
+
+
+@pytest.mark.model
+def test_a_dry_run_plays_the_environment_and_says_what_is_wrong(agilerl: Agilerl, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(DRAWS)
+    mine = "environment={env_type: multiturn, env_id: 'mine.py:Draws', eval_prompts: 2, test_prompts: 2}"
+    plan = json.loads(agilerl("train", mine, "training.pop_size=2", "--allow-code", "--dry-run", "--json").output)
+    assert [sentence for sentence in plan["environment"] if sentence.startswith("error: ")]
+    assert "[not-pure]" in " ".join(plan["environment"])
+    sound = mine.replace("mine.py:Draws", "agilerl/GuessTheNumber-v0")
+    assert json.loads(agilerl("train", sound, "--dry-run", "--json").output)["environment"] == []
 
 
 @pytest.mark.model

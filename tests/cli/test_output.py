@@ -33,7 +33,7 @@ def run(*arguments: str, cwd: Path, **options: Any) -> subprocess.CompletedProce
 
 
 @needs_full
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["env"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["train", "--help"]])
 @pytest.mark.processes
 def test_a_full_disk_below_the_output(arguments: list[str], tmp_path: Path) -> None:
     with open(FULL, "w") as full:
@@ -43,7 +43,7 @@ def test_a_full_disk_below_the_output(arguments: list[str], tmp_path: Path) -> N
     assert os.strerror(28) in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["env"]])
+@pytest.mark.parametrize("arguments", [["--version"], ["--help"], ["train", "--help"]])
 @pytest.mark.processes
 def test_a_reader_that_has_gone(arguments: list[str], tmp_path: Path) -> None:
     read, write = os.pipe()
@@ -63,7 +63,7 @@ def test_errors_that_cannot_be_said_keep_their_exit_code(tmp_path: Path) -> None
 @pytest.mark.processes
 def test_streams_that_are_closed_from_the_start(tmp_path: Path) -> None:
     for closed in (">&-", "2>&-", "<&- >&- 2>&-"):
-        command = f"{sys.executable} -m agilerl env {closed}"
+        command = f"{sys.executable} -m agilerl --version {closed}"
         done = subprocess.run(command, shell=True, cwd=tmp_path, env=environment(), capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
 

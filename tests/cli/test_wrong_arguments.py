@@ -121,10 +121,6 @@ ENVIRONMENTS = [
     *(":A", "A:", "a b:c", "..:x", "os:path", "builtins:exit", "sys:exit", "gem:x", "textarena:", "openenv:x"),
     *("CartPole-v1", "agilerl/Nope-v0", "agilerl/GuessTheNumber-v99", "a/b/c", LONG, "/etc/hostname/x", "loop.yaml"),
 ]
-KEYWORDS = [
-    *("max_number=0", "max_number=x", "max_number=nan", f"max_number={'9' * 5000}", "max_number=[", "=", "max_number"),
-    *("x=1", "self=1", "max_number=2020-13-45", "max_number=!!python/object/apply:os.getcwd []"),
-]
 OTHERS = [
     *(["train", "--seed", "nan"], ["train", "--seed", ""], ["train", "--seed", "9" * 5000], ["train", "--resume", "x"]),
     *(["train", "--resume", "auto"], ["train", "-x"], ["train", "--dry-run=3"], ["train", "a\x00b.yaml"]),
@@ -134,7 +130,7 @@ OTHERS = [
         ["train", "--out", "loop.yaml"],
     ),
     *(["train", "--out", "caf\udcc3\udca9"], ["resume"], ["resume", "a", "b"], ["report", *["nowhere"] * 500]),
-    *(["check"], ["check", "env.py:x", "--tokenizer"], ["env", "x"], ["env", "--bogus"], [""], ["TRAIN"], ["\udcff"]),
+    *([""], ["TRAIN"], ["\udcff"]),
 ]
 AFTER = {
     **{name: [] for name in ("eval", "chat", "schedule", "compare")},
@@ -142,6 +138,7 @@ AFTER = {
     "push": ["me/mine", "--dry-run"],
 }
 """Commands that begin with a run or an adapter, with what else each needs."""
+WITH_CODE = ("--allow-code", "--out", "folder/new")
 INIT = [
     *(["init", path] for path in PATHS),
     *(["init", "my.yaml", "--data", data] for data in ("broken.jsonl", "empty.jsonl", "junk.parquet", "junk.csv")),
@@ -153,13 +150,12 @@ INIT = [
 CALLS = [
     *([command, path, *rest] for path in PATHS for command, rest in AFTER.items()),
     *INIT,
-    *([command, name, "training.pop_size=0"] for name in MANIFESTS for command in ("train", "check")),
+    *(["train", name, "training.pop_size=0"] for name in MANIFESTS),
     *([command, path] for path in PATHS for command in ("resume", "report")),
     *(["report", path, "nowhere"] for path in ("loop.yaml", "run")),
     *(["train", "--resume", "auto", "--out", path] for path in ("run", "hollow", "rows.txt", "loop.yaml", LONG)),
     *(["train", setting, "--out", "folder/new"] for setting in SETTINGS),
-    *(["check", name] for name in ENVIRONMENTS),
-    *(["check", "agilerl/GuessTheNumber-v0", keyword] for keyword in KEYWORDS),
+    *(["train", "environment.env_type=multiturn", f"environment.env_id='{name}'", *WITH_CODE] for name in ENVIRONMENTS),
     *OTHERS,
 ]
 

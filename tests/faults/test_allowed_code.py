@@ -169,7 +169,7 @@ def test_a_run_records_its_code_and_goes_on_with_that_alone(
 ) -> None:
     arguments = [str(manifest(place, graders=GRADERS)), *SMALL, "training.max_steps=96", "--out", "run"]
     assert "--allow-code" in agilerl("train", *arguments).errors
-    assert agilerl("check", arguments[0], "--allow-code").code == 0
+    assert agilerl("train", *arguments, "--allow-code", "--dry-run").code == 0
     ended = agilerl("train", *arguments, "--allow-code")
     assert ended.code == 0, ended.errors
     run, path = tmp_path / "run", place / "rewards.py"

@@ -655,7 +655,7 @@ HARMLESS: dict[str, Attack] = {
     ),
     "manifest: a name that commands the terminal": lambda scene: (
         (scene.folder / "it\x1b[2J.yaml").write_text("{}"),
-        ["check", "it\x1b[2J.yaml", *SHORT],
+        ["train", "it\x1b[2J.yaml", *SHORT, "--dry-run"],
     )[1],
     "run: a checkpoint of a terabyte": lambda scene: (huge_checkpoint(scene.copied_run()), ["resume", "run"])[1],
 }

@@ -182,14 +182,14 @@ def test_code_is_named_with_the_flag_that_allows_it_and_not_run(name: str, place
 
 
 @pytest.mark.model
-@pytest.mark.parametrize("command", ["train", "check"])
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
 def test_the_command_line_refuses_it_too(
-    command: str,
+    options: tuple[str, ...],
     place: Path,
     agilerl: Callable[..., Outcome],  # noqa: F811
 ) -> None:
     (place / "it.yaml").write_text(f"environment: {CODE['grader in a file']}")
-    ended = agilerl(command, str(place / "it.yaml"))
+    ended = agilerl("train", str(place / "it.yaml"), *options)
     assert (ended.code, ended.errors.count("\n")) == (2, 1)
     assert "--allow-code" in ended.errors
     assert not (place.parent / "executed").exists()

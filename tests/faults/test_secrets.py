@@ -67,7 +67,7 @@ def test_a_run_with_a_judge_shows_its_key_to_nobody_but_the_judge(tmp_path: Path
     train = [line for line in lines(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "train"]
     failed = sum(line["reward_errors/judge"] for line in train)
     assert failed > 0
-    # Not only agilerl check: the end of the run, and its report, count what failed and say why.
+    # Not only the dry run: the end of the run, and its report, count what failed and say why.
     said = f"judge gave no grade to {failed:.0f} completion"
     assert re.search(rf"{said}s? of the run, the first because judge: \S", done.stdout)
     assert said in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
