@@ -15,13 +15,22 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from scipy.special import ndtri
 
-from agilerl.hpo.evolution import Assignment, Evolution
-from agilerl.hpo.fitness import Fitness, probability_better
+from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.knockout import KnockoutSelection, Pace, PulseSelection
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
-from agilerl.hpo.mutation import Mutations
+from agilerl.hpo.mutation import Member, Mutation, Mutations
 from agilerl.hpo.parameters import Gene, Value
-from agilerl.hpo.selection import NoSelection, SelectionStrategy, SuccessiveHalving, TruncationSelection
+from agilerl.hpo.selection import (
+    Best,
+    NoSelection,
+    SelectionStrategy,
+    Standing,
+    SuccessiveHalving,
+    TruncationSelection,
+    apply_plan,
+    with_factors,
+)
+from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.hpo.strategies import LRSchedule
 from agilerl.hpo.tournament import TournamentSelection
 from agilerl.streams import stream
@@ -42,15 +51,25 @@ HARD = (1e-6, 1e-1)
 
 @dataclass
 class Agent:
-    """What is known about an agent, and what only the world knows."""
+    """What selection and mutation know about an agent, and what only the world knows."""
 
-    values: dict[str, Value]
+    index: int
+    hyperparameters: dict[str, Value]
+    genes: Mapping[str, Gene]
     progress: float = 0.0
     damage: float = 0.0
+    rank: int = 0
+    mut: str = "none"
+    fitness: list[float] = field(default_factory=list)
 
-    def copy(self) -> "Agent":
+    def apply_mutation(self, mutation: Mutation) -> None:
+        """Change the values as planned."""
+        self.mut = mutation.kind
+        self.hyperparameters |= {change.gene: change.new for change in mutation.changes}
+
+    def clone(self, index: int) -> "Agent":
         """Return an independent copy."""
-        return Agent(dict(self.values), self.progress, self.damage)
+        return replace(self, index=index, hyperparameters=dict(self.hyperparameters), fitness=[])
 
 
 @dataclass(frozen=True)
@@ -70,7 +89,7 @@ class World:
 
     def train(self, agent: Agent, factor: float, time: float) -> None:
         """Train for a share of the budget's time."""
-        lr = float(agent.values["lr"]) * factor
+        lr = float(agent.hyperparameters["lr"]) * factor
         if lr > self.cliff:
             agent.damage += 40 * time * math.log10(10 * lr / self.cliff)
         agent.progress += time * self.speed(lr, agent) * math.exp(-agent.damage)
@@ -79,7 +98,7 @@ class World:
         """Return the chance to solve a prompt; NaN for an agent that is beyond repair."""
         if agent.damage > 8:
             return math.nan
-        lr = float(agent.values["lr"]) * factor
+        lr = float(agent.hyperparameters["lr"]) * factor
         whole = 0.05 + 0.9 * self.solved(agent.progress) - self.shake * math.sqrt(lr / RIGHT)
         return min(max(whole * math.exp(-agent.damage), 0.01), 0.99)
 
@@ -96,7 +115,7 @@ def near(lr: float, best: float, width: float = 0.4) -> float:
 
 
 def _interacting(lr: float, agent: Agent) -> float:
-    a, b, c = (math.log10(float(agent.values[name])) for name in ("a", "b", "c"))
+    a, b, c = (math.log10(float(agent.hyperparameters[name])) for name in ("a", "b", "c"))
     return 5 * near(lr, RIGHT * 10 ** (0.7 * a), 0.35) * bump(a - 0.25, 0.4) * bump(b + 0.2, 0.5) * bump(c - 0.1, 0.8)
 
 
@@ -130,7 +149,7 @@ class Arm:
     schedule: LRSchedule = CONSTANT
     candidates: int = 1
     """Best exams that sit a second panel at the end."""
-    mutations: Mutations | None = None
+    mutations: Mutations = field(default_factory=lambda: Mutations(0, 0, 0, 0, 0, 1))
     same: bool = False
     """Start everyone alike."""
     gene: Gene | None = None
@@ -181,7 +200,6 @@ class Outcome:
 class Kept:
     """An agent as it was at an exam."""
 
-    index: int
     agent: Agent
     fitness: Fitness
     factor: float
@@ -190,11 +208,10 @@ class Kept:
 def search(world: World, arm: Arm, seed: int, stratum: str = "right") -> Outcome:
     """Spend one budget in a world."""
     prior = RIGHT * STRATA[stratum] * 10 ** float(stream(seed, "surrogate world").normal(0, 0.15))
-    evolution = _evolution(world, arm, prior, seed)
-    prompts = _prompts(seed)
-    agents = {one.member: Agent(dict(one.hyperparameters)) for one in evolution.ask()}
-    spent, generation = 0.0, 0
+    prompts, agents, strategy = _prompts(seed), _founders(world, arm, prior, seed), arm.strategy(arm.size)
+    spent, generation, next_index = 0.0, 0, arm.size
     kept: list[Kept] = []
+    best: Kept | None = None
     last: Kept | None = None
     outcome = Outcome(0.0, prior)
     while spent < 1 - 1e-9:
@@ -202,48 +219,57 @@ def search(world: World, arm: Arm, seed: int, stratum: str = "right") -> Outcome
         share = min(1.0, (1 - spent) / (len(agents) * (unit + EXAM)))
         factor = 1.0
         for _ in range(STEPS):
-            factor = evolution.factor(min(spent, 1.0))
-            for agent in agents.values():
+            factor = arm.schedule.factor(min(spent, 1.0))
+            for agent in agents:
                 world.train(agent, factor, share * unit / STEPS)
             spent += len(agents) * share * unit / STEPS
         spent = 1.0 if share < 1 else spent + len(agents) * EXAM
-        exams = {
-            index: _exam(world.skill(agent, factor), prompts[0], stream(seed, "exam", generation, index))
-            for index, agent in agents.items()
+        examined = {
+            agent.index: Kept(
+                agent.clone(agent.index),
+                _exam(world.skill(agent, factor), prompts[0], stream(seed, "exam", generation, agent.index)),
+                factor,
+            )
+            for agent in agents
         }
-        examined = [Kept(i, agents[i].copy(), f, factor) for i, f in exams.items()]
-        kept = _best([*kept, *examined], arm.candidates)
-        last = next(iter(_best(examined, 1)), None)
-        told = evolution.tell(exams, min(spent, 1.0))
-        outcome.elites.append(world.skill(agents[told.plan.elite], factor))
-        outcome.births += len(told.plan.births)
-        if len(told.plan.slots) == 1 and math.isnan(outcome.alone_from):
+        kept = _best([*kept, *examined.values()], arm.candidates)
+        last = next(iter(_best(list(examined.values()), 1)), None)
+        fitness = {index: one.fitness for index, one in examined.items()}
+        leader = examined[ranking(fitness)[0]]
+        # At equal means the later one, which has trained for longer.
+        if leader.fitness.is_finite and (best is None or leader.fitness.mean >= best.fitness.mean):
+            best = leader
+        standing = Standing(min(spent, 1.0), best and Best(best.agent.index, best.fitness))
+        plan = strategy.plan(fitness, generation, seed, next_index, standing)
+        elite, agents = apply_plan(plan, agents, best and best.agent.clone)
+        outcome.elites.append(world.skill(elite, factor))
+        members = [Member.of(agent) for agent in agents]
+        planned = arm.mutations.plan(members, plan.elite, generation, seed, plan.mutants)
+        for agent, mutation in zip(agents, with_factors(plan, members, planned)):
+            agent.apply_mutation(mutation)
+        outcome.births += len(plan.births)
+        if len(agents) == 1 and math.isnan(outcome.alone_from):
             outcome.alone_from = spent
-        agents = {one.member: _trained(one, agents, kept) for one in evolution.ask()}
+        next_index += len(plan.births)
         generation += 1
     outcome.generations = generation
     if kept:
         chosen = _shipped(world, arm, kept, last, prompts[1], seed)
-        outcome.shipped, outcome.lr = world.skill(chosen.agent, chosen.factor), float(chosen.agent.values["lr"])
+        outcome.shipped, outcome.lr = (
+            world.skill(chosen.agent, chosen.factor),
+            float(chosen.agent.hyperparameters["lr"]),
+        )
     return outcome
 
 
-def _evolution(world: World, arm: Arm, prior: float, seed: int) -> Evolution:
+def _founders(world: World, arm: Arm, prior: float, seed: int) -> list[Agent]:
     genes = {"lr": Gene("lr", "float", min=HARD[0], max=HARD[1])}
     start = {"lr": Gene("lr", "float", min=prior / arm.down, max=prior * arm.up)}
     for name in world.genes:
         genes[name] = start[name] = Gene(name, "float", min=1 / 3, max=3.0)
-    return Evolution(
-        {"lr": prior, **dict.fromkeys(world.genes, 1.0)},
-        genes,
-        size=arm.size,
-        strategy=arm.strategy(arm.size),
-        mutations=arm.mutations,
-        schedule=arm.schedule,
-        founders=start,
-        init="same" if arm.same else "spread",
-        seed=seed,
-    )
+    values: dict[str, Value] = {"lr": prior, **dict.fromkeys(world.genes, 1.0)}
+    spread = initial_hyperparameters(start, values, arm.size, seed, "same" if arm.same else "spread")
+    return [Agent(index, each, genes) for index, each in enumerate(spread)]
 
 
 def _prompts(seed: int) -> np.ndarray:
@@ -280,14 +306,6 @@ def _shipped(world: World, arm: Arm, kept: list[Kept], last: Kept | None, prompt
     ]
     best = max(range(1, len(panel)), key=lambda place: panel[place].value)
     return kept[best - 1] if probability_better(panel[best], panel[0]) >= CANDIDATE else last
-
-
-def _trained(one: Assignment, agents: Mapping[int, Agent], kept: list[Kept]) -> Agent:
-    """Return the agent that an assignment is about, with its hyperparameters."""
-    source = kept[0].agent if one.from_best else agents[one.member if one.parent is None else one.parent]
-    agent = source.copy()
-    agent.values = dict(one.hyperparameters)
-    return agent
 
 
 def table(seeds: int, arms: list[str], worlds: list[str]) -> str:

@@ -77,7 +77,7 @@ CEILINGS = {
     "distributed": 720,
     "envs": 6_835,
     "functional": 1_625,
-    "hpo": 3_010,
+    "hpo": 2_805,
     "models": 3_815,
     "planning": 525,
     "report": 2_165,

@@ -25,7 +25,6 @@ from agilerl.envs import (
     GridNavigation,
     ReasoningGymTask,
 )
-from agilerl.hpo.evolution import Evolution
 from agilerl.hpo.fitness import Fitness
 from agilerl.llm_envs import (
     ReasoningGym,
@@ -184,19 +183,6 @@ def evolve(w: World, **changes: Any) -> Any:
         "seed": 0,
     }
     return w.population.evolve(**{**given, **changes})
-
-
-def search(w: World, **changes: Any) -> Evolution:
-    return Evolution(**{"values": {"lr": 1e-4}, "genes": {"lr": w.agent.genes["lr"]}, "size": 2, **changes})
-
-
-def standing(w: World, **changes: Any) -> None:
-    """Go on where a search stands, with one part of that replaced."""
-    search(w).load_state({**search(w).state(), **changes})
-
-
-def told(w: World, *exams: Any, spent: Any = 0.5) -> Any:
-    return search(w).tell(dict(enumerate(exams)), spent)
 
 
 def trained(w: World, **changes: Any) -> Any:

@@ -51,7 +51,6 @@ from agilerl.envs.tools import (
     tool_schema,
 )
 from agilerl.errors import AgileRLError, ConfigError, warn_once
-from agilerl.hpo.evolution import Evolution
 from agilerl.hpo.fitness import Fitness, evidence, pareto_front, probability_better, ranking, reliability
 from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
@@ -136,7 +135,6 @@ from tests.faults.mistaken import (
     manifest,
     mutations,
     people,
-    search,
 )
 from tutorials.tools.calculator import calculator
 
@@ -365,10 +363,6 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "run.report": lambda w: (w.finished.report, {"out": "report.html"}),
     "load": lambda w: (load, {"path": w.checkpoint, "runtime": w.runtime}),
     # The search for other trainers.
-    "Evolution": lambda w: (Evolution, {"values": {"lr": 1e-4}, "genes": {"lr": w.agent.genes["lr"]}}),
-    "search.tell": lambda w: (search(w).tell, {"exams": {0: [1.0], 1: [0.0]}, "spent": 0.5}),
-    "search.load_state": lambda w: (search(w).load_state, {"state": search(w).state()}),
-    "search.factor": lambda w: (search(w).factor, {"spent": 0.5}),
     "KnockoutSelection": lambda w: (KnockoutSelection, {"population_size": 4}),
     "PulseSelection": lambda w: (PulseSelection, {}),
     "make_strategy": lambda w: (make_strategy, {"name": "knockout", "population_size": 4, "settings": {}}),

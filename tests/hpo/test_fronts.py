@@ -1,6 +1,5 @@
 """Fitness of several objectives: fronts, crowding, evidence, what strategies make of them, and a front to be found."""
 
-import itertools
 import json
 import math
 from collections.abc import Sequence
@@ -13,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agilerl.errors import ConfigError
-from agilerl.hpo.evolution import Evolution
 from agilerl.hpo.fitness import (
     Fitness,
     crowding_distance,
@@ -25,8 +23,7 @@ from agilerl.hpo.fitness import (
 )
 from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
 from agilerl.hpo.multi_frequency import MultiFrequencySelection
-from agilerl.hpo.parameters import Gene
-from agilerl.hpo.selection import NoSelection, SuccessiveHalving, TruncationSelection
+from agilerl.hpo.selection import SuccessiveHalving, TruncationSelection
 from agilerl.hpo.tournament import TournamentSelection
 
 PROPERTIES = settings(max_examples=150, deadline=None, derandomize=True, database=None)
@@ -243,65 +240,3 @@ def test_a_gated_tournament_keeps_what_trades() -> None:
 def test_strategies_of_one_number_refuse_by_name(strategy: Any, name: str) -> None:
     with pytest.raises(ConfigError, match=f"strategy {name} compares"):
         strategy.plan(TRADING, 0, 1, 4)
-
-
-# -- a world in which a front is to be found --------------------------------------------------------------------------
-
-GENES = {
-    "appetite": Gene("appetite", "float", min=0.01, max=1, scale="linear"),
-    "waste": Gene("waste", "float", min=0.01, max=1, scale="linear"),
-}
-
-
-def world(values: Any) -> tuple[float, float]:
-    """Reward and cost: appetite trades one for the other, waste only costs. The front has no waste."""
-    appetite, waste = float(values["appetite"]), float(values["waste"])
-    return math.sqrt(appetite) - 0.3 * waste, appetite + waste
-
-
-def hypervolume(points: Sequence[tuple[float, float]]) -> float:
-    """The area that points dominate, from reward 0 and cost 2 on."""
-    area, reached = 0.0, 0.0
-    for reward, cost in sorted(points, key=lambda p: p[1]):
-        if reward > reached:
-            area += (reward - reached) * max(2.0 - cost, 0.0)
-            reached = reward
-    return area
-
-
-def search(strategy: str, objectives: int, seed: int) -> list[dict[str, Any]]:
-    evolution = Evolution({"appetite": 0.5, "waste": 0.5}, GENES, size=10, strategy=strategy, seed=seed)
-    for generation in range(25):
-        rng, told = np.random.default_rng((seed, generation)), {}
-        for one in evolution.ask():
-            reward, cost = world(one.hyperparameters)
-            noise = rng.normal(0, 0.05, (2, 24))
-            told[one.member] = measured(reward + noise[0], **({"cost": cost + noise[1]} if objectives == 2 else {}))
-        evolution.tell(told, generation / 25)
-    return [dict(one.hyperparameters) for one in evolution.ask()]
-
-
-def test_a_front_is_found_and_kept_where_one_number_finds_its_end() -> None:
-    volumes = {
-        key: np.mean([hypervolume([world(v) for v in search(*key, seed)]) for seed in range(6)])
-        for key in (("tournament", 2), ("tournament", 1), ("none", 2))
-    }
-    best = hypervolume([(math.sqrt(x), x) for x in np.linspace(0.01, 1, 200)])
-    # 89 % of the whole area with ten members; one objective 70 %, the founders alone 73 %.
-    assert volumes["tournament", 2] > 0.85 * best
-    assert volumes["tournament", 2] > max(volumes["tournament", 1], volumes["none", 2]) + 0.05 * best
-    members = list(itertools.chain.from_iterable(search("tournament", 2, seed) for seed in range(6)))
-    spread = np.array([[m["appetite"], m["waste"]] for m in members])
-    assert np.ptp(spread[:, 0]) > 0.7
-    assert np.median(spread[:, 1]) < 0.15
-
-
-def test_other_trainers_tell_vectors() -> None:
-    evolution = Evolution({"appetite": 0.5, "waste": 0.5}, GENES, size=4, strategy="none", seed=1)
-    told = evolution.tell(TRADING, 0.1)
-    assert (told.plan.elite, told.keep) == (1, 1)
-    again = Evolution({"appetite": 0.5, "waste": 0.5}, GENES, size=4, strategy=NoSelection(), seed=1)
-    again.load_state(json.loads(json.dumps(evolution.state())))
-    assert again.best == evolution.best
-    assert again.best is not None
-    assert again.best.fitness.costs.keys() == {"kl"}
