@@ -10,6 +10,8 @@ GONE: dict[str, str] = {
     "agilerl export --name": "it named an Optuna study, which is no longer written; agilerl lineage RUN --json has "
     "every agent with its values and exams",
     "environments=agilerl/Calculator-v0": "use tutorials/tools/calculator.py:calculated with --allow-code",
+    "environments=agilerl/GridNavigation-v0": "use agilerl/GuessTheNumber-v0, or with --allow-code "
+    "agilerl.utils.probe_envs_llm:GridNavigationEnv",
     "environments=agilerl/Mastermind-v0": "use gem:game:Mastermind-v0-easy or textarena:Mastermind-v0, or a class of "
     "your own (docs/environments.md)",
     "environments=agilerl/Python-v0": "make a tool of agilerl.rewards.run_python (docs/tools.md)",

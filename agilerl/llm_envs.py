@@ -2,9 +2,7 @@
 
 from agilerl.compat.gyms import DatasetEnv, PreferenceGym, ReasoningGym, SFTGym, UnpairedGym
 from agilerl.compat.tokenized import RolloutEnv, RolloutHarness, SyncMultiTurnVecEnv, TokenObservationWrapper
-from agilerl.envs.probes import ConditionalTarget, ConstantTarget, GridNavigation, MultiInputConditional
 from agilerl.envs.tools import FormatRewardWrapper, SearchTool
 
-__all__ = ["ConditionalTarget", "ConstantTarget", "DatasetEnv", "FormatRewardWrapper", "GridNavigation",
-           "MultiInputConditional", "PreferenceGym", "ReasoningGym", "RolloutEnv", "RolloutHarness", "SFTGym",
-           "SearchTool", "SyncMultiTurnVecEnv", "TokenObservationWrapper", "UnpairedGym"]  # fmt: skip
+__all__ = ["DatasetEnv", "FormatRewardWrapper", "PreferenceGym", "ReasoningGym", "RolloutEnv", "RolloutHarness",
+           "SFTGym", "SearchTool", "SyncMultiTurnVecEnv", "TokenObservationWrapper", "UnpairedGym"]  # fmt: skip

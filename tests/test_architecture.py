@@ -75,7 +75,7 @@ CEILINGS = {
     "config": 2_335,
     "data": 645,
     "distributed": 720,
-    "envs": 6_835,
+    "envs": 6_720,
     "functional": 1_625,
     "hpo": 2_805,
     "models": 3_815,

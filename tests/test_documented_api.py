@@ -126,7 +126,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "agilerl.hpo.multi_frequency": ("MultiFrequencySelection",),
     "agilerl.llm_envs": (
         "ReasoningGym", "PreferenceGym", "SFTGym", "TokenObservationWrapper", "SyncMultiTurnVecEnv", "SearchTool",
-        "FormatRewardWrapper", "ConstantTarget", "ConditionalTarget", "MultiInputConditional", "GridNavigation",
+        "FormatRewardWrapper",
     ),
     "agilerl.training.llm": (
         "finetune_llm_reasoning", "finetune_llm_preference", "finetune_llm_sft", "finetune_llm_multiturn",

@@ -14,12 +14,13 @@ from agilerl.algorithms import GRPO, PPO, REINFORCE
 from agilerl.data import collate
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.games import GuessTheNumber
-from agilerl.envs.probes import GridNavigation
 from agilerl.errors import ConfigError, EnvError
 from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.runtime import Runtime
+from agilerl.utils.probe_envs_llm import GridNavigationEnv
 from tests.envs.scripted import Echo
+from tests.probes import GridNavigation
 from tests.tiny_models import qwen2, random_model
 
 pytestmark = pytest.mark.model
@@ -272,13 +273,13 @@ def test_it_learns_to_walk(name: str) -> None:
         ({"exam_episodes": 0}, r"1 .* exam_episodes, found 0"),
         ({"step_timeout": 0}, "above 0, or None for step_timeout, found 0"),
         ({"enable_sliding_window": True, "strict_chat_template_boundary": False}, "use one of them"),
-        ({"env_config": {"size": 1}}, r"2 .* 9 for size, found 1"),
-        ({"env_config": {"sice": 1}}, "no argument 'sice'; did you mean 'size'"),
+        ({"env_config": {"grid_size": 1}}, r"2 .* 10 for grid_size, found 1"),
+        ({"env_config": {"grid_sice": 1}}, "no argument 'grid_sice'; did you mean 'grid_size'"),
     ],
 )
 def test_bad_settings_are_sentences(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        EpisodeTask(GridNavigation, **{"env_config": {}, **settings})
+        EpisodeTask(GridNavigationEnv, **{"env_config": {}, **settings})
 
 
 def test_a_game_is_played_to_its_end() -> None:

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from agilerl.algorithms import GRPO
-from agilerl.envs.probes import ConditionalTarget, ConstantTarget
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Mutations
@@ -14,6 +13,7 @@ from agilerl.hpo.tournament import TournamentSelection
 from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.runtime import Runtime
+from tests.probes import ConditionalTarget, ConstantTarget
 from tests.tiny_models import qwen2, random_model
 
 pytestmark = pytest.mark.model

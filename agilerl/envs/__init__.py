@@ -6,7 +6,6 @@ from agilerl.envs.answer_format import AnswerFormatTask
 from agilerl.envs.core import Row, Task, is_held_out, score_completions
 from agilerl.envs.datasets import CuratedTask, DatasetTask
 from agilerl.envs.games import GuessTheNumber
-from agilerl.envs.probes import ConditionalTarget, ConstantTarget, GridNavigation, MultiInputConditional
 from agilerl.envs.procedural import Curriculum, ReasoningGymTask
 from agilerl.envs.prompts import decode_completions, render_prompt
 from agilerl.envs.sources import mix, read_dataset
@@ -14,14 +13,10 @@ from agilerl.envs.text_env import TextEnv
 
 __all__ = [
     "AnswerFormatTask",
-    "ConditionalTarget",
-    "ConstantTarget",
     "CuratedTask",
     "Curriculum",
     "DatasetTask",
-    "GridNavigation",
     "GuessTheNumber",
-    "MultiInputConditional",
     "ReasoningGymTask",
     "Row",
     "Task",
@@ -36,7 +31,6 @@ __all__ = [
 
 ENVIRONMENTS = {
     "agilerl/GuessTheNumber-v0": "agilerl.envs.games:GuessTheNumber",
-    "agilerl/GridNavigation-v0": "agilerl.envs.probes:GridNavigation",
 }
 
 

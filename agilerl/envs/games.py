@@ -2,7 +2,6 @@
 
 import re
 import string
-from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import gymnasium
@@ -81,10 +80,6 @@ class GuessTheNumber(TextEnv):
     def turns_left(self) -> int:
         """Actions left before the game is over."""
         return self.max_turns - self._turn
-
-    def legal_actions(self) -> Sequence[str]:
-        """Return all numbers: those ruled out by hints may still be guessed, at the cost of a turn."""
-        return [str(number) for number in range(1, self.max_number + 1)]
 
     def best_action(self) -> str:
         """Return the middle of what is still possible."""

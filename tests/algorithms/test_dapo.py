@@ -11,7 +11,6 @@ from agilerl.algorithms import GRPO, REINFORCE, GRPOConfig
 from agilerl.algorithms.credit import shaped_rewards
 from agilerl.data import RolloutBatch
 from agilerl.envs.core import Row, Split
-from agilerl.envs.probes import ConstantTarget
 from agilerl.errors import ConfigError
 from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
@@ -19,6 +18,7 @@ from agilerl.rollouts.engine import Rollout
 from agilerl.runtime import Runtime
 from tests.algorithms.conftest import batch_of, equal, weights
 from tests.algorithms.test_grpo_golden import MASK, batch
+from tests.probes import ConstantTarget
 from tests.tiny_models import PAD, qwen2, random_model
 
 pytestmark = pytest.mark.model

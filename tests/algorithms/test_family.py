@@ -12,7 +12,6 @@ from agilerl.algorithms import ALGORITHMS, CISPO, DPPO, GRPO, GSPO, REINFORCE, R
 from agilerl.algorithms.update import learn_together
 from agilerl.config.run import RunConfig
 from agilerl.data import collate
-from agilerl.envs.probes import ConstantTarget
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Change, Mutation, Mutations
@@ -24,6 +23,7 @@ from agilerl.runtime import Runtime
 from agilerl.training.resolved import resolve
 from agilerl.training.setup import build
 from tests.algorithms.conftest import batch_of, equal, lora, sample, weights
+from tests.probes import ConstantTarget
 from tests.tiny_models import PAD, qwen2, random_model
 
 pytestmark = pytest.mark.model

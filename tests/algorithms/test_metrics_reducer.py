@@ -9,12 +9,12 @@ import torch
 from agilerl.algorithms import GRPO
 from agilerl.algorithms.update import learn_together
 from agilerl.data import MicroBatch, RolloutBatch, collate
-from agilerl.envs.probes import ConstantTarget
 from agilerl.functional import kl_estimate
 from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.runtime import Runtime
 from tests.algorithms.conftest import batch_of, make_agents, sample
+from tests.probes import ConstantTarget
 from tests.tiny_models import PAD, qwen2, random_model
 
 pytestmark = pytest.mark.model

@@ -7,7 +7,6 @@ import torch
 
 from agilerl.algorithms import PPO
 from agilerl.data import MicroBatch, Trajectory, collate
-from agilerl.envs.probes import ConditionalTarget, ConstantTarget, GridNavigation
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.parameters import HyperparameterConfig, RLParameter
@@ -16,6 +15,7 @@ from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.rollouts import GenerationRequest
 from agilerl.runtime import Runtime
+from tests.probes import ConditionalTarget, ConstantTarget, GridNavigation
 from tests.tiny_models import PAD, qwen2, random_model
 
 pytestmark = pytest.mark.model

@@ -7,10 +7,10 @@ import torch
 
 from agilerl.algorithms import CISPO, DPPO, GRPO, GSPO, REINFORCE, RLOO, LLMAlgorithm, MaxRL
 from agilerl.data import Trajectory
-from agilerl.envs.probes import ConditionalTarget, GridNavigation, MultiInputConditional
 from agilerl.rollouts import GenerationRequest
 from agilerl.runtime import Runtime
 from tests.algorithms.test_ppo_learning import decode, encode, learn_until
+from tests.probes import ConditionalTarget, GridNavigation, MultiInputConditional
 from tests.tiny_models import PAD, qwen2, random_model
 
 pytestmark = pytest.mark.model

@@ -10,7 +10,6 @@ import pytest
 from agilerl.algorithms import CISPO, GRPO, PPO, SFT
 from agilerl.data import Trajectory
 from agilerl.envs.graded import GradedTask, TaskGrader
-from agilerl.envs.probes import ConstantTarget
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.lineage import birth_record, mutation_record
@@ -21,6 +20,7 @@ from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.rewards import CombinedGrader
 from agilerl.runtime import Runtime
+from tests.probes import ConstantTarget
 from tests.tiny_models import qwen2, random_model
 
 EVEN = "reward_weights.even"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from gymnasium.spaces import Text
 
-from agilerl.envs import GridNavigation, GuessTheNumber, TextEnv, check
+from agilerl.envs import GuessTheNumber, TextEnv, check
 from agilerl.envs.check import check_env
 from agilerl.streams import stream
 from agilerl.utils.probe_envs_llm import ConstantTargetEnv, GridNavigationEnv
@@ -139,12 +139,12 @@ def test_nothing_is_wrong_with_a_sound_one():
     for ours in (
         partial(GuessTheNumber, 20, style="hint"),
         partial(GuessTheNumber, 100, style="verbose"),
-        GridNavigation,
+        GridNavigationEnv,
     ):
         assert [finding for finding in check_env(ours) if finding.level == "error"] == []
 
 
-@pytest.mark.parametrize("make", [GuessTheNumber, GridNavigation, ConstantTargetEnv, GridNavigationEnv])
+@pytest.mark.parametrize("make", [GuessTheNumber, ConstantTargetEnv, GridNavigationEnv])
 def test_episodes_of_two_instances_do_not_disturb_each_other(make):
     def episode(envs):
         """Play both at the same time, turn by turn, with the same action."""

@@ -5,10 +5,10 @@ import torch
 
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.examples import PreferenceTask
-from agilerl.envs.probes import ConditionalTarget, ConstantTarget
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.errors import EnvError
 from agilerl.llm_envs import PreferenceGym
+from tests.probes import ConditionalTarget, ConstantTarget
 
 ROWS = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i)} for i in range(6)]
 ASK = [{"role": "user", "content": "1"}]

@@ -6,10 +6,10 @@ import pytest
 import torch
 from datasets import Dataset
 
-from agilerl.envs.probes import ConditionalTarget
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.llm_envs import ReasoningGym
+from tests.probes import ConditionalTarget
 
 TRAIN = [{"question": f"{i}+1", "answer": str(i + 1)} for i in range(10)]
 TEST = [{"question": f"{i}+2", "answer": str(i + 2)} for i in range(5)]

@@ -9,11 +9,11 @@ from datasets import Dataset
 
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.examples import SFTTask, render_completion, render_conversation, trajectories
-from agilerl.envs.probes import ConditionalTarget
 from agilerl.envs.prompts import render_prompt
 from agilerl.errors import ConfigError, EnvError
 from agilerl.llm_envs import SFTGym
 from tests.envs.conftest import TEMPLATE, make_tokenizer
+from tests.probes import ConditionalTarget
 
 TRAIN = [{"prompt": f"{i}+1=", "target": str(i + 1)} for i in range(10)]
 TEST = [{"prompt": f"{i}+2=", "target": str(i + 2)} for i in range(5)]

@@ -7,12 +7,12 @@ import torch
 
 from agilerl.algorithms import GRPO, PPO
 from agilerl.compat.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
-from agilerl.envs.probes import GridNavigation
 from agilerl.errors import ConfigError, EnvError
 from agilerl.runtime import Runtime
 from tests.envs.conftest import make_tokenizer
 from tests.envs.scripted import Echo
 from tests.envs.test_conversation import CUTS_THINKING
+from tests.probes import GridNavigation
 
 
 def complete(tokenizer: Any, prompt: dict[str, Any], text: str, padding: int = 0) -> torch.Tensor:

@@ -20,9 +20,7 @@ from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.data import Trajectory, collate
 from agilerl.envs import (
-    ConstantTarget,
     DatasetTask,
-    GridNavigation,
     ReasoningGymTask,
 )
 from agilerl.hpo.fitness import Fitness
@@ -37,6 +35,7 @@ from agilerl.rewards import (
 )
 from agilerl.training.train_llm import finetune_llm_multiturn, finetune_llm_reasoning
 from tests.faults.small_populations import make_population
+from tests.probes import ConstantTarget, GridNavigation
 from tests.report.synthetic_run import make_run
 
 ROWS = [{"question": f"{n}+{n}?", "answer": str(2 * n)} for n in range(12)]

@@ -12,13 +12,13 @@ from agilerl.algorithms import DPO, GRPO, PPO, REINFORCE, RLOO, SFT
 from agilerl.config.manifest import load_manifest
 from agilerl.data import collate
 from agilerl.envs.examples import PreferenceTask, SFTTask
-from agilerl.envs.probes import ConstantTarget
 from agilerl.errors import MemoryExhaustedError
 from agilerl.population import Population
 from agilerl.runs import strict_json
 from agilerl.sizes import CPU_ROWS
 from agilerl.training.setup import build
 from tests.faults.small_populations import Seen, iterate, make_population, weights
+from tests.probes import ConstantTarget
 from tests.training.small_runs import SMALL, run_here
 
 pytestmark = pytest.mark.model

@@ -23,10 +23,8 @@ from agilerl.algorithms import (
 )
 from agilerl.config.manifest import load_manifest
 from agilerl.envs import (
-    ConstantTarget,
     CuratedTask,
     DatasetTask,
-    GridNavigation,
     GuessTheNumber,
     ReasoningGymTask,
     decode_completions,
@@ -80,6 +78,7 @@ from agilerl.training.trackers import CSVFile, check_trackers
 from agilerl.training.train_llm import finetune_llm_preference
 from agilerl.utils.algo_utils import VLLMConfig
 from agilerl.utils.llm_utils import compare_responses
+from agilerl.utils.probe_envs_llm import ConstantTargetEnv, GridNavigationEnv
 from agilerl.utils.utils import (
     aggregate_metrics_across_gpus,
     create_population,
@@ -109,6 +108,7 @@ from tests.faults.mistaken import (
     trained,
     trainer,
 )
+from tests.probes import ConstantTarget, GridNavigation
 
 pytestmark = pytest.mark.model
 
@@ -413,7 +413,7 @@ MISTAKES = [
     Mistake("task-exam-zero", lambda w: spelling(exam_prompts=0), ConfigError, ("exam_prompts", "0")),
     Mistake("task-reward", lambda w: spelling(reward="both"), ConfigError, ("reward", "'both'")),
     Mistake("task-curriculum", lambda w: spelling(curriculum=3), ConfigError, ("curriculum", "3")),
-    Mistake("probe-seed", lambda w: ConstantTarget(3, seed="x"), ConfigError, ("seed", "'x'")),
+    Mistake("probe-seed", lambda w: ConstantTargetEnv("3", seed="x"), ConfigError, ("seed", "'x'")),
     Mistake("row-split", lambda w: ConstantTarget().row("dev", 0), EnvError, ("'dev'",)),
     Mistake("row-index", lambda w: ConstantTarget().row("exam", 99), EnvError, ("99",)),
     Mistake("row-text", lambda w: ConstantTarget().row("exam", "0"), EnvError, ("'0'",)),
@@ -487,9 +487,9 @@ MISTAKES = [
     Mistake("vector-logps", lambda w: w.vector.step([ids(1, 9)] * 2, 5), ConfigError, ("sampling_logps", "5")),
     Mistake("bonus-text", lambda w: FormatRewardWrapper(GridNavigation(), "x"), ConfigError, ("format_bonus", "'x'")),
     Mistake("search-query", lambda w: SearchTool(search_url="http://x").search(None), ConfigError, ("query", "None")),
-    Mistake("grid-turns", lambda w: GridNavigation(4, "x"), ConfigError, ("max_turns", "'x'")),
-    Mistake("grid-seed", lambda w: GridNavigation().reset(seed="x"), ConfigError, ("seed", "'x'")),
-    Mistake("grid-step-early", lambda w: GridNavigation().step("1"), EnvError, ("reset",)),
+    Mistake("grid-turns", lambda w: GridNavigationEnv(4, "x"), ConfigError, ("max_turns", "'x'")),
+    Mistake("grid-seed", lambda w: GridNavigationEnv().reset(seed="x"), ConfigError, ("seed", "'x'")),
+    Mistake("grid-step-early", lambda w: GridNavigationEnv().step("1"), EnvError, ("reset",)),
     Mistake("tool-env-task", lambda w: ToolEnv(None, []), ConfigError, ("None",)),
     # -- graders -----------------------------------------------------------------------------------------------------
     Mistake("combined-one", lambda w: CombinedGrader(exact_match), ConfigError, ("exact_match",)),

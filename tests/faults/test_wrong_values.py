@@ -25,14 +25,10 @@ from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.envs import (
     AnswerFormatTask,
-    ConditionalTarget,
-    ConstantTarget,
     CuratedTask,
     Curriculum,
     DatasetTask,
-    GridNavigation,
     GuessTheNumber,
-    MultiInputConditional,
     ReasoningGymTask,
     decode_completions,
     is_held_out,
@@ -136,6 +132,7 @@ from tests.faults.mistaken import (
     mutations,
     people,
 )
+from tests.probes import ConstantTarget, GridNavigation
 from tutorials.tools.calculator import calculator
 
 pytestmark = pytest.mark.model
@@ -240,10 +237,6 @@ VALID: dict[str, Callable[[World], tuple[Callable[..., Any], Mapping[str, Any]]]
     "reliability": lambda w: (reliability, {"fitness": [Fitness(1.0), Fitness(0.0)]}),
     # agilerl.envs and agilerl.llm_envs
     "AnswerFormatTask": lambda w: (AnswerFormatTask, {"task": w.task, "answer_format": "tags"}),
-    "ConditionalTarget": lambda w: (ConditionalTarget, {}),
-    "ConstantTarget": lambda w: (ConstantTarget, {}),
-    "MultiInputConditional": lambda w: (MultiInputConditional, {}),
-    "GridNavigation": lambda w: (GridNavigation, {}),
     "GuessTheNumber": lambda w: (GuessTheNumber, {}),
     "Curriculum": lambda w: (Curriculum, {}),
     "CuratedTask": lambda w: (CuratedTask, {"dataset": ROWS, "exam_prompts": 2, "test_prompts": 2}),

@@ -9,13 +9,13 @@ from agilerl.algorithms import GRPO
 from agilerl.data import Trajectory
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.graded import GradedTask, TaskGrader
-from agilerl.envs.probes import ConstantTarget
 from agilerl.errors import ConfigError, RewardError
 from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.rewards import BaseGrader, CombinedGrader, Overlong
 from agilerl.rollouts.collect import grader_metrics
 from agilerl.runtime import Runtime
+from tests.probes import ConstantTarget
 from tests.tiny_models import qwen2, random_model
 
 

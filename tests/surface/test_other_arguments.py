@@ -33,7 +33,6 @@ from agilerl.algorithms import CosineLRScheduleConfig
 from agilerl.algorithms.config import lr_factor
 from agilerl.compat.loops import LoopOptions
 from agilerl.config.manifest import load_manifest
-from agilerl.envs.core import score_completions
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import AgileRLError
 from agilerl.hpo.fitness import Fitness
@@ -41,12 +40,8 @@ from agilerl.hpo.multi_frequency import MultiFrequencySelection
 from agilerl.hpo.mutation import Member, mutate_value
 from agilerl.hpo.selection import NoSelection
 from agilerl.llm_envs import (
-    ConditionalTarget,
-    ConstantTarget,
     DatasetEnv,
     FormatRewardWrapper,
-    GridNavigation,
-    MultiInputConditional,
     PreferenceGym,
     ReasoningGym,
     SearchTool,
@@ -69,6 +64,7 @@ from agilerl.utils.probe_envs_llm import (
 from tests.envs.conftest import make_tokenizer
 from tests.envs.scripted import Echo
 from tests.hpo.plain_agents import GENES, population
+from tests.probes import ConditionalTarget, MultiInputConditional
 from tests.surface.acting import Entry, NoOp, Proven, Refused, check, parameters, scratch, to
 from tests.training.small_runs import SMALL
 
@@ -273,9 +269,6 @@ def with_bonus(**given: Any) -> Any:
 def probe(cls: Any) -> Callable[..., Any]:
     def played(**given: Any) -> Any:
         env = cls(**given)
-        if hasattr(env, "row"):
-            rows = [env.row("train", k) for k in range(12)]
-            return [(row["question"], row["answer"]) for row in rows], score_completions(env, rows, ["1"] * 12)
         found: list[Any] = []
         for seed in (None, 1, 2, 3):
             found.append(env.reset(seed=seed))
@@ -628,10 +621,6 @@ ENTRIES: dict[str, tuple[Callable[..., Any], Scene, dict[str, Entry]]] = {
         },
     ),
     "FormatRewardWrapper": (FormatRewardWrapper, with_bonus, {"env": to(Wrong(length=7)), "format_bonus": to(0.5)}),
-    "ConstantTarget": (ConstantTarget, probe(ConstantTarget), {"target": to(1), "seed": to(7)}),
-    "ConditionalTarget": (ConditionalTarget, probe(ConditionalTarget), {"seed": to(7)}),
-    "MultiInputConditional": (MultiInputConditional, probe(MultiInputConditional), {"seed": to(7)}),
-    "GridNavigation": (GridNavigation, probe(GridNavigation), {"size": to(6), "max_turns": to(5)}),
     "ConstantTargetEnv": (
         ConstantTargetEnv,
         probe(ConstantTargetEnv),

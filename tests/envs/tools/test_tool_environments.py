@@ -7,11 +7,11 @@ import pytest
 
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.check import check_env
-from agilerl.envs.probes import GridNavigation
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.envs.tools import FormatRewardWrapper, ToolEnv
 from agilerl.errors import ConfigError
 from tests.envs.tools.family_tokenizers import encoded, hermes
+from tests.probes import GridNavigation
 from tutorials.tools.calculator import calculator
 from tutorials.tools.search import TOWNS, Search, search_env
 
