@@ -16,7 +16,7 @@ from agilerl.algorithms.objective import record_batch
 from agilerl.algorithms.sharing import Teaching
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together
-from agilerl.checks.arguments import Count, Hint, Seed, Share, Tokenizer, Whole, Within, checked
+from agilerl.checks.arguments import Count, Hint, NotNegative, Seed, Share, Tokenizer, Whole, checked
 from agilerl.config.search import SharingConfig
 from agilerl.data import Trajectory, collate
 from agilerl.envs.core import Place, Task
@@ -105,7 +105,7 @@ class Population(Exams):
         tokenizer: Tokenizer | None = None,
         prompts_per_step: Count = 8,
         eval_max_new_tokens: Count | None = None,
-        eval_temperature: Annotated[float, Within(0)] = 0.0,
+        eval_temperature: NotNegative = 0.0,
         eval_samples: Count = 1,
         max_error_rate: Share = 0.5,
         test_prompts: Count | None = None,

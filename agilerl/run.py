@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from rich import get_console
 
-from agilerl.checks.arguments import Count, Location, Name, Seed, Whole, Within, checked, described, nearest, shown
+from agilerl.checks.arguments import Count, Location, Name, NotNegative, Seed, Whole, checked, described, nearest, shown
 from agilerl.errors import CheckpointError, ConfigError, plain_warnings
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class Run:
         prompts: str | Sequence[Any],
         *,
         max_new_tokens: Count | None = None,
-        temperature: Annotated[float, Within(0)] = 0.0,
+        temperature: NotNegative = 0.0,
         seed: Whole = 0,
     ) -> str | list[str]:
         """Return the elite's answer to a text or conversation, or its answers to a list: ``LLMAlgorithm.generate``.

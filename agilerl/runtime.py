@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor
 
-from agilerl.checks.arguments import Count, Hint, Name, Seed, Tokenizer, Whole, Within, checked, described
+from agilerl.checks.arguments import Count, Hint, Name, NotNegative, Seed, Tokenizer, Whole, checked, described
 from agilerl.checks.validation import validated
 from agilerl.config.base_model import LOADING, SharedOptions, contradiction
 from agilerl.config.distributed import Sharding
@@ -555,7 +555,7 @@ class Runtime:
         prompts: str | Sequence[Any],
         *,
         max_new_tokens: Count | None = None,
-        temperature: Annotated[float, Within(0)] = 0.0,
+        temperature: NotNegative = 0.0,
         seed: Whole = 0,
     ) -> str | list[str]:
         """Return the base's answer to a text or conversation, without adapters; arguments as of ``agent.generate``."""

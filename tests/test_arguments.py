@@ -31,7 +31,6 @@ def take(
     [
         ("finite", [0.5, -1.0]),
         ("finite", [0.5, 2]),
-        ("finite", [np.float64(0.5)]),
         ("finite", []),
         ("measured", [0.5, NAN, INFINITY]),
         ("ids", [3, 10**30]),

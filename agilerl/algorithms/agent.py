@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 import torch
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from agilerl import hooks
@@ -44,7 +44,7 @@ from agilerl.algorithms.state import (
     restore,
 )
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
-from agilerl.checks.arguments import Count, Hint, Location, Name, Positive, Whole, Within, checked, described, nearest
+from agilerl.checks.arguments import Count, Hint, Location, Name, Positive, Whole, checked, described, nearest
 from agilerl.checks.validation import validated
 from agilerl.config.base_model import SharedOptions, split_options
 from agilerl.data import RolloutBatch
@@ -399,7 +399,7 @@ class LLMAlgorithm(Learner):
         prompts: str | Sequence[Any],
         *,
         max_new_tokens: Count | None = None,
-        temperature: Annotated[float, Within(0)] = 0.0,
+        temperature: Annotated[float, Field(ge=0)] = 0.0,
         seed: Whole = 0,
     ) -> str | list[str]:
         """Return the agent's answer to a text or conversation, or its answers to a list of them.

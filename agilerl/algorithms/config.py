@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 
 from agilerl.algorithms.base import AlgorithmConfig
-from agilerl.checks.arguments import Count, Within, check_fields
+from agilerl.checks.arguments import Count, check_fields
 from agilerl.checks.validation import Needs
 from agilerl.errors import warn_once
 from agilerl.functional import LOSS_NORM_ALIASES, AdvantageNorm, KLEstimator, LossNorm, PoolingLevel
@@ -390,7 +390,7 @@ class CosineLRScheduleConfig:
 
     num_epochs: Count
     """Calls of ``learn`` after which the factor reaches zero."""
-    warmup_proportion: Annotated[float, Within(least=0, below=1)] = 0.05
+    warmup_proportion: Annotated[float, Field(ge=0, lt=1)] = 0.05
     """Share of them spent warming up, in [0, 1)."""
 
     def __post_init__(self) -> None:

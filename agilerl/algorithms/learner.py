@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from agilerl import streams
 from agilerl.algorithms.base import Algorithm, while_open
 from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig, SurrogateConfig, lr_factor
-from agilerl.checks.arguments import Within, checked
+from agilerl.checks.arguments import Fraction, checked
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch
 from agilerl.errors import EngineError
 from agilerl.functional import MetricReducer, adaptive_kl_coefficient, kl_estimate, masked_sum
@@ -285,7 +285,7 @@ class Learner:
         return {"reference/energy": self.mix_reference(self.config.ref_sync_alpha)}  # type: ignore[attr-defined]
 
     @checked
-    def mix_reference(self, alpha: Annotated[float, Within(above=0, most=1)]) -> float:
+    def mix_reference(self, alpha: Fraction) -> float:
         """Make ``alpha policy + (1 - alpha) reference``, a mean of weights, the reference (arXiv 2404.09656).
 
         A delta of the mean may need the ranks of both; the new reference has the agent's rank and is the best

@@ -1,29 +1,32 @@
-"""Arguments of public functions and fields of public dataclasses, checked against their annotations.
+"""Arguments of public functions and fields of public dataclasses, checked by pydantic against their annotations.
 
 A public function or method is decorated with :func:`checked`, a public dataclass calls :func:`check_fields`: their
-annotations are then the rules, ranges included (``Count``, ``Share``, ``Within``). Internal functions are not checked.
+annotations are then the rules, ranges included (``Count``, ``Annotated[int, Field(ge=2)]``). Internal functions are not
+checked.
 """
 
 import collections.abc
 import difflib
 import inspect
-import math
-import numbers
 import os
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import cache, wraps
-from pathlib import Path
+from functools import cache, reduce, wraps
+from operator import or_
 from typing import Annotated, Any, ParamSpec, TypeVar
+
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic_core import PydanticCustomError, core_schema
 
 from agilerl.checks.redaction import without_keys
 from agilerl.errors import AgileRLError, ConfigError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Check = Callable[[Any], Any]
 _LONGEST = 100
 _MOST_NAMES, _MOST_NEAR = 12, 2
 _LONGEST_REASON = 300
@@ -75,33 +78,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Within:
-    """Bounds of a number, as part of its annotation: ``Annotated[int, Within(least=1)]``."""
-
-    least: float | None = None
-    above: float | None = None
-    most: float | None = None
-    below: float | None = None
-
-    def holds(self, value: Any) -> bool:
-        """Return whether a number lies within the bounds."""
-        return (
-            (self.least is None or value >= self.least)
-            and (self.above is None or value > self.above)
-            and (self.most is None or value <= self.most)
-            and (self.below is None or value < self.below)
-        )
-
-    def words(self) -> str:
-        """Return the bounds in words that can follow "a number"."""
-        low = "" if self.least is None else f" of {self.least:g} or more"
-        low += "" if self.above is None else f" above {self.above:g}"
-        high = "" if self.most is None else f"at most {self.most:g}"
-        high += "" if self.below is None else f"below {self.below:g}"
-        return f"{low}{' and ' if low and high else ' of ' if high else ''}{high}"
-
-
-@dataclass(frozen=True)
 class Having:
     """Attributes that an object of another library must have, as part of its annotation."""
 
@@ -112,6 +88,14 @@ class Having:
     hint: str = ""
     """What to do."""
 
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._checked)
+
+    def _checked(self, value: Any) -> Any:
+        if isinstance(value, type) or not all(hasattr(value, name) for name in self.attributes):
+            raise PydanticCustomError("having", "{what}", {"what": self.what})
+        return value
+
 
 @dataclass(frozen=True)
 class Hint:
@@ -120,19 +104,35 @@ class Hint:
     text: str
 
 
-_NOT_EMPTY = "not empty, without a zero byte, which system calls do not accept"
-_ALSO_NOT_FINITE = "NaN and infinity too"
+@dataclass(frozen=True)
+class _Instance:
+    """An object of a class, which pydantic shall neither copy nor build of a mapping."""
 
-Number = Annotated[float, _ALSO_NOT_FINITE]
+    kind: type
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
+        return core_schema.is_instance_schema(self.kind)
+
+
+def _not_empty(value: Any) -> Any:
+    text = os.fspath(value)
+    # System calls do not accept a zero byte.
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise PydanticCustomError("empty", "text that is not empty")
+    return value
+
+
+Number = Annotated[float, Field(allow_inf_nan=True)]
 """A measured number, which may be NaN."""
-Whole = Annotated[int, Within(least=0)]
-Count = Annotated[int, Within(least=1)]
-Seed = Annotated[int, Within(least=0, most=2**63 - 1)]
-Share = Annotated[float, Within(least=0, most=1)]
-Positive = Annotated[float, Within(above=0)]
-NotNegative = Annotated[float, Within(least=0)]
-Name = Annotated[str, _NOT_EMPTY]
-Location = Annotated[str | os.PathLike[str], _NOT_EMPTY]
+Whole = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+Positive = Annotated[float, Field(gt=0)]
+NotNegative = Annotated[float, Field(ge=0)]
+Name = Annotated[str, AfterValidator(_not_empty)]
+Location = Annotated[str | os.PathLike[str], AfterValidator(_not_empty)]
 """A path in the file system."""
 Tokenizer = Annotated[
     Any,
@@ -142,23 +142,6 @@ Tokenizer = Annotated[
         "pass AutoTokenizer.from_pretrained(...), or runtime.tokenizer",
     ),
 ]
-
-
-class _Misfit(Exception):  # noqa: N818  (never leaves this file)
-    """A value does not match an annotation: what was expected, what was found and where in it, what to do."""
-
-    def __init__(self, expected: str, found: Any, hint: str = "", place: str = "") -> None:
-        super().__init__(expected)
-        self.expected, self.found, self.hint, self.place = expected, found, hint, place
-
-    def refusal(self, owner: str, name: str) -> ConfigError:
-        hint = f"; {self.hint}" if self.hint else ""
-        found = described(self.found)
-        return ConfigError(f"{owner}: expected {self.expected} for {name}{self.place}, found {found}{hint}")
-
-    def inside(self, place: Any) -> "_Misfit":
-        """Return the misfit of what has this value at a place."""
-        return _Misfit(self.expected, self.found, self.hint, f"[{place}]{self.place}")
 
 
 def described(value: Any) -> str:
@@ -171,39 +154,33 @@ def described(value: Any) -> str:
     return f"{shown(value)} of type {type(value).__name__}"
 
 
-_SIMPLE = (str, int, bool)
-
-
 def checked(function: Callable[P, R]) -> Callable[P, R]:
     """Check every argument of a public function or method against its annotation before the call.
 
-    Numbers of numpy become Python's. True and False are not numbers, a float is not a whole number, and NaN and
-    infinity are not accepted. Raises ConfigError with what was expected, what was found and, if that helps, what to do.
-    Missing or unknown arguments raise Python's TypeError, as everywhere, with the nearest name of an unknown one.
+    An argument is handed on as it is, but for numbers and arrays of numpy, which become Python's, and for lists that
+    are to be tuples. True and False are not numbers, a float is not a whole number, and NaN and infinity are not
+    accepted. Raises ConfigError with what was expected, what was found and, if that helps, what to do. Missing or
+    unknown arguments raise Python's TypeError, as everywhere, with the nearest name of an unknown one.
     """
     code = function.__code__
     known = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     takes_all = bool(code.co_flags & inspect.CO_VARKEYWORDS)
     hints: dict[str, Any] = {}
-    exact: list[Any] = []
-    """The types of positional arguments that are right as they are, of most calls: some come by the row."""
+    checks: dict[str, Check] = {}
 
     def argument(args: tuple[Any, ...], name: str, value: Any) -> Any:
+        if name not in checks:
+            checks[name] = _check_of(hints.get(name, Any))
         try:
-            return _taken(hints[name], value) if name in hints else value
-        except _Misfit as misfit:
-            raise misfit.refusal(_called(function, args), name) from None
+            return _taken(checks[name], value)
+        except ValidationError as error:
+            raise _refusal(error, hints[name], value, _called(function, args), name) from None
 
     @wraps(function)
     def door(*args: P.args, **kwargs: P.kwargs) -> R:
         # Read at the first call, because annotations may name things that are defined further down.
         if len(hints) < len(door.__annotations__):
             hints.update(_hints(door))
-            wanted = (hints.get(name, Any) for name in known)
-            # No value is of type _Misfit: such an argument always takes the slow way.
-            exact.extend(hint if hint is Any or hint in _SIMPLE else _Misfit for hint in wanted)
-        if not kwargs and all(kind is Any or type(value) is kind for value, kind in zip(args, exact)):
-            return function(*args)  # type: ignore[call-arg]
         for name in () if takes_all else kwargs.keys() - known:
             of = _called(function, args)
             raise TypeError(f"{of} has no argument {name!r}; {nearest(name, [n for n in known if n != 'self'])}")
@@ -244,9 +221,9 @@ def taken(annotation: Any, value: Any, owner: str, name: str) -> Any:
     ``owner`` (what was called) and ``name`` (of the argument) begin the ConfigError for a value that does not fit.
     """
     try:
-        return _taken(annotation, value)
-    except _Misfit as misfit:
-        raise misfit.refusal(owner, name) from None
+        return _taken(_check_of(annotation), value)
+    except ValidationError as error:
+        raise _refusal(error, annotation, value, owner, name) from None
 
 
 def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
@@ -261,7 +238,7 @@ def _called(function: Callable[..., Any], args: tuple[Any, ...]) -> str:
 
 
 def _bare(annotation: Any) -> Any:
-    """Return an annotation without its rules: ``int`` of ``Annotated[int, Within(least=1)]``."""
+    """Return an annotation without its rules: ``int`` of ``Count``."""
     if annotation is None or isinstance(annotation, type | str):
         return annotation
     with suppress(NameError):  # a name that is defined further down
@@ -283,167 +260,54 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
     return hints
 
 
-def _taken(wanted: Any, value: Any) -> Any:
-    if wanted is Any or (type(value) is wanted and wanted in _SIMPLE):
-        return value
-    origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
-    if isinstance(wanted, TypeVar):
-        return value if wanted.__bound__ is None else _taken(wanted.__bound__, value)
+def _no_text(value: Any) -> Any:
+    if isinstance(value, str | bytes):
+        raise PydanticCustomError("list_type", "a list")
+    return value
+
+
+_RULES = ConfigDict(strict=True, allow_inf_nan=False)
+_CONTAINERS: dict[Any, tuple[Any, ...]] = {
+    list: (Sequence, BeforeValidator(_no_text)),
+    Sequence: (Sequence, BeforeValidator(_no_text)),
+    tuple: (tuple, Strict(False)),
+    collections.abc.Collection: (set, Strict(False)),
+    dict: (Mapping,),
+    Mapping: (Mapping,),
+}
+"""What is taken for a container, by its annotation."""
+_AS_THEY_ARE = (Any, int, float, bool, str, type(None), object, collections.abc.Callable, Iterable)
+
+
+@cache
+def _check_of(hint: Any) -> Check:
+    return TypeAdapter(_rule(hint), config=_RULES).validator.validate_python
+
+
+def _rule(hint: Any) -> Any:
+    """Return an annotation as pydantic shall read it: containers of any kind, objects as they are."""
+    origin, parts = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        return _marked(parts[0], parts[1:], value)
+        return Annotated[(_rule(parts[0]), *parts[1:])]
+    if isinstance(hint, TypeVar):
+        return _rule(hint.__bound__ or Any)
     if origin in (typing.Union, types.UnionType):
-        return _any_of(parts, value)
-    if origin is typing.Literal:
-        # By type too, because True == 1 == 1.0.
-        if not any(value is part or (type(value) is type(part) and value == part) for part in parts):
-            near = nearest(value, [str(part) for part in parts]) if isinstance(value, str) and len(parts) > 3 else ""
-            raise _Misfit("one of " + ", ".join(map(repr, parts)), value, near)
-        return value
-    plain = origin or wanted
-    if plain in _PLAIN:
-        return _PLAIN[plain](value)
-    if plain is collections.abc.Callable:
-        if not callable(value):
-            raise _Misfit("a function (or another callable)", value)
-        return value
-    if not isinstance(plain, type) or plain is object:
-        return value
-    if plain in (dict, Mapping, collections.abc.MutableMapping):
-        return _mapping(parts, value)
-    if plain in (list, tuple, collections.abc.Sequence, collections.abc.Collection, collections.abc.Iterable):
-        return _sequence(plain, parts, value)
-    return _instance(plain, value)
-
-
-def _marked(wanted: Any, marks: tuple[Any, ...], value: Any) -> Any:
-    within = next((mark for mark in marks if isinstance(mark, Within)), None)
-    hint = next((mark.text for mark in marks if isinstance(mark, Hint)), "")
-    try:
-        is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-        if not (is_number and _ALSO_NOT_FINITE in marks):
-            value = _taken(wanted, value)
-        for mark in marks:
-            _check_mark(wanted, mark, value)
-    except _Misfit as misfit:
-        bounds = within.words() if within is not None and not misfit.place and misfit.found is value else ""
-        expected = misfit.expected if misfit.expected.endswith(bounds) else misfit.expected + bounds
-        raise _Misfit(expected, misfit.found, hint or misfit.hint, misfit.place) from None
-    return value
-
-
-def _check_mark(wanted: Any, mark: Any, value: Any) -> None:
-    if isinstance(mark, Within) and not mark.holds(value):
-        raise _Misfit(_WORDS.get(wanted, "a number"), value)
-    if isinstance(mark, Having):
-        is_class = isinstance(value, type)
-        if is_class or not all(hasattr(value, name) for name in mark.attributes):
-            raise _Misfit(mark.what, value, mark.hint)
-    if mark == _NOT_EMPTY:
-        text = os.fspath(value)
-        if not isinstance(text, str) or not text.strip() or "\0" in text:
-            raise _Misfit("text that is not empty", value)
-
-
-def _any_of(parts: tuple[Any, ...], value: Any) -> Any:
-    optional = type(None) in parts
-    if value is None and optional:
-        return None
-    misfits: list[_Misfit] = []
-    for part in (part for part in parts if part is not type(None)):
-        try:
-            return _taken(part, value)
-        except _Misfit as misfit:
-            misfits.append(misfit)
-    # What is wrong with an item says more than that the whole matches none of the types.
-    inside = next((misfit for misfit in misfits if misfit.place), None)
-    if inside is not None:
-        raise inside
-    words = list(dict.fromkeys(misfit.expected for misfit in misfits)) + (["None"] if optional else [])
-    raise _Misfit(", or ".join(words), value, next((misfit.hint for misfit in misfits if misfit.hint), ""))
-
-
-def _sequence(wanted: Any, parts: tuple[Any, ...], value: Any) -> Any:
-    any_order = wanted in (collections.abc.Collection, collections.abc.Iterable)
-    needed = ("__iter__",) if any_order else ("__iter__", "__len__", "__getitem__")
-    if isinstance(value, str | bytes | Mapping) or not all(hasattr(value, name) for name in needed):
-        raise _Misfit(f"a list{_of(parts)}", value)
-    if not parts or wanted is collections.abc.Iterable:
-        return value
-    fixed = wanted is tuple and parts[-1] is not Ellipsis
-    if parts[0] is Any and not fixed and isinstance(value, collections.abc.Sequence):
-        return value
-    try:
-        given = list(value)
-    except TypeError:  # a tensor or array without dimensions
-        raise _Misfit(f"a list{_of(parts)}", value) from None
-    if fixed and len(given) != len(parts):
-        raise _Misfit(f"{len(parts)} values", value)
-    # Scores and tokens come in long lists of one plain type, which are tested as a whole.
-    items = given if not fixed and _all_plain(parts[0], given) else _each(parts if fixed else parts[:1], given)
-    if wanted is tuple:
-        return tuple(items)
-    # A list that fits stays the same object; a tensor or an array becomes a list of its rows.
-    same = isinstance(value, collections.abc.Sequence) and all(a is b for a, b in zip(given, items))
-    return value if same else items
-
-
-def _each(parts: tuple[Any, ...], given: list[Any]) -> list[Any]:
-    """Return items as the annotation of each asks, or as a single one asks of all."""
-    items = []
-    for index, item in enumerate(given):
-        try:
-            items.append(_taken(parts[index if len(parts) > 1 else 0], item))
-        except _Misfit as misfit:
-            raise misfit.inside(index) from None
-    return items
-
-
-def _all_plain(wanted: Any, items: list[Any]) -> bool:
-    """Return True if all items match an annotation as they are; False only means that it takes a closer look."""
-    if wanted not in (int, str, float, Number):
-        return False
-    kinds = set(map(type, items))
-    if wanted in (int, str):
-        return kinds <= {wanted}
-    # numpy's float64 is a subclass of float, and stays as it is.
-    return all(issubclass(kind, float) for kind in kinds) and (wanted == Number or all(map(math.isfinite, items)))
-
-
-def _mapping(parts: tuple[Any, ...], value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        raise _Misfit("a mapping", value)
-    if not parts or parts[1] is Any:  # rows and settings, whose keys are checked when they are read
-        return value
-    items = {}
-    for key, item in value.items():
-        try:
-            items[_taken(parts[0], key)] = _taken(parts[1], item)
-        except _Misfit as misfit:
-            raise misfit.inside(shown(key)) from None
-    same = all(before is after for before, after in zip(value.values(), items.values()))
-    return value if same else items
-
-
-def _of(parts: tuple[Any, ...]) -> str:
-    """Return in words what a list contains, if its annotation says so."""
-    words: dict[Any, str] = {int: " of whole numbers", float: " of numbers", str: " of texts"}
-    first = parts[0] if parts else None
-    named = isinstance(first, type) and first is not object and typing.get_origin(first) is None
-    return words.get(first, f" of {first.__name__}" if named and isinstance(first, type) else "")
-
-
-def _instance(wanted: type, value: Any) -> Any:
+        return reduce(or_, map(_rule, parts))
+    kind: Any = origin or hint
+    if kind in _CONTAINERS:
+        container, *rules = _CONTAINERS[kind]
+        inner = tuple(part if part is ... else _rule(part) for part in parts)
+        return Annotated[(container[inner] if inner else container, *rules, "")]
+    if not isinstance(kind, type) or kind in _AS_THEY_ARE:
+        return hint
     # isinstance() would need a runtime_checkable protocol, and could not say which member is missing.
-    if getattr(wanted, "_is_protocol", False):
-        missing = [name for name in _members(wanted) if not hasattr(value, name)]
-        if missing or isinstance(value, type):
-            raise _Misfit(f"a {wanted.__name__}, which has {', '.join(_members(wanted))}", value)
-    elif not isinstance(value, wanted):
-        raise _Misfit(f"a {wanted.__name__}", value)
-    return value
+    if getattr(kind, "_is_protocol", False):
+        members = _members(kind)
+        return Annotated[Any, Having(f"a {kind.__name__}, which has {', '.join(members)}", members)]
+    return Annotated[Any, _Instance(kind)]
 
 
-def _members(protocol: type) -> list[str]:
+def _members(protocol: type) -> tuple[str, ...]:
     """Return the names that a protocol requires."""
     names = [
         name
@@ -451,47 +315,101 @@ def _members(protocol: type) -> list[str]:
         if getattr(base, "_is_protocol", False) and base is not typing.Protocol
         for name in [*vars(base), *vars(base).get("__annotations__", {})]
     ]
-    return [name for name in dict.fromkeys(names) if not name.startswith("_")]
+    return tuple(name for name in dict.fromkeys(names) if not name.startswith("_"))
 
 
-def _whole(value: Any) -> Any:
-    if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-        return int(value)  # converts numpy's integers; an int stays the same object
-    raise _Misfit(_WORDS[int], value)
+def _taken(check: Check, value: Any) -> Any:
+    try:
+        new = check(value)
+    except ValidationError:
+        if isinstance(value, list | tuple) or (listed := _listed(value)) is value:
+            raise
+        return _taken(check, listed)
+    # Objects, and the lists that hold them, stay the same ones.
+    return new if isinstance(new, tuple) or _of_numpy(value) else value
 
 
-def _number(value: Any) -> Any:
-    with suppress(OverflowError):  # an integer beyond the range of floats
-        if isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value):
-            return value if isinstance(value, int | float) else float(value)
-    raise _Misfit(_WORDS[float], value)
+def _listed(value: Any) -> Any:
+    """Return what can be indexed as a list, as one: an array, a tensor, a dataset; numbers of numpy as Python's."""
+    if _of_numpy(value):
+        return value.tolist()
+    is_list = hasattr(value, "__len__") and hasattr(value, "__getitem__")
+    if is_list and not isinstance(value, str | bytes | Mapping | type):
+        with suppress(TypeError):  # a tensor without dimensions
+            return list(value)
+    return value
 
 
-def _flag(value: Any) -> Any:
-    if isinstance(value, bool):
-        return value
-    # By name, because numpy need not be imported for this.
-    if type(value).__name__ == "bool" and type(value).__module__ == "numpy":
-        return bool(value)
-    raise _Misfit(_WORDS[bool], value)
+def _of_numpy(value: Any) -> bool:
+    items = value if isinstance(value, list) else [value]
+    return any(kind.__module__ == "numpy" and hasattr(kind, "tolist") for kind in set(map(type, items)))
 
 
-def _of_kind(kind: type, words: str, hint: str = "") -> Callable[[Any], Any]:
-    def check(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise _Misfit(words, value, hint)
-        return value
-
-    return check
-
-
-_WORDS: dict[Any, str] = {int: "a whole number", float: "a finite number", bool: "True or False", str: "text"}
-_PLAIN: dict[Any, Callable[[Any], Any]] = {
-    int: _whole,
-    float: _number,
-    bool: _flag,
-    str: _of_kind(str, _WORDS[str]),
-    type(None): _of_kind(type(None), "None"),
-    os.PathLike: _of_kind(os.PathLike, "a path", "pass a string or a pathlib.Path"),
-    Path: _of_kind(os.PathLike, "a path", "pass a string or a pathlib.Path"),
+_WORDS = {
+    "int_type": "a whole number",
+    "float_type": "a finite number",
+    "finite_number": "a finite number",
+    "bool_type": "True or False",
+    "string_type": "text",
+    "none_required": "None",
+    "callable_type": "a function (or another callable)",
+    "tuple_type": "a list",
+    "list_type": "a list",
+    "set_type": "a list",
+    "missing": "more values",
+    "too_long": "{max_length} values",
+    "dict_type": "a mapping",
+    "mapping_type": "a mapping",
+    "greater_than_equal": "a number of {ge:g} or more",
+    "greater_than": "a number above {gt:g}",
+    "less_than_equal": "a number of at most {le:g}",
+    "less_than": "a number below {lt:g}",
+    "literal_error": "one of {expected}",
+    "is_instance_of": "a {class}",
 }
+"""What was expected, by the type of pydantic's error."""
+_KINDS = {"Sequence": "a list", "Mapping": "a mapping", "PathLike": "a path"}
+
+
+def _refusal(error: ValidationError, hint: Any, value: Any, owner: str, name: str) -> ConfigError:
+    """Return an error of pydantic as one sentence."""
+    misfits = [(_at(value, item["loc"]), item) for item in error.errors()]
+    # What is wrong with an item says more than that the whole matches none of the types.
+    depth = max(len(place) for place, _ in misfits)
+    misfits = [misfit for misfit in misfits if len(misfit[0]) == depth]
+    place, first = misfits[0]
+    words = list(dict.fromkeys(_expected(item) for where, item in misfits if where == place))
+    if not depth and type(None) in typing.get_args(hint):
+        words.append("None")
+    where = "".join(f"[{shown(part)}]" for part in place)
+    return ConfigError(
+        f"{owner}: expected {', or '.join(words)} for {name}{where}, found {described(first['input'])}"
+        + "".join(f"; {text}" for text in [*_to_do(hint)][:1])
+    )
+
+
+def _at(value: Any, location: Iterable[str | int]) -> list[Any]:
+    """Return where in a value an error is: pydantic names the members of a union in between."""
+    place = []
+    for part in location:
+        with suppress(TypeError, LookupError):
+            value = value[part]
+            place.append(part)
+    return place
+
+
+def _expected(item: Any) -> str:
+    """Return what one error of pydantic expected."""
+    words = _WORDS.get(item["type"])
+    if words is None:
+        return str(item["msg"]).removeprefix("Input should be ")
+    return _KINDS.get(item.get("ctx", {}).get("class", ""), words.format(**item.get("ctx", {})))
+
+
+def _to_do(hint: Any) -> Iterable[str]:
+    """Return what an annotation says to do about a value that does not fit."""
+    marks = getattr(hint, "__metadata__", ())
+    yield from (mark.text for mark in marks if isinstance(mark, Hint))
+    yield from (mark.hint for mark in marks if isinstance(mark, Having) and mark.hint)
+    for part in typing.get_args(hint):
+        yield from _to_do(part)

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 import gymnasium
 from gymnasium.spaces import Text
+from pydantic import Field
 
-from agilerl.checks.arguments import Whole, Within, checked
+from agilerl.checks.arguments import Whole, checked
 from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
 from agilerl.streams import stream
 
@@ -33,8 +34,8 @@ class GuessTheNumber(TextEnv):
     @checked
     def __init__(
         self,
-        max_number: Annotated[int, Within(least=2, most=10**6)] = 9,
-        max_turns: Annotated[int, Within(least=1, most=10_000)] | None = None,
+        max_number: Annotated[int, Field(ge=2, le=10**6)] = 9,
+        max_turns: Annotated[int, Field(ge=1, le=10_000)] | None = None,
         style: Style = "range",
     ) -> None:
         self.max_number, self.style, self.verbose = max_number, style, style == "verbose"

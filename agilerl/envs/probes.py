@@ -8,14 +8,15 @@ from typing import Annotated
 
 import numpy as np
 from gymnasium.spaces import Text
+from pydantic import Field
 
-from agilerl.checks.arguments import Count, Hint, Name, Seed, Whole, Within, checked
+from agilerl.checks.arguments import Count, Hint, Name, Seed, Whole, checked
 from agilerl.envs.adapters.base import AnyText
 from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
 from agilerl.errors import ConfigError
 from agilerl.streams import stream
 
-Digit = Annotated[int, Within(least=0, most=9)]
+Digit = Annotated[int, Field(ge=0, le=9)]
 
 
 class _DigitEnv(TextEnv):
@@ -94,7 +95,7 @@ class GridNavigationEnv(TextEnv):
     @checked
     def __init__(
         self,
-        grid_size: Annotated[int, Within(least=2, most=10)] = 4,
+        grid_size: Annotated[int, Field(ge=2, le=10)] = 4,
         max_turns: Count = 5,
         step_cost: float = -0.1,
         seed: Seed = 42,

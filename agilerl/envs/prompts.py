@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -118,7 +118,7 @@ def completion_length(ids: Sequence[int], *, ends: Collection[int], pad: int | N
 
 
 @checked
-def decode_completions(tokenizer: Tokenizer, completions: Iterable[Sequence[int]]) -> list[str]:
+def decode_completions(tokenizer: Tokenizer, completions: Sequence[Sequence[int]]) -> list[str]:
     """Return the text of generated ids, each up to its first end token or its padding, without special tokens.
 
     Every grader and environment reads completions as this function decodes them. A pad token sampled within a
@@ -127,8 +127,6 @@ def decode_completions(tokenizer: Tokenizer, completions: Iterable[Sequence[int]
     ends = end_token_ids(tokenizer)
     texts = []
     for ids in completions:
-        if isinstance(ids, str) or not hasattr(ids, "__len__"):
-            raise ConfigError(f"decode_completions: expected a list of token ids each, found {described(ids)}")
         length = completion_length(ids, ends=ends, pad=tokenizer.pad_token_id)
         # An end token need not be a special one, and would then show in the text.
         kept = list(ids[: length - 1] if length and ids[length - 1] in ends else ids[:length])

@@ -3,16 +3,11 @@
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Annotated
 
-from agilerl.checks.arguments import Count, Positive, Share, Within, checked
+from agilerl.checks.arguments import Count, Fraction, Positive, Share, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, evidence, probability_better
-from agilerl.hpo.selection import RESTART, Birth, Contest, Plan, SelectionStrategy, Standing, Strategy
-
-Sureness = Annotated[float, Within(least=0.5, most=1)]
-"""A probability that one agent is better than another, from a coin's on."""
-
+from agilerl.hpo.selection import RESTART, Birth, Contest, Plan, SelectionStrategy, Standing, Strategy, Sureness
 
 TRUST = 0.99
 """Least ``confidence`` against a founder whose rate is known to be usual: one that is too high often leads the first
@@ -61,7 +56,7 @@ class PulseSelection(Strategy):
         until: Share = 0.45,
         *,
         guard: Sureness = 0.99,
-        guard_factor: Annotated[float, Within(above=0, most=1)] = 0.4,
+        guard_factor: Fraction = 0.4,
     ) -> None:
         # Such a challenger would train just as its parent does.
         if 1 in factors:

@@ -10,14 +10,14 @@ from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
-from agilerl.checks.arguments import Hint, Positive, Share, Within, check_fields, nearest, taken
+from agilerl.checks.arguments import Fraction, Hint, Positive, Share, check_fields, nearest, taken
 from agilerl.errors import ConfigError
 
 Value = float | int | str | bool
 Scale = Literal["log", "linear", "choice"]
 Way = Literal["up", "down"]
-Step = Annotated[float, Within(above=0, most=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Evolve:
     max: float | None = None
     scale: Scale = "log"
     choices: tuple[Value, ...] | None = None
-    step: Step = 0.1
+    step: Fraction = 0.1
     resample: Share = 0.1
     unless_named: bool = True
 
@@ -71,7 +71,7 @@ class Gene:
     max: float = 1.0
     scale: Scale = "log"
     choices: tuple[Value, ...] = ()
-    step: Step = 0.1
+    step: Fraction = 0.1
     resample: Share = 0.1
     factors: tuple[Positive, Positive] | None = None
     """(shrink, grow): the documented multiplicative kernel of RLParameter; None: the heavy-tailed one."""
@@ -159,8 +159,8 @@ class RLParameter:
 
     min: float
     max: float
-    shrink_factor: Annotated[float, Within(above=0, below=1)] = 0.8
-    grow_factor: Annotated[float, Within(above=1)] = 1.2
+    shrink_factor: Annotated[float, Field(gt=0, lt=1)] = 0.8
+    grow_factor: Annotated[float, Field(gt=1)] = 1.2
     dtype: Any = float
     monotone: Way | None = None
 

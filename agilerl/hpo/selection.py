@@ -7,12 +7,17 @@ from statistics import fmean
 from types import MappingProxyType
 from typing import Annotated, Any, Protocol, TypeVar
 
-from agilerl.checks.arguments import Count, Seed, Whole, Within, checked
+from pydantic import Field
+
+from agilerl.checks.arguments import Count, Seed, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, evidence, ranking
 from agilerl.hpo.mutation import Evolvable, Member, Mutation, inherited, rescaled
 from agilerl.streams import stream
 
+Sureness = Annotated[float, Field(ge=0.5, le=1)]
+"""A probability that one agent is better than another, from a coin's on."""
+Confidence = Annotated[Sureness, Field(lt=1)]
 AgentT = TypeVar("AgentT", bound=Evolvable)
 
 
@@ -366,8 +371,8 @@ class TruncationSelection(Strategy):
     @checked
     def __init__(
         self,
-        fraction: Annotated[float, Within(above=0, most=0.5)] = 0.25,
-        confidence: Annotated[float, Within(least=0.5, below=1)] = 0.8,
+        fraction: Annotated[float, Field(gt=0, le=0.5)] = 0.25,
+        confidence: Confidence = 0.8,
     ) -> None:
         self.fraction = fraction
         self.confidence = confidence

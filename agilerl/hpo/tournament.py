@@ -2,14 +2,13 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Annotated
 
 import numpy as np
 
-from agilerl.checks.arguments import Count, Seed, Within, checked
+from agilerl.checks.arguments import Count, Seed, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, evidence
-from agilerl.hpo.selection import AgentT, Birth, Contest, Plan, Strategy, selected
+from agilerl.hpo.selection import AgentT, Birth, Confidence, Contest, Plan, Strategy, selected
 from agilerl.streams import stream
 
 
@@ -37,7 +36,7 @@ class TournamentSelection(Strategy):
         eval_loop: Count = 1,
         language_model: bool = True,
         *,
-        gate: Annotated[float, Within(least=0.5, below=1)] | None = None,
+        gate: Confidence | None = None,
         seed: Seed = 0,
     ) -> None:
         if population_size == 1 and tournament_size >= 1:

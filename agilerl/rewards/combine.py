@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from agilerl.checks.arguments import Name, Within, checked, taken
+from pydantic import Field
+
+from agilerl.checks.arguments import Name, checked, taken
 from agilerl.checks.validation import LARGEST_FLOAT32
 from agilerl.errors import ConfigError, RewardError
 from agilerl.rewards.grader import BaseGrader, Grade, Grader, Grades, close, grade, grader_name, rows_of, setup
@@ -131,7 +133,7 @@ def weighted(grades: Grades, weights: Mapping[str, float]) -> list[Grade]:
     return rewards
 
 
-_Weight = Annotated[float, Within(least=-LARGEST_FLOAT32, most=LARGEST_FLOAT32)]
+_Weight = Annotated[float, Field(ge=-LARGEST_FLOAT32, le=LARGEST_FLOAT32)]
 
 
 def check_weights(weights: Mapping[str, float], graders: Mapping[str, Grader]) -> None:

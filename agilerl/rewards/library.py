@@ -13,8 +13,9 @@ from importlib.util import find_spec
 from typing import Annotated, Any, ClassVar
 
 import regex
+from pydantic import Field
 
-from agilerl.checks.arguments import Count, Positive, Within, check_fields, checked
+from agilerl.checks.arguments import Count, Positive, check_fields, checked
 from agilerl.errors import ConfigError, RewardTimeoutError, how_to_install
 from agilerl.rewards.grader import Grader, exact_match, extract_answer
 from agilerl.rewards.isolated import IsolatedGrader
@@ -148,7 +149,7 @@ class Regex(_Rule):
 
     pattern: str
     full: bool = False
-    timeout: Annotated[float, Within(above=0, most=60)] = 1.0
+    timeout: Annotated[float, Field(gt=0, le=60)] = 1.0
     name: ClassVar[str] = "regex"
 
     def __post_init__(self) -> None:

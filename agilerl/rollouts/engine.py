@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol, get_args
 
 import torch
+from pydantic import Field
 
-from agilerl.checks.arguments import Count, NotNegative, Positive, Whole, Within, check_fields, described, reason, shown
+from agilerl.checks.arguments import Count, NotNegative, Positive, Whole, check_fields, described, reason, shown
 from agilerl.data import Completion, Trajectory
 from agilerl.data.batch import FinishReason
 from agilerl.envs.core import Place, Split
@@ -24,10 +25,10 @@ class SamplingSettings:
     """Most tokens generated for one completion."""
     temperature: NotNegative = 1.0
     """Logits are divided by it; 0 takes the most likely token."""
-    top_p: Annotated[float, Within(above=0, most=1)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Whole = 0
     """Only the most likely tokens, so many; 0: all."""
-    min_p: Annotated[float, Within(least=0, below=1)] = 0.0
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     repetition_penalty: Positive = 1.0
     min_new_tokens: Whole = 0
     """The end token cannot be drawn before this many tokens."""
@@ -43,8 +44,7 @@ class SamplingSettings:
     @property
     def full_support(self) -> bool:
         """True when every token keeps its probability, so that recorded log-probs are the policy's own."""
-        cut = (self.top_p, self.top_k, self.min_p, self.repetition_penalty, self.min_new_tokens)
-        return cut == (1.0, 0, 0.0, 1.0, 0)
+        return (self.top_p, self.top_k, self.min_p, self.repetition_penalty, self.min_new_tokens) == (1, 0, 0, 1, 0)
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class NoAction(Counting):
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        (NoLimit(), r"NoLimit: expected .*1 or more for max_turns, found None; .*as_text_env\(..., max_turns=...\)"),
+        (NoLimit(), r"NoLimit: expected a whole number for max_turns, found None; .*as_text_env\(..., max_turns=...\)"),
         (NeedsMore(), r"NeedsMore, whose reset does not fit.* 'more'"),
         (NoAction(), r"NoAction, whose step does not fit"),
         (Counting, r"Counting.*whose reset does not fit: missing a required argument: 'self'"),

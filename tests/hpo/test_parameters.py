@@ -80,7 +80,7 @@ def test_hyperparameter_config_is_a_mapping_with_the_documented_names():
         (lambda: RLParameter(0, float("nan")), "max.*nan"),
         (lambda: RLParameter(0, 1, dtype=str), "dtype must be int or float"),
         (lambda: RLParameter(0.5, 4, dtype=int), "integer bounds, found"),
-        (lambda: RLParameter(0, 1, shrink_factor=1.1), r"above 0 and below 1 for shrink_factor"),
+        (lambda: RLParameter(0, 1, shrink_factor=1.1), r"a number .* for shrink_factor"),
         (lambda: RLParameter(0, 1, grow_factor=0.9), "above 1 for grow_factor"),
         (lambda: HyperparameterConfig(lr=(0, 1)), r"RLParameter for lr"),
         (lambda: Evolve(0, 1), "log range needs min > 0"),
@@ -157,5 +157,5 @@ def test_positions_in_a_range():
 def test_evolution_imports_no_torch():
     modules = sorted(path.stem for path in Path(hpo.__file__).parent.glob("*.py"))
     code = ";".join(f"import agilerl.hpo.{name}" for name in modules if name != "__init__")
-    check = "import sys; assert not {'torch', 'transformers', 'pydantic'} & set(sys.modules)"
+    check = "import sys; assert not {'torch', 'transformers'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", f"{code};{check}"], check=True)

@@ -127,10 +127,10 @@ def test_json(completion, valid, with_keys):
         ("overlong", {"max_tokens": 4, "cache_tokens": 5}, "cache_tokens from 1 to max_tokens"),
         ("repetition", {"n": 0}, "1 or more for n"),
         ("regex", {"pattern": "("}, "not a regular expression"),
-        ("format_tags", {"tags": "think"}, "a list of texts for tags"),
+        ("format_tags", {"tags": "think"}, "a list for tags"),
         ("format_tags", {"tags": []}, "a list of one or more tag names"),
-        ("json_valid", {"required": "key"}, "a list of texts for required"),
-        ("sandbox", {"score": "best"}, "'fraction', 'all' for score"),
+        ("json_valid", {"required": "key"}, "a list for required"),
+        ("sandbox", {"score": "best"}, "'fraction' or 'all' for score"),
     ],
 )
 def test_settings_that_cannot_be_meant(name, params, sentence):

@@ -9,8 +9,9 @@ from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import gymnasium
+from pydantic import Field
 
-from agilerl.checks.arguments import Positive, Whole, Within, checked, described, nearest, shown
+from agilerl.checks.arguments import Positive, Whole, checked, described, nearest, shown
 from agilerl.envs.adapters.base import AnyText
 from agilerl.envs.core import Row, Split, Task, score_completions
 from agilerl.envs.datasets import DatasetTask
@@ -74,11 +75,11 @@ class ToolEnv(TextEnv):
         grader: Graders | None = None,
         environment_factory: Callable[[], Any] | None = None,
         parser: ToolCallParser | Mapping[str, Any] | str | None = None,
-        max_turns: Annotated[int, Within(least=2)] = 4,
+        max_turns: Annotated[int, Field(ge=2)] = 4,
         system_prompt: str | None = None,
         announce: Announcement = "auto",
         timeout: Positive = 10.0,
-        max_result_chars: Annotated[int, Within(least=20)] = 2000,
+        max_result_chars: Annotated[int, Field(ge=20)] = 2000,
     ) -> None:
         """Check all settings that do not depend on the tokenizer.
 
