@@ -20,7 +20,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
 from agilerl.algorithms.update import learn_together  # noqa: E402
-from benchmarking.roofline import LOADS, RANK, made_model, written  # noqa: E402
+from benchmarking.measuring import written  # noqa: E402
+from benchmarking.roofline import LOADS, RANK, made_model  # noqa: E402
 from benchmarking.roofline_phases import Bench  # noqa: E402
 
 

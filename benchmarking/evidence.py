@@ -42,7 +42,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarking.gpu import ROOT, commit
+from benchmarking.measuring import ROOT, commit
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarking.measuring import ROOT, commit, written
+
 BUDGET = {"cuda": 570, "cpu": 290}
 """Seconds for everything."""
 
@@ -126,20 +129,6 @@ def versions() -> dict[str, str]:
     return {"python": sys.version.split()[0], **found}
 
 
-def commit() -> str:
-    """Return the commit of this checkout, with a + if files differ from it; that of COMMIT, if set, for a copy."""
-    if given := os.environ.get("COMMIT"):
-        return given
-    asked = (("rev-parse", "HEAD"), ("status", "--porcelain", "--untracked-files=no"))
-    try:
-        head, changed = (
-            subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip() for words in asked
-        )
-    except FileNotFoundError:
-        head = changed = ""
-    return head + "+" * bool(changed) if head else ""
-
-
 FACTS = """
 import json, platform, sys, torch
 kind = sys.argv[1]
@@ -171,13 +160,6 @@ def head(device: Mapping[str, Any], command: Sequence[str]) -> dict[str, Any]:
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": [word.removeprefix(f"{ROOT}/") for word in command],
     }
-
-
-def written(path: Path, document: Any) -> None:
-    """Write a JSON file, whole or not at all."""
-    half = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    half.write_text(json.dumps(document, indent=1) + "\n")
-    half.replace(path)
 
 
 class Rows:

@@ -40,17 +40,28 @@ from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import torch  # noqa: E402
-import transformers  # noqa: E402
+import torch
+import transformers
+from peft import LoraConfig
 
-from agilerl.cli.process_settings import keep_memory  # noqa: E402
-from benchmarking.peer_arm import Turns, written_model  # noqa: E402
-from benchmarking.population import Bench  # noqa: E402
-from benchmarking.rollout import interval  # noqa: E402
-from benchmarking.roofline import SIZES, made_model, named, surroundings, written  # noqa: E402
+from agilerl.algorithms import GRPO
+from agilerl.cli.process_settings import keep_memory
+from agilerl.envs.core import Place, Row, Split, Task
+from agilerl.models.base import load_base
+from agilerl.population import Population
+from agilerl.runtime import Runtime
+from benchmarking.measuring import ROOT, interval, surroundings, written
+from benchmarking.peer_arm import (
+    MARK,
+    Turns,
+    prompt_ids,
+    reward_of,
+    written_model,
+    written_tokenizer,
+)
+from benchmarking.roofline import SIZES, made_model, named
 
 ARMS = ("trl", "ours", "together", "alone", "activated", "activated alone", "bfloat16")
 RATIOS = (
@@ -64,6 +75,57 @@ RATIOS = (
 )
 """Pairs of arms: how many times less the second needs."""
 VERSIONS = "import json, sys, importlib.metadata as m; print(json.dumps({n: m.version(n) for n in sys.argv[1:]}))"
+
+
+class FixedPrompts(Task):
+    """Random prompts of one length; a reward that differs from completion to completion, so that every row counts."""
+
+    name = "fixed prompts"
+
+    def __init__(self, length: int, vocabulary: int, common: int = 0) -> None:
+        self.length, self.vocabulary, self.common = length, vocabulary, common
+
+    def row(self, split: Split, index: int) -> Row:
+        return {"question": str(index), "answer": None}
+
+    def reward(self, completion: str, row: Mapping[str, Any]) -> float:
+        return reward_of(row["completion_ids"])
+
+    def place_at(self, split: Split, index: int, tokenizer: Any, context_length: int) -> Place:
+        return Place(self.row(split, index), prompt_ids(index, self.length, self.vocabulary, self.common))
+
+
+class Bench:
+    """N agents on the model in a folder, together and one at a time."""
+
+    def __init__(self, agents: int, load: Mapping[str, Any], dtype: str = "float32", activated: bool = False) -> None:
+        shape = {"r": load["rank"], "lora_alpha": 2 * load["rank"], "target_modules": "all-linear"}
+        lora = LoraConfig(**shape, task_type="CAUSAL_LM", alora_invocation_tokens=[MARK] if activated else None)
+        base, tokenizer = load_base(load["model"], dtype=dtype), written_tokenizer(load["model"])
+        tokenizer.eos_token = None  # no completion ends by itself
+        self.runtime = Runtime(base, lora_config=lora, tokenizer=tokenizer, seed=0)
+        self.runtime.store.reserve(agents + 1)
+        self.agents = [
+            GRPO(
+                runtime=self.runtime,
+                pad_token_id=0,
+                index=i,
+                group_size=load["group"],
+                batch_size=load["prompts"] * load["group"],
+                max_output_tokens=load["tokens"],
+                beta=0.0,
+                seed=0,
+            )
+            for i in range(agents)
+        ]
+        task = FixedPrompts(load["prompt_tokens"], min(base.vocabulary_size, len(tokenizer)), load.get("common", 0))
+        self.together = [Population(self.agents, task, prompts_per_step=load["prompts"])]
+        self.alone = [Population([agent], task, prompts_per_step=load["prompts"]) for agent in self.agents]
+
+    def step(self, populations: Sequence[Population]) -> None:
+        """Make a rollout and an update of some populations, one after the other."""
+        for population in populations:
+            population.learn(population.rollout())
 
 
 class Arm:
@@ -176,7 +238,7 @@ def train_with_ours(arm: str, load: Mapping[str, Any], turns: Turns) -> None:
     """Make the steps that are asked for: one agent's, or all agents' in one batch or one at a time."""
     dtype = "bfloat16" if arm == "bfloat16" else "float32"
     activated = arm.startswith("activated")
-    bench = Bench("", agents_of(arm, load), load, folder=load["model"], dtype=dtype, activated=activated)
+    bench = Bench(agents_of(arm, load), load, dtype, activated)
     turns.ready(bench.runtime.base.model)
     while turns.begin():
         bench.step(bench.alone if arm.endswith("alone") else bench.together)

@@ -44,15 +44,16 @@ from agilerl.models.tiny import tiny_model_path  # noqa: E402
 from agilerl.rollouts import GenerationRequest, SamplingSettings  # noqa: E402
 from agilerl.rollouts.vllm.engine import VLLMEngine  # noqa: E402
 from agilerl.runtime import Runtime  # noqa: E402
-from benchmarking.memory_estimate import SIZES, VOCABULARIES  # noqa: E402
+from benchmarking.measuring import interval  # noqa: E402
 
 RANK, PROMPT = 16, 48
 MODELS: dict[str, dict[str, int] | None] = {
     "0.3M": None,
     "11M": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6},
-    "0.5B": SIZES["0.5B"],
-    "1.5B": SIZES["1.5B"],
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14},
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12},
 }
+VOCABULARIES = {"0.5B": 151_936, "1.5B": 151_936}
 
 Arm = Callable[[int], None]
 
@@ -200,15 +201,6 @@ def measured(bench: Bench) -> dict[str, list[float]]:
             if turn:  # the first round warms up
                 seconds[name].append(clock(device) - start)
     return seconds
-
-
-def interval(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the median with the bounds of a bootstrap interval of 95 %."""
-    sample = np.asarray(values)
-    rng = np.random.default_rng(0)
-    medians = np.median(rng.choice(sample, (2000, len(sample))), axis=1)
-    low, high = np.quantile(medians, [0.025, 0.975])
-    return float(np.median(sample)), float(low), float(high)
 
 
 def summary(bench: Bench, seconds: Mapping[str, Sequence[float]]) -> dict[str, Any]:

@@ -16,7 +16,6 @@ import argparse
 import gc
 import json
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -24,10 +23,9 @@ from statistics import median
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from agilerl.planning.time import (  # noqa: E402
+from agilerl.planning.time import (
     CPU_COSTS,
     GPU_COSTS,
     ITERATION,
@@ -37,7 +35,8 @@ from agilerl.planning.time import (  # noqa: E402
     seconds,
     work,
 )
-from agilerl.sizes import CPU_ROWS, PASS_TOKENS  # noqa: E402
+from agilerl.sizes import CPU_ROWS, PASS_TOKENS
+from benchmarking.measuring import ROOT, surroundings, written
 
 SIZES: dict[str, dict[str, int]] = {
     "1M": {"hidden": 128, "feed_forward": 384, "layers": 4, "heads": 4, "kv_heads": 2, "vocabulary": 1024},
@@ -46,7 +45,7 @@ SIZES: dict[str, dict[str, int]] = {
     "135M": {"hidden": 576, "feed_forward": 1536, "layers": 30, "heads": 9, "kv_heads": 3, "vocabulary": 49152},
     "0.5B": {"hidden": 896, "feed_forward": 4864, "layers": 24, "heads": 14, "kv_heads": 2, "vocabulary": 151936},
     "1.5B": {"hidden": 1536, "feed_forward": 8960, "layers": 28, "heads": 12, "kv_heads": 2, "vocabulary": 151936},
-    # For population.py only: eight query heads share two heads of keys and values.
+    # For peers.py only: eight query heads share two heads of keys and values.
     "1.25M": {"hidden": 128, "feed_forward": 376, "layers": 6, "heads": 8, "kv_heads": 2, "vocabulary": 1024},
     "27.8M": {"hidden": 512, "feed_forward": 1408, "layers": 8, "heads": 8, "kv_heads": 2, "vocabulary": 10240},
     # For --calibrate only:
@@ -281,28 +280,10 @@ def calibrated(found: list[dict[str, Any]]) -> dict[str, Any]:
     return fitted
 
 
-def surroundings(rounds: int) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return {
-        "commit": commit.stdout.strip(),
-        "machine": platform.platform(),
-        "cores": os.cpu_count(),
-        "threads": int(os.environ["OMP_NUM_THREADS"]),
-        "rounds": rounds,
-    }
-
-
 def named(result: dict[str, Any]) -> str:
     """Return the model's name, with its size if that does not say it."""
     name, size = str(result["model"]), f"{result['parameters'] / 1e6:.2f}M"
     return name if name[0].isdigit() else f"{name} ({size})"
-
-
-def written(path: Path, document: dict[str, Any]) -> None:
-    """Write a JSON file, whole or not at all."""
-    half = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    half.write_text(json.dumps(document, indent=1))
-    half.replace(path)
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from benchmarking.gpu import ROOT, commit
+from benchmarking.measuring import ROOT, commit
 
 RESULT = ROOT / "benchmarking" / "results" / "showcase.json"
 FILES = ("adapter_model.safetensors", "README.md")

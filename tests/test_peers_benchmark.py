@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarking.peer_arm import MARK, Turns, prompt_ids, said, written_model, written_tokenizer
-from benchmarking.peers import ROOT, Arm, in_turns, ratios, table, train_with_ours
+from benchmarking.peers import ROOT, Arm, Bench, in_turns, ratios, table, train_with_ours
 from benchmarking.roofline import made_model
 
 pytestmark = pytest.mark.model
@@ -38,6 +38,18 @@ def test_tokens_of_our_arms(folder: Path, arm: str, agents: int) -> None:
     assert "tokens" not in second
     assert first["seconds"] > 0
     assert 0 < ready["loaded"] < 1.01 * second["peak"]  # the kernel counts the two in different ways
+
+
+def test_agents_end_with_the_same_adapters_together_and_alone(folder: Path) -> None:
+    torch.set_num_threads(1)
+    load = {"prompt_tokens": 6, "tokens": 5, "prompts": 1, "group": 4, "rank": 2, "model": str(folder)}
+    benches = [Bench(2, load) for _ in range(2)]
+    before = benches[0].runtime.store.theta.clone()
+    benches[0].step(benches[0].together)
+    benches[1].step(benches[1].alone)
+    together, alone = (bench.runtime.store.theta for bench in benches)
+    assert torch.equal(together, alone)
+    assert all(not torch.equal(together[agent.slot], before[agent.slot]) for agent in benches[0].agents)
 
 
 @pytest.mark.processes

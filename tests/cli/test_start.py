@@ -24,9 +24,8 @@ from agilerl.errors import ConfigError
 from agilerl.training import resolved
 from agilerl.training.loop import train as begin
 from agilerl.training.setup import build
-from benchmarking.startup import run, summary
 from tests.cli.outcome import ANNOUNCED, Outcome
-from tests.training.small_runs import ROOT, SMALL, environment
+from tests.training.small_runs import SMALL, environment
 
 Agilerl = Callable[..., Outcome]
 
@@ -165,16 +164,6 @@ assert helpers.bnb.nn is sys.modules["bitsandbytes"].nn
     pytest.importorskip("bitsandbytes")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.processes
-def test_the_benchmark_counts_a_program(tmp_path: Path) -> None:
-    spent, first = run(("-c", "print(sum(range(1_000_000)))"), 0, ROOT, str(tmp_path))
-    assert 0 < spent < 60
-    assert 0 < first < 60
-    with pytest.raises(SystemExit, match="ended with 3, expected 0"):
-        run(("-c", "raise SystemExit(3)"), 0, ROOT, str(tmp_path))
-    assert summary([{"a": 1.0}, {"a": 3.0}, {"a": 2.0}]) == {"a": {"median": 2.0, "spread": [1.0, 3.0]}}
 
 
 # -- the settings of the process --------------------------------------------------------------------------------------
