@@ -21,6 +21,8 @@ GONE: dict[str, str] = {
     "agilerl.envs.check.check_env checks an environment",
     "agilerl env": "agilerl --version prints the versions, and run.json in a run has the hardware as well",
     "agilerl plan": "agilerl train MANIFEST --dry-run says what a run needs on this machine",
+    "graders=trl": "with --allow-code a function of TRL is trl.rewards:accuracy_reward (with isolate: true, as it has "
+    "algebra); call get_... in a file of your own, penalty = get_soft_overlong_punishment(80, 20), and name that",
     "parser=llama": "pass the response template LLAMA of tutorials/tools/response_templates.py as parser",
     "parser=mistral": "pass the response template MISTRAL of tutorials/tools/response_templates.py as parser",
 }

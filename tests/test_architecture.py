@@ -80,7 +80,7 @@ CEILINGS = {
     "models": 3_815,
     "planning": 525,
     "report": 2_165,
-    "rewards": 2_775,
+    "rewards": 2_670,
     "rollouts": 4_070,
     "runs": 2_155,
     "safety": 795,

@@ -15,7 +15,8 @@ from agilerl.envs.tools.parsers import parser_of
 from agilerl.errors import ConfigError
 from agilerl.gone import GONE, instead
 from agilerl.runs.directory import RunDirectory, read_run
-from agilerl.training.tasks import _check_id
+from agilerl.training.tasks import _check_id, graded
+from tests.probes import ConstantTarget
 
 
 def of_kind(kind: str) -> list[str]:
@@ -66,10 +67,15 @@ def test_an_option() -> None:
         assert GONE[name] in said_by_the_command("train", name)
 
 
+def _made(grader: str) -> Any:
+    config = config_of({"environment": {"graders": [{"name": f"{grader}.accuracy_reward"}]}})
+    return graded(config.environment, ConstantTarget())
+
+
 def test_a_value() -> None:
     for name in of_kind("value"):
         kind, _, value = name.partition("=")
-        in_python = {"environments": (make_env, _check_id), "parser": (parser_of,)}
+        in_python = {"environments": (make_env, _check_id), "parser": (parser_of,), "graders": (_made,)}
         if kind in in_python:
             for make in in_python[kind]:
                 with pytest.raises(ConfigError, match=re.escape(GONE[name])):

@@ -75,9 +75,9 @@ class GraderConfig(Section):
 
     name: Annotated[str, Field(min_length=1)]
     """``task``, the task's own reward, or a grader of the package: ``accuracy``, ``exact_match``, ``format_tags``,
-    ``json_valid``, ``judge``, ``length``, ``overlong``, ``regex``, ``repetition``, ``reward_model``, ``sandbox``; or a
-    reward function of TRL, ``trl.accuracy_reward``. With ``--allow-code`` also a custom function or class:
-    ``rewards.py:my_reward``, in the manifest's folder or below, or ``module:Name``."""
+    ``json_valid``, ``judge``, ``length``, ``overlong``, ``regex``, ``repetition``, ``reward_model``, ``sandbox``.
+    With ``--allow-code`` also a custom function or class: ``rewards.py:my_reward``, in the manifest's folder or below,
+    or ``module:Name``."""
     weight: Annotated[float, Field(ge=-LARGEST_FLOAT32, le=LARGEST_FLOAT32)] = 1.0
     """Factor on its score; a grader of weight 0 is only logged."""
     params: Params = Field(default_factory=dict)

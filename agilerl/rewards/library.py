@@ -22,7 +22,6 @@ from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rewards.judge import JudgeGrader, PairwiseJudgeGrader
 from agilerl.rewards.reward_model import RewardModelGrader
 from agilerl.rewards.sandbox import SandboxGrader
-from agilerl.rewards.trl_rewards import trl_rewards
 from agilerl.safety.bounds import compiled_pattern
 
 
@@ -202,9 +201,8 @@ LIBRARY: Mapping[str, Callable[..., Grader]] = {
     "repetition": Repetition,
     "reward_model": RewardModelGrader,
     "sandbox": SandboxGrader,
-    **trl_rewards(),
 }
-"""The constructors of the package's graders, and of TRL's, by the name that manifests use."""
+"""The constructors of the package's graders by the name that manifests use."""
 
 
 @checked

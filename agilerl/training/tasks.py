@@ -284,7 +284,8 @@ def _grader(where: str, entry: GraderConfig, task: Task, allow_code: bool) -> Gr
     if entry.isolate:
         raise ConfigError(f"{where}.isolate is for custom functions, found {shown(entry.name)}; remove it")
     if entry.name not in LIBRARY:
-        raise ConfigError(f"{where}.name={shown(entry.name)} is unknown; {nearest(entry.name, [OWN, *LIBRARY])}")
+        hint = instead(f"graders={entry.name}") or nearest(entry.name, [OWN, *LIBRARY])
+        raise ConfigError(f"{where}.name={shown(entry.name)} is unknown; {hint}")
     try:
         return library_grader(entry.name, entry.params)
     except ConfigError as error:

@@ -25,7 +25,6 @@ from agilerl.rewards import (
     library_grader,
 )
 from agilerl.rewards.grader import ScoreOrError, attempt_grader, close, grader_name, setup
-from agilerl.rewards.trl_rewards import WITH_ALGEBRA, TrlMathematics
 from tests.rewards.chat_server import chat, serve
 from tests.rewards.hostile import hostile
 from tests.rewards.test_reward_model import make_model
@@ -99,11 +98,6 @@ PLAIN: dict[str, Callable[[], Any]] = {
     "overlong": lambda: library_grader("overlong", {"max_tokens": 8, "cache_tokens": 4}),
     "regex": lambda: library_grader("regex", {"pattern": r"\d"}),
     "repetition": lambda: library_grader("repetition", {"n": 2}),
-    "trl.think_format_reward": lambda: library_grader("trl.think_format_reward"),
-    "trl.get_repetition_penalty_reward": lambda: library_grader("trl.get_repetition_penalty_reward"),
-    "trl.get_soft_overlong_punishment": lambda: library_grader(
-        "trl.get_soft_overlong_punishment", {"max_completion_len": 8, "soft_punish_cache": 4}
-    ),
     "combined": lambda: CombinedGrader([exact_match, (library_grader("repetition"), 0.5)]),
 }
 
@@ -119,15 +113,6 @@ class TestAccuracy(GraderContract):
     @pytest.fixture
     def grader(self) -> Iterator[Any]:
         with Accuracy(timeout=20) as grader:
-            yield grader
-
-
-class TestTRLMathematics(GraderContract):
-    """All three are called in the same way, and the others are in ``test_trl_convention``."""
-
-    @pytest.fixture
-    def grader(self) -> Iterator[Any]:
-        with TrlMathematics("get_cosine_scaled_reward", timeout=20, max_len=8) as grader:
             yield grader
 
 
@@ -177,6 +162,4 @@ class TestRewardModel(GraderContract):
 
 
 def test_every_grader_of_the_library_is_here() -> None:
-    assert set(LIBRARY) <= {*PLAIN, "accuracy", "judge", "pairwise_judge", "reward_model", "sandbox"} | {
-        f"trl.{name}" for name in WITH_ALGEBRA
-    }
+    assert set(LIBRARY) <= {*PLAIN, "accuracy", "judge", "pairwise_judge", "reward_model", "sandbox"}

@@ -146,8 +146,6 @@ def test_the_library_goes_by_the_names_of_its_graders():
         "pairwise_judge": {"model": "m"},
         "regex": {"pattern": "x"},
         "reward_model": {"model": "m"},
-        "trl.get_cosine_scaled_reward": {"max_len": 9},
-        "trl.get_soft_overlong_punishment": {"max_completion_len": 9, "soft_punish_cache": 3},
     }
     for name in LIBRARY:
         assert getattr(library_grader(name, needed.get(name)), "name", exact_match.__name__) == name

@@ -1,4 +1,4 @@
-"""Reward functions written for TRL are called as TRL calls them, and TRL's own are found by name."""
+"""Reward functions written for TRL, and TRL's own, are called as TRL calls them."""
 
 from functools import partial
 from pathlib import Path
@@ -10,16 +10,14 @@ from agilerl import GRPO, Population, Runtime
 from agilerl.config.manifest import load_manifest
 from agilerl.envs import CuratedTask, DatasetTask
 from agilerl.envs.core import grade_completions
-from agilerl.errors import ConfigError, RewardError
+from agilerl.errors import RewardError
 from agilerl.rewards import (
-    LIBRARY,
     BaseGrader,
     CombinedGrader,
     Overlong,
     ThreadedGrader,
     call_grader,
     grade,
-    library_grader,
 )
 from agilerl.rewards.grader import GradedRow, TrainerState
 from agilerl.training.tasks import task
@@ -52,28 +50,12 @@ PARAMS: dict[str, dict[str, Any]] = {
 }
 
 
-def test_every_function_of_trl_has_a_name_here() -> None:
-    functions = {name for name in trl.__all__ if not name.endswith("_rewards")}
-    assert functions == set(PARAMS) == {name.removeprefix("trl.") for name in LIBRARY if name.startswith("trl.")}
-
-
 @pytest.mark.parametrize("name", PARAMS)
-@pytest.mark.processes
-def test_trl_functions_by_name_say_what_they_say(name: str) -> None:
+def test_trl_functions_say_what_they_say(name: str) -> None:
     function = getattr(trl, name)
     function = function(**PARAMS[name]) if name.startswith("get_") else partial(function, **PARAMS[name])
-    grader = library_grader(f"trl.{name}", PARAMS[name])
-    try:
-        found = call_grader(grader, TEXTS, CONVERSATIONS)
-        assert call_grader(grader, TEXTS, TEXTS_ONLY) == found
-        if name == "accuracy_reward":
-            columns = [{"question": "?", "answer": row["solution"]} for row in CONVERSATIONS]
-            assert call_grader(grader, TEXTS, columns) == found
-    finally:
-        if isinstance(grader, BaseGrader):
-            grader.close()
-    assert found == as_trl_calls(function, CONVERSATIONS)
-    for rows in (CONVERSATIONS, TEXTS_ONLY):  # the function itself, given in Python
+    found = as_trl_calls(function, CONVERSATIONS)
+    for rows in (CONVERSATIONS, TEXTS_ONLY):
         assert call_grader(function, TEXTS, rows) == found
     if name != "get_repetition_penalty_reward":
         assert len(set(found)) > 1
@@ -83,20 +65,6 @@ def test_ours_of_equal_meaning() -> None:
     theirs = trl.get_soft_overlong_punishment(80, 20)
     rows = [{"question": "", "completion_ids": [0] * n} for n in range(90)]
     assert call_grader(Overlong(80, 20), [""] * 90, rows) == pytest.approx(call_grader(theirs, [""] * 90, rows))
-
-
-@pytest.mark.parametrize(
-    ("name", "params", "message"),
-    [
-        ("trl.accuracy_reward", {"solutions": ["1"]}, "solutions"),
-        ("trl.get_cosine_scaled_reward", {}, "max_len"),
-        ("trl.get_repetition_penalty_reward", {"max_penalty": 1.0}, "max_penalty 1.0"),
-        ("trl.nothing", {}, "nothing"),
-    ],
-)
-def test_wrong_parameters(name: str, params: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        library_grader(name, params)
 
 
 # -- custom functions -------------------------------------------------------------------------------------------------
@@ -191,20 +159,25 @@ def test_a_population_tells_where_its_agents_are() -> None:
     assert seen == [(0, 0.0), (1, 0.5), (2, 1.0)]
 
 
+@pytest.mark.processes
 def test_trl_rewards_in_a_manifest(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(
-        "".join(f'{{"prompt": [{{"role": "user", "content": "{word}"}}]}}\n' for word in "abcdefghijkl")
+        "".join(f'{{"prompt": [{{"role": "user", "content": "{n}"}}], "solution": "{n}"}}\n' for n in range(12))
+    )
+    (tmp_path / "mine.py").write_text(
+        "from trl.rewards import get_soft_overlong_punishment\npunishment = get_soft_overlong_punishment(4, 2)\n"
     )
     (tmp_path / "run.yaml").write_text(
         "environment: {dataset: {path: rows.jsonl, rows: 10}, eval_prompts: 2, test_prompts: 2, graders: "
-        "[{name: trl.think_format_reward}, {name: trl.get_soft_overlong_punishment, weight: 2, params: "
-        "{max_completion_len: 4, soft_punish_cache: 2}}]}"
+        "[{name: 'trl.rewards:think_format_reward'}, {name: 'mine.py:punishment', weight: 2}, "
+        "{name: 'trl.rewards:accuracy_reward', isolate: true, timeout: 60}]}"
     )
-    made = task(load_manifest(tmp_path / "run.yaml"))
-    assert isinstance(made, object)
-    grades = grade_completions(made, [{**made.row("train", 0), "completion_ids": [1, 2, 3]}], ["<think>a</think>b"])
-    assert grades.rewards == [0.0]
-    assert grades.scores == {"trl.think_format_reward": [1.0], "trl.get_soft_overlong_punishment": [-0.5]}
+    made = task(load_manifest(tmp_path / "run.yaml"), allow_code=True)
+    row = {**made.row("train", 0), "completion_ids": [1, 2, 3]}
+    grades = grade_completions(made, [row], [rf"<think>a</think>\boxed{{{row['solution']}}}"])
+    made.close()
+    assert grades.scores == {"think_format_reward": [1.0], "punishment": [-0.5], "accuracy_reward": [1.0]}
+    assert grades.rewards == [1.0]
     assert made.counts["read"] == 10
 
 

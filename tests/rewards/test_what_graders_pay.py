@@ -212,13 +212,6 @@ GRADERS: dict[str, tuple[dict[str, Any], str, set[str]]] = {
     "regex": ({"pattern": r"\\boxed\{\d+\}", "full": True}, r"\boxed{3}", set()),
     "repetition": ({}, "any", set()),
     "sandbox": ({}, "```python\ndef add(a, b):\n    return a + b\n```", set()),
-    # As in TRL; docs/graders.md says so.
-    "trl.accuracy_reward": ({}, r"\boxed{156}", {BOXED_SUM}),
-    "trl.get_cosine_scaled_reward": ({"max_len": 99}, r"\boxed{156}", {BOXED_SUM}),
-    "trl.reasoning_accuracy_reward": ({}, r"<think>a</think> \boxed{156}", set()),
-    "trl.think_format_reward": ({}, "<think>a</think> 3", {"<think>a</think>\n67 + 89"}),
-    "trl.get_repetition_penalty_reward": ({"ngram_size": 3, "max_penalty": -1.0}, "any", set()),
-    "trl.get_soft_overlong_punishment": ({"max_completion_len": 9, "soft_punish_cache": 4}, "any", set()),
 }
 """Parameters, what earns the most, and which tries are paid. Graders of form pay for their form alone, or nothing."""
 ASK_A_MODEL = {"judge", "pairwise_judge", "reward_model"}
