@@ -85,7 +85,7 @@ CEILINGS = {
     "runs": 2_155,
     "safety": 795,
     "text": 305,
-    "training": 4_650,
+    "training": 4_570,
     "utils": 40,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises

@@ -1,8 +1,8 @@
 """Trackers: metrics and lineage of a run in Weights & Biases, TensorBoard, Trackio, MLflow or a class of the user's.
 
-They follow the events of a run after its own writer and send what its files say, under the names of docs/trackers.md.
-The trackers of accelerate talk to the libraries; a library is imported when a run that names it begins. A tracker
-changes no result, and one that fails is switched off.
+They follow the events of a run after its own writer, under the names of docs/trackers.md. The trackers of accelerate
+talk to the libraries; a library is imported when a run that names it begins. A tracker changes no result, and one that
+fails is switched off. A resumed run continues in the library's run of that name or id.
 """
 
 import csv
@@ -11,31 +11,25 @@ import math
 import os
 import uuid
 import warnings
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime
-from itertools import groupby
 from pathlib import Path
 from statistics import fmean, pstdev
-from time import perf_counter, sleep, time
 from typing import Annotated, Any, Protocol, runtime_checkable
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from agilerl.checks.arguments import Location, checked, nearest, shown
 from agilerl.config.training import TRACKERS
-from agilerl.errors import CheckpointError, ConfigError, WriteError, how_to_install
+from agilerl.errors import CheckpointError, ConfigError, how_to_install
 from agilerl.report.life import sentence
 from agilerl.report.load import flat
 from agilerl.runs.atomic import write_json
 from agilerl.runs.directory import RunLayout
-from agilerl.runs.journal import read_lines
-from agilerl.runs.strict_json import Count, SavedValues, read_json
+from agilerl.runs.strict_json import read_json
 from agilerl.safety.custom_code import contained, load_code, names_code
-from agilerl.training.events import Event
-from agilerl.training.records import lineage_lines, metric_lines
+from agilerl.training.events import Event, Evolved, ExamDone, HeldOutTest, IterationDone, PreflightDone, RunStarted
+from agilerl.training.records import lineage_lines
 
 PROJECT = "agilerl"
 """The project, or experiment, of runs that name none."""
@@ -101,87 +95,48 @@ def _named(wanted: Wanted) -> dict[str, Any]:
     return named
 
 
-# -- what is sent: the lines of the run's files, by stable names ------------------------------------------------------
+# -- what is sent about an event, by stable names ---------------------------------------------------------------------
 
 
-_PLACES = ("", "start", "preflight", "base", "train", "eval", "median_first_generation", "evolution", "elite")
-"""The order of what is sent at one iteration."""
-_PLACE_OF_A_LINE = ("kind", "generation", "step", "agent", "outcome", "reward_error", "who")
-Record = Mapping[str, Any]
+def values_of(event: Event) -> dict[str, float | str]:
+    """Return what trackers are sent about an event, by name; empty for nothing."""
+    values: dict[str, Any] = {}
+    match event:
+        case RunStarted():
+            values = {f"agent/{i}/hp/{gene}": v for i, genes in event.founders.items() for gene, v in genes.items()}
+        case PreflightDone():
+            values = dict(event.metrics)
+        case IterationDone():
+            values = _of_agents({index: event.metrics[index] for index in event.outcomes}) | _training(event)
+        case ExamDone():
+            values = _of_agents(event.metrics) | _exam(event)
+        case Evolved():
+            values = _population(event.metrics) | _lineage(lineage_lines(event))
+        case HeldOutTest():
+            values = {f"test/{event.who}/{name.removeprefix('eval/')}": v for name, v in event.metrics.items()}
+    return {n: v for n, v in values.items() if isinstance(v, str) or (isinstance(v, int | float) and math.isfinite(v))}
 
 
-@dataclass(frozen=True)
-class Point:
-    """What is sent about one event."""
-
-    step: int
-    place: int
-    """Index into ``_PLACES``."""
-    values: dict[str, float | str]
+def _of_agents(metrics: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    return {f"agent/{index}/{name}": value for index, values in metrics.items() for name, value in values.items()}
 
 
-def point_of(event: Event, last: int = 0) -> Point | None:
-    """Return what trackers are sent about an event, None for nothing; ``last`` is the iteration of the one before."""
-    return _point(list(metric_lines(event)), list(lineage_lines(event)), last)
-
-
-def points_of(run: RunLayout) -> Iterator[Point]:
-    """Yield what trackers were sent, or would have been, about the events in a run's files."""
-    founders: list[Record] = []
-    by_generation: defaultdict[int, list[Record]] = defaultdict(list)
-    for line in read_lines(run.lineage):
-        is_founder = line["event"] == "birth" and line["parent"] is None
-        (founders if is_founder else by_generation[line["generation"]]).append(line)
-    points, last = [_point([], founders, 0)], 0
-    lines = read_lines(run.metrics)
-    # The lines of one event stand together, and differ in the agent alone.
-    for (kind, _, step), group in groupby(lines, lambda line: (line["kind"], line.get("who"), line.get("step"))):
-        last = last if step is None else step
-        metrics = list(group)
-        points.append(_point(metrics, by_generation[metrics[0]["generation"]] if kind == "evolution" else [], last))
-    yield from (point for point in points if point is not None)
-
-
-def _point(metrics: Sequence[Record], lineage: Sequence[Record], last: int) -> Point | None:
-    """Return what is sent about the lines of an event, those of metrics.jsonl and those of lineage.jsonl."""
-    if not metrics:
-        # Founders: the only event with lines in the lineage and none in the metrics.
-        genes = {f"agent/{b['agent']}/hp/{gene}": v for b in lineage for gene, v in b["hyperparameters"].items()}
-        return Point(0, _PLACES.index("start"), genes) if genes else None
-    first = metrics[0]
-    kind, values = first["kind"], _metrics(first)
-    if kind == "test":
-        kind = first["who"]
-        values = {f"test/{kind}/{name.removeprefix('eval/')}": value for name, value in values.items()}
-    elif kind == "evolution":
-        values = _population(values) | _lineage(lineage)
-    elif kind in ("train", "eval"):
-        values = {f"agent/{line['agent']}/{n}": v for line in metrics for n, v in _metrics(line).items()}
-        values |= _exam(metrics) if kind == "eval" else _training(metrics)
-    values = {name: value for name, value in values.items() if isinstance(value, str) or math.isfinite(value)}
-    return Point(first.get("step", last), _PLACES.index(kind), values)
-
-
-def _metrics(line: Record) -> dict[str, Any]:
-    return {n: v for n, v in line.items() if n not in _PLACE_OF_A_LINE and isinstance(v, int | float | str)}
-
-
-def _training(lines: Sequence[Record]) -> dict[str, Any]:
-    failures = {f"agent/{line['agent']}/outcome": line["outcome"] for line in lines if line["outcome"] != "ok"}
-    values = {"generation": lines[0]["generation"], "agents": len(lines), "failed": len(failures)}
+def _training(event: IterationDone) -> dict[str, Any]:
+    failures = {f"agent/{index}/outcome": outcome for index, outcome in event.outcomes.items() if outcome != "ok"}
+    values: dict[str, float] = {"generation": event.generation, "agents": len(event.outcomes), "failed": len(failures)}
     for name in ("reward", "loss"):
-        if finite := [line[name] for line in lines if math.isfinite(line.get(name, math.nan))]:
+        if finite := [m[name] for m in event.metrics.values() if math.isfinite(m.get(name, math.nan))]:
             values[f"{name}/mean"] = fmean(finite)
     return failures | {f"population/{name}": value for name, value in values.items()}
 
 
-def _exam(lines: Sequence[Record]) -> dict[str, Any]:
-    means = [line["eval/reward_mean"] for line in lines if math.isfinite(line["eval/reward_mean"])]
+def _exam(event: ExamDone) -> dict[str, Any]:
+    means = [fitness.mean for fitness in event.fitness.values() if math.isfinite(fitness.mean)]
     values = {"best": max(means), "mean": fmean(means), "std": pstdev(means)} if means else {}
     return {f"population/fitness/{name}": value for name, value in values.items()}
 
 
-def _population(metrics: Record) -> dict[str, Any]:
+def _population(metrics: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {"population/time/evolve": metrics["time/evolve"]}
     for name, value in metrics.items():
         if name.startswith("evo/hp/"):
@@ -192,8 +147,9 @@ def _population(metrics: Record) -> dict[str, Any]:
     return values
 
 
-def _lineage(lines: Sequence[Record]) -> dict[str, Any]:
+def _lineage(records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return who was born of whom, who is the elite, how many were changed, and all of it in words."""
+    lines = list(records)
     values: dict[str, Any] = {"population/mutations": sum(line["event"] == "mutation" for line in lines)}
     words = []
     for line in lines:
@@ -211,33 +167,22 @@ def _lineage(lines: Sequence[Record]) -> dict[str, Any]:
 # -- a run that is followed -------------------------------------------------------------------------------------------
 
 
-_UNDERWAY = {"trackio": 5.0}
-"""Seconds for which a library may keep what it got in the process; after a crash that is sent again."""
-
 _PLAIN = (bool, int, float, str)
 """What a library takes as a setting; others get there as JSON."""
 
 
-class _Sent(SavedValues):
-    """What a tracker has of a run; the last point is (step, place)."""
+class _Identity(BaseModel):
+    """What a tracker's library knows the run by; runs of earlier versions noted more."""
 
+    model_config = ConfigDict(extra="ignore", strict=True)
     id: Annotated[str, Field(max_length=300)] = ""
-    """The name that the tracker's library knows the run by."""
-    step: Count = 0
-    place: Count = 0
 
 
-class _SentFile(SavedValues):
-    trackers: dict[str, _Sent]
+class _Identities(BaseModel):
+    """The file trackers.json."""
 
-
-@dataclass
-class _Followed:
-    name: str
-    tracker: Any
-    sent: _Sent
-    recent: deque[tuple[float, _Sent]] = field(default_factory=deque)
-    """What it had, and since when, after each point that is not noted yet."""
+    model_config = ConfigDict(extra="forbid", strict=True)
+    trackers: dict[str, _Identity]
 
 
 class Trackers:
@@ -253,18 +198,18 @@ class Trackers:
         own: Mapping[str, Callable[..., Tracker]] | None = None,
         resumed_at: int | None = None,
     ) -> None:
-        """Start the trackers, and send them what they lack of a run that is resumed.
+        """Start the trackers, those of a resumed run where they were.
 
         ``run`` is None for a loop without a run directory, which is not resumed; ``settings`` are those of the run,
         nested as in a manifest; ``own`` are the classes behind the names of custom code; ``resumed_at`` is the
         iteration that a run is resumed after, None for one that begins. Raises ConfigError if a tracker of a run that
         begins cannot be started; one of a resumed run is left out, with a warning.
         """
-        self._finished = False
-        self._run, self._last, self._followed = run, resumed_at or 0, list[_Followed]()
-        self._known, self._resumed_at = {} if run is None else _read(run), resumed_at
-        given = {name: value for name, value in flat(settings) if not (value is None or isinstance(value, Mapping))}
-        values = {name: value if isinstance(value, _PLAIN) else json.dumps(value) for name, value in given.items()}
+        self._finished, self._run, self._resumed_at, self._last = False, run, resumed_at, resumed_at or 0
+        self._trackers: dict[str, Any] = {}
+        self._identities = {} if run is None else _read(run)
+        flattened = {name: value for name, value in flat(settings) if not (value is None or isinstance(value, Mapping))}
+        values = {name: value if isinstance(value, _PLAIN) else json.dumps(value) for name, value in flattened.items()}
         values |= {} if run is None else {"run": str(run.root)}
         for name, tracker in _named(wanted).items():
             try:
@@ -279,45 +224,36 @@ class Trackers:
                     f"the tracker {shown(name)} cannot be started: {type(error).__name__}: {error}; fix that or "
                     "remove the tracker"
                 ) from error
-        if run is not None and resumed_at is not None and self._followed:
-            try:
-                for point in points_of(run):
-                    self._send(point)
-            except (KeyError, TypeError, CheckpointError) as error:  # lines that were changed by hand
-                warnings.warn(f"trackers may lack a part of {run.root}: its files have changed ({error})", stacklevel=2)
-        self._note()
+        if self._identities and run is not None:
+            identities = _Identities(trackers=self._identities)
+            write_json(run.trackers, identities.model_dump())
 
     def __call__(self, event: Event) -> None:
         """Send what an event says."""
         if self._finished:
             raise ConfigError("these trackers were finished, and take nothing more; make new ones")
-        point = point_of(event, self._last)
-        if point is not None and self._followed:
-            self._last = point.step
-            self._send(point)
-            self._note()
+        self._last = getattr(event, "iteration", self._last)
+        if values := values_of(event):
+            for name, tracker in list(self._trackers.items()):
+                self._succeeds(name, tracker.log, *_as_taken(name, values, self._last))
 
     def finish(self) -> None:
-        """End all trackers; a resumed run continues where they ended. A second call does nothing."""
+        """End all trackers. A second call does nothing."""
         if self._finished:
             return
         self._finished = True
-        for one in list(self._followed):
-            if callable(finish := getattr(one.tracker, "finish", None)):
-                self._succeeds(one, finish)
-        with suppress(WriteError):  # of the run's own files too, and that is what is raised
-            self._note(finished=True)
-        self._followed.clear()
+        for name, tracker in list(self._trackers.items()):
+            if callable(finish := getattr(tracker, "finish", None)):
+                self._succeeds(name, finish)
+        self._trackers.clear()
 
     def _start(self, name: str, tracker: Any, own: Callable[..., Tracker] | None, values: dict[str, Any]) -> None:
-        begins, sent = name not in self._known, self._known.get(name, _Sent()).model_copy()
-        if name == "tensorboard":  # it can forget what comes after an iteration, and gets it again
-            sent = _Sent(step=min(sent.step, self._resumed_at or 0))
+        begins, identity = name not in self._identities, self._identities.get(name, _Identity()).id
         if isinstance(tracker, Mapping):
             if own is not None:
                 tracker = own(**tracker)
             else:
-                tracker, sent.id = _library(name, dict(tracker), self._run, sent, begins=begins)
+                tracker, identity = _library(name, dict(tracker), self._run, identity, self._resumed_at)
         if not callable(getattr(tracker, "log", None)):
             raise ConfigError(f"expected a class with a method log(values, step), found {shown(tracker)}")
         if hasattr(tracker, "main_process_only"):
@@ -326,66 +262,48 @@ class Trackers:
         if begin := getattr(tracker, "start", None):
             begin()
         if name == "wandb":
+            # It drops values of a step that it has passed; rows with the iteration as their axis come in any order.
             tracker.tracker.define_metric("iteration")
             tracker.tracker.define_metric("*", step_metric="iteration")
-            if tracker.tracker.offline:
-                # A folder of its own: the whole run is in it, to be synced alone.
-                begins, sent.step, sent.place = True, 0, 0
         elif name == "mlflow":
-            sent.id = tracker.tracker.info.run_id
-        self._followed.append(_Followed(name, tracker, sent))
+            identity = tracker.tracker.info.run_id
+        self._trackers[name] = tracker
         if begins and callable(store := getattr(tracker, "store_init_configuration", None)):
             store(values)
-        self._known[name] = sent
+        self._identities[name] = _Identity(id=identity)
 
-    def _send(self, point: Point) -> None:
-        for one in list(self._followed):
-            if (point.step, point.place) <= (one.sent.step, one.sent.place):
-                continue  # it had this before the process ended
-            values, step = dict(point.values), point.step if one.name != "wandb" else None
-            if one.name == "wandb":
-                # It drops values of a step that it has passed; rows with the iteration as their axis come in any order.
-                values["iteration"] = point.step
-            elif one.name == "mlflow":  # its metrics are numbers
-                values = {name: value for name, value in values.items() if not isinstance(value, str)}
-            if self._succeeds(one, one.tracker.log, values, step):
-                one.sent = one.sent.model_copy(update={"step": point.step, "place": point.place})
-                one.recent.append((perf_counter(), one.sent))
-
-    def _succeeds(self, one: _Followed, call: Callable[..., object], *arguments: Any) -> bool:
-        """Call a tracker and return whether that worked; if not, it is switched off."""
+    def _succeeds(self, name: str, call: Callable[..., object], *arguments: Any) -> None:
+        """Call a tracker, which is switched off if that fails."""
         try:
             with contained():
                 call(*arguments)
         except Exception as error:
-            self._followed.remove(one)
-            _warn_of(one.name, error)
-            return False
-        return True
+            del self._trackers[name]
+            _warn_of(name, error)
 
-    def _note(self, *, finished: bool = False) -> None:
-        """Write how much each tracker has, so that a resumed run sends it the rest."""
-        for one in self._followed:
-            until = perf_counter() - (0 if finished else _UNDERWAY.get(one.name, 0))
-            while one.recent and one.recent[0][0] <= until:
-                _, self._known[one.name] = one.recent.popleft()
-        if self._known and self._run is not None:
-            write_json(self._run.trackers, _SentFile(trackers=self._known).model_dump())
+
+def _as_taken(name: str, values: dict[str, float | str], step: int) -> tuple[dict[str, float | str], int | None]:
+    """Return values and step as a library takes them."""
+    if name == "wandb":
+        return {**values, "iteration": step}, None
+    if name == "mlflow":  # its metrics are numbers
+        return {n: value for n, value in values.items() if not isinstance(value, str)}, step
+    return dict(values), step
 
 
 def _warn_of(name: str, error: Exception) -> None:
     warnings.warn(
-        f"the tracker {shown(name)} failed and is switched off; the run continues, and resuming it sends what is "
-        f"missing ({type(error).__name__}: {error})",
+        f"the tracker {shown(name)} failed and is switched off; the run continues without it "
+        f"({type(error).__name__}: {error})",
         stacklevel=2,
     )
 
 
-def _read(run: RunLayout) -> dict[str, _Sent]:
+def _read(run: RunLayout) -> dict[str, _Identity]:
     if not run.trackers.exists():
         return {}
     try:
-        return _SentFile.model_validate(read_json(run.trackers, _SentFile)).trackers
+        return _Identities.model_validate(read_json(run.trackers, _Identities)).trackers
     except CheckpointError as error:
         warnings.warn(f"trackers begin new runs, because {run.trackers} is damaged: {error}", stacklevel=2)
         return {}
@@ -430,9 +348,12 @@ def _prepare_accelerate() -> None:
 
 
 def _library(
-    name: str, settings: dict[str, Any], run: RunLayout | None, sent: _Sent, *, begins: bool
+    name: str, settings: dict[str, Any], run: RunLayout | None, identity: str, at: int | None
 ) -> tuple[Any, str]:
-    """Return the tracker of accelerate, and the name that its library knows the run by; ``settings`` may change."""
+    """Return the tracker of accelerate, and what its library knows the run by; ``settings`` may change.
+
+    ``identity`` is that of a run to be continued, "" for a new one; ``at`` is the iteration to continue after.
+    """
     from accelerate import tracking
 
     root = None if run is None else run.root.absolute()
@@ -441,26 +362,23 @@ def _library(
         title = f"{datetime.now():%Y%m%d-%H%M%S}" if root is None else root.name
         if folder is None:
             folder, title = ("tensorboard_logs", title) if root is None else (root, "tensorboard")
-        # Files are read in the order of their names, which begin with the second; one more within it may come first.
-        seconds = [path.name.split(".")[3] for path in Path(folder, title).glob("events.out.tfevents.*")]
-        while seconds and 0 <= int(max(seconds)) - int(time()) <= 1:
-            sleep(0.05)
-        purge = {} if begins else {"purge_step": sent.step}
+        # What a crashed process sent after the checkpoint comes again, before the first iteration all of it.
+        purge = {} if at is None else {"purge_step": at + 1 if at else 0}
         return tracking.TensorBoardTracker(title, folder, **{**purge, **settings}), ""
     if name == "wandb":
-        return _wandb(settings, root, sent.id)
+        return _wandb(settings, root, identity)
     project = settings.pop("project", PROJECT)
     if name == "mlflow":
         title = settings.pop("name", None if root is None else root.name)
-        resumed = {"run_id": sent.id} if sent.id else {}
-        return tracking.MLflowTracker(project, **{"run_name": title, **resumed, **settings}), sent.id
+        resumed = {"run_id": identity} if identity else {}
+        return tracking.MLflowTracker(project, **{"run_name": title, **resumed, **settings}), identity
     # With resume=allow a name is the run's identity: a second folder of this name must not continue the first run.
     unique = f"{'run' if root is None else root.name}-{uuid.uuid4().hex[:6]}"
-    title = sent.id or settings.get("name") or "".join(c if c.isalnum() or c in "._-" else "_" for c in unique)
+    title = identity or settings.get("name") or "".join(c if c.isalnum() or c in "._-" else "_" for c in unique)
     return tracking.TrackioTracker(project, **{"resume": "allow", **settings, "name": title}), title
 
 
-def _wandb(settings: dict[str, Any], root: Path | None, known: str) -> tuple[Any, str]:
+def _wandb(settings: dict[str, Any], root: Path | None, identity: str) -> tuple[Any, str]:
     from accelerate.tracking import WandBTracker
 
     values = {"id": settings.get("id") or uuid.uuid4().hex[:12]}
@@ -471,7 +389,7 @@ def _wandb(settings: dict[str, Any], root: Path | None, known: str) -> tuple[Any
                 "in its folder; remove it"
             )
         values |= {"dir": str(root), "name": os.environ.get("WANDB_NAME", root.name)}
-    values |= settings | ({"id": known, "resume": "allow"} if known else {})
+    values |= settings | ({"id": identity, "resume": "allow"} if identity else {})
     project = values.pop("project", os.environ.get("WANDB_PROJECT", PROJECT))
     given = values.pop("settings", {})
     # Its own record of the terminal would consist of the live table.

@@ -1,12 +1,10 @@
-"""Trackers get what the run's files say, once, also over a crash; they change no result, and never end a run."""
+"""Trackers get what the run's files say, and a resumed run continues; they change no result, and never end a run."""
 
 import json
-import signal
 import struct
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from time import time
 from typing import Any
 
 import pytest
@@ -22,11 +20,11 @@ from agilerl.training.loop import resume, train
 from agilerl.training.resolved import resolve
 from agilerl.training.saved import open_run, recorded
 from agilerl.training.setup import build
-from agilerl.training.trackers import Trackers, check_trackers, point_of, points_of
+from agilerl.training.trackers import Trackers, check_trackers, values_of
 from tests import programs
 from tests.distributed.together import Job, run_jobs
 from tests.faults.evidence import SHORT, evidence
-from tests.training.small_runs import ROOT, environment, lines
+from tests.training.small_runs import ROOT, lines
 
 Sent = list[tuple[int, dict[str, Any]]]
 FOUNDERS = {f"agent/{index}/hp/lr" for index in range(3)}
@@ -161,19 +159,10 @@ def test_the_settings_are_sent_by_their_names(whole: tuple[Path, Kept]) -> None:
     assert all(isinstance(value, bool | int | float | str) for value in settings.values())
 
 
-@pytest.mark.model
-def test_the_files_give_the_points_of_the_events(whole: tuple[Path, Kept]) -> None:
-    out, kept = whole
-    assert [(p.step, p.values) for p in points_of(RunLayout(out))] == kept.sent
-
-
 def test_failures_are_words_and_counted_and_what_is_not_finite_is_left_out() -> None:
     nan = float("nan")
     event = IterationDone(1, 5, 0.5, {0: {"reward": 1.0, "loss": nan}, 1: {"reward": nan}}, {0: "ok", 1: "nonfinite"})
-    point = point_of(event)
-    assert point is not None
-    assert point.step == 5
-    assert point.values == {
+    assert values_of(event) == {
         "agent/0/reward": 1.0,
         "agent/1/outcome": "nonfinite",
         "population/generation": 1,
@@ -181,7 +170,7 @@ def test_failures_are_words_and_counted_and_what_is_not_finite_is_left_out() -> 
         "population/failed": 1,
         "population/reward/mean": 1.0,
     }
-    assert point_of(Event()) is None
+    assert values_of(Event()) == {}
 
 
 @pytest.mark.model
@@ -218,33 +207,14 @@ def expected_scalars(kept: Kept) -> dict[str, list[tuple[int, Any]]]:
 
 
 @pytest.mark.model
-def test_tensorboard_shows_each_iteration_once_after_a_crash(whole: tuple[Path, Kept], tmp_path: Path) -> None:
+@pytest.mark.parametrize("iteration", [1, 3])
+def test_tensorboard_shows_each_iteration_once_after_a_crash(
+    iteration: int, whole: tuple[Path, Kept], tmp_path: Path
+) -> None:
     out = tmp_path / "run"
-    leave_after(begun(out, "training.trackers=tensorboard"), 2)
-    for _ in resumed(out):
-        pass
-    assert less_times(scalars(out / "tensorboard")) == expected_scalars(whole[1])
-
-
-@pytest.mark.model
-@pytest.mark.processes
-def test_a_killed_process_has_sent_what_is_in_its_files(whole: tuple[Path, Kept], tmp_path: Path) -> None:
-    script = (
-        "import os, signal\nfrom pathlib import Path\nfrom tests.training.test_trackers import begun\n"
-        "from agilerl.training.events import IterationDone\n"
-        "for event in begun(Path('run'), 'training.trackers=[tensorboard]'):\n"
-        "    if isinstance(event, IterationDone) and event.iteration == 3:\n"
-        "        os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    killed = programs.run("-c", script, cwd=tmp_path, env={**environment(), "PYTHONPATH": str(ROOT)})
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
-    out = tmp_path / "run"
-    before = [point for point in points_of(RunLayout(out)) if point.step == 3]
-    tag = next(tag for tag in before[0].values if tag.startswith("agent/") and tag.endswith("/reward"))
-    assert scalars(out / "tensorboard")[tag][-1] == (3, pytest.approx(before[0].values[tag]))
-    # A file of the same second would be read in the order of hosts and process ids.
+    leave_after(begun(out, "training.trackers=tensorboard"), iteration)
     (file,) = (out / "tensorboard").glob("events.out.tfevents.*")
-    file.rename(file.with_name(f"events.out.tfevents.{int(time()) + 1}.zzz.99999.0"))
+    file.rename(file.with_name("events.out.tfevents.1.host"))  # files of one second would be read in any order
     for _ in resumed(out):
         pass
     assert less_times(scalars(out / "tensorboard")) == expected_scalars(whole[1])
@@ -295,25 +265,22 @@ def history(rows: list[dict[str, Any]]) -> Sent:
 
 @pytest.mark.model
 @pytest.mark.processes
-def test_wandb_offline_has_the_whole_run_in_its_last_folder(
+def test_wandb_offline_has_the_parts_of_a_run_under_one_id(
     whole: tuple[Path, Kept], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_SILENT", "true")
     out, settings = tmp_path / "run", "training.trackers={wandb: {mode: offline, project: gcd, tags: [a]}}"
-    leave_after(begun(out, settings), 2)
+    leave_after(begun(out, settings), 3)
     identity = json.loads((out / "trackers.json").read_text())["trackers"]["wandb"]["id"]
     for _ in resumed(out):
         pass
-    first, last = sorted((out / "wandb").glob("offline-run-*/*.wandb"))
-    rows, config, ids = rows_of(first)
-    assert series(history(rows)) == series(whole[1].sent[: len(rows)])
-    assert rows[-1]["iteration"] == 2
-    assert config["training.pop_size"] == 3
-    assert ids == {identity}
-    rows, config, ids = rows_of(last)
-    assert series(history(rows)) == series(whole[1].sent)
-    assert [row["_step"] for row in rows] == list(range(len(rows)))
-    assert (config["training.pop_size"], ids) == (3, {identity})
+    first, last = (rows_of(file) for file in sorted((out / "wandb").glob("offline-run-*/*.wandb")))
+    sent = whole[1].sent
+    assert series(history(first[0])) == series(sent[: len(first[0])])
+    assert series(history(last[0])) == series(sent[-len(last[0]) :])
+    assert (first[0][-1]["iteration"], last[0][0]["iteration"]) == (3, 3)  # after the checkpoint of iteration 2
+    assert first[1]["training.pop_size"] == 3
+    assert first[2] == last[2] == {identity}
 
 
 @pytest.mark.model
@@ -357,9 +324,17 @@ def test_a_class_in_a_file_beside_the_manifest(tmp_path: Path) -> None:
         pass
     sent = [json.loads(line) for line in file.read_text().splitlines()]
     assert {prefix for prefix, _, _ in sent} == {"x"}
-    assert [(step, values) for _, step, values in sent] == [
-        (point.step, point.values) for point in points_of(RunLayout(tmp_path / "run"))
-    ]
+    rewards = {
+        (line["step"], line["agent"]): line["reward"]
+        for line in lines(tmp_path / "run" / "metrics.jsonl")
+        if line["kind"] == "train"
+    }
+    assert rewards == {
+        (step, int(name.split("/")[1])): value
+        for _, step, values in sent
+        for name, value in values.items()
+        if name.startswith("agent/") and name.split("/")[2:] == ["reward"]
+    }
 
 
 @pytest.mark.parametrize("named", ["'../mine.py:Mine'", "['../mine.py:Mine']", "{'../mine.py:Mine': {}}"])
@@ -372,40 +347,40 @@ def test_code_is_beside_the_manifest(tmp_path: Path, named: str) -> None:
 
 
 @pytest.mark.model
-def test_a_resumed_run_goes_on_where_the_tracker_was(whole: tuple[Path, Kept], tmp_path: Path) -> None:
+@pytest.mark.parametrize("earlier", [True, False])
+def test_a_resumed_run_continues_in_the_run_of_its_tracker(
+    earlier: bool, whole: tuple[Path, Kept], tmp_path: Path
+) -> None:
     out, first, second = tmp_path / "run", Kept(), Kept()
     leave_after(begun(out, trackers=[first]), 3)
     assert first.calls == ["start", "finish"]
+    if earlier:  # what earlier versions wrote
+        (out / "trackers.json").write_text('{"trackers": {"Kept": {"id": "", "step": 3, "place": 4}}}')
     for _ in resumed(out, [second]):
         pass
-    assert [step for step, _ in first.sent][-1] == 3
     assert second.settings == {}  # it has them
-    assert series(first.sent + second.sent) == series(whole[1].sent)
+    before = [(step, values) for step, values in first.sent if step < 3]
+    assert series(before + second.sent) == series(whole[1].sent)
 
 
 @pytest.mark.model
-def test_a_tracker_that_fails_is_said_once_and_gets_the_rest_when_the_run_is_resumed(
-    whole: tuple[Path, Kept], tmp_path: Path
-) -> None:
-    out = tmp_path / "run"
-    broken = type("Kept", (Broken,), {})(at=2)  # one tracker, before and after its network is back
-    with pytest.warns(UserWarning, match="switched off") as warned:
-        leave_after(begun(out, trackers=[broken]), 4)
-    assert len(warned) == 1
-    later = Kept()
-    for _ in resumed(out, [later]):
-        pass
-    assert broken.sent[-1][0] == 1
-    assert series(broken.sent + later.sent) == series(whole[1].sent)
-    assert evidence(out)["lineage.jsonl"] == evidence(whole[0])["lineage.jsonl"]
+@pytest.mark.parametrize("text", ['{"trackers": {"Kept": {"id": 3}}}', "[]", '{"trackers": {"Kept": {"id": "'])
+def test_damaged_identities_begin_anew(text: str, tmp_path: Path) -> None:
+    (tmp_path / "trackers.json").write_text(text)
+    with pytest.warns(UserWarning, match="damaged"):
+        trackers = Trackers([kept := Kept()], RunLayout(tmp_path), {"lr": 1e-5}, resumed_at=3)
+    trackers.finish()
+    assert kept.settings == {"lr": 1e-5, "run": str(tmp_path)}
+    assert json.loads((tmp_path / "trackers.json").read_text()) == {"trackers": {"Kept": {"id": ""}}}
 
 
 @pytest.mark.model
 @pytest.mark.parametrize("error", [RuntimeError, SystemExit])
 def test_whatever_a_tracker_raises_the_run_goes_on(error: type[BaseException], tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="switched off"):
+    with pytest.warns(UserWarning, match="switched off") as warned:
         events = list(begun(tmp_path / "run", "training.max_steps=48", trackers=[Broken(error=error), other := Twin()]))
     assert type(events[-1]).__name__ == "RunFinished"
+    assert len(warned) == 1
     assert other.sent[-1][0] == 1
 
 
@@ -429,18 +404,6 @@ def test_one_that_does_not_start_stops_a_new_run_and_no_resumed_one(tmp_path: Pa
     leave_after(resumed(out, []), 2)
     with pytest.warns(UserWarning, match="no key"):
         assert type(list(resumed(out, [Unwilling()]))[-1]).__name__ == "RunFinished"
-
-
-@pytest.mark.model
-def test_damaged_notes_begin_anew(whole: tuple[Path, Kept], tmp_path: Path) -> None:
-    out, kept = tmp_path / "run", Kept()
-    leave_after(begun(out, trackers=[Kept()]), 3)
-    (out / "trackers.json").write_text('{"trackers": {"Kept": {"id": "x", "step": -3, "place": 1}}}')
-    with pytest.warns(UserWarning, match="damaged"):
-        leave_after(resumed(out, [kept]), 4)
-    for _ in resumed(out, [kept]):
-        pass
-    assert series(kept.sent) == series(whole[1].sent)
 
 
 def test_a_loop_without_a_manifest(tmp_path: Path) -> None:
