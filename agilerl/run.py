@@ -10,6 +10,7 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from io import StringIO
 from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,6 @@ from agilerl.errors import CheckpointError, ConfigError, plain_warnings
 
 if TYPE_CHECKING:
     from agilerl.algorithms import LLMAlgorithm
-    from agilerl.cli.progress import View
     from agilerl.report.load import Score
     from agilerl.runs.directory import RunLayout
     from agilerl.training.events import Event
@@ -320,30 +320,26 @@ def _follow(run: "Started", display: bool) -> None:
 def _show_in_notebook(events: "Iterator[Event]", session: "Session") -> None:
     """Show a table that is updated in place, at most four times a second."""
     import IPython.display
-    from rich.console import Console
+    from rich.console import Console, Group
 
     from agilerl.cli.progress import View
 
     page: Any = IPython.display.HTML
     display: Any = IPython.display.display
+
+    def drawn() -> Any:
+        screen = Console(file=StringIO(), record=True, width=120, force_jupyter=False)
+        screen.print(Group(view.table(), *view.notes, view.bars))
+        return page(screen.export_html(inline_styles=True, code_format="<pre>{code}</pre>"))
+
     view, shown_at = View(session, Console(quiet=True)), 0.0
-    handle: Any = display(page("<div>start</div>"), display_id=True)
+    handle: Any = display(page("<pre>start</pre>"), display_id=True)
     for event in events:
         view.show(event)
         if monotonic() - shown_at > 0.25:
-            run, phase = view.bars.tasks
-            handle.update(page(_page(view, min(1.0, run.completed), phase.description)))
+            handle.update(drawn())
             shown_at = monotonic()
-    handle.update(page(_page(view, 1.0, "finished")))
-
-
-def _page(view: "View", done: float, phase: str) -> str:
-    """Return the table of agents, what may keep them from learning, and a bar, as HTML."""
-    columns = view.columns()
-    rows = [list(row) for row in zip(*(column.cells for column in columns))]
-    notes = "".join(f"<div>{html.escape(note.plain)}</div>" for note in view.notes)
-    bar = f'<progress value="{done:.3f}" max="1" style="width:24em"></progress> {done:.0%} {html.escape(phase)}'
-    return _html_table([column.name for column in columns], rows) + notes + f"<div>{bar}</div>"
+    handle.update(drawn())
 
 
 def _html_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -15,6 +15,7 @@ from typing import Any, TextIO, cast
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.table import Table
+from rich.text import Text
 
 from agilerl.errors import WriteError
 
@@ -64,6 +65,17 @@ def columns(*headers: str, left: Collection[str] = ("",), gap: int = 3) -> Table
     table = Table(box=None, padding=(0, gap, 0, 0), pad_edge=False, show_header=any(headers))
     for header in headers:
         table.add_column(header, justify="left" if header in left else "right")
+    return table
+
+
+def cut_columns(cells: Mapping[str, Sequence[str]], *, left: Collection[str]) -> Table:
+    """Return a table of columns with one line a row: where there is no room, those in ``left`` end in an ellipsis."""
+    table = columns(*cells, left=left, gap=2)
+    for column in table.columns:
+        column.no_wrap = column.header not in left
+        column.overflow = "ellipsis"
+    for row in zip(*cells.values()):
+        table.add_row(*(Text(cell, no_wrap=True, overflow="ellipsis") for cell in row))
     return table
 
 

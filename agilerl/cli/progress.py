@@ -1,29 +1,36 @@
 """What a run shows on the terminal: its plan, its progress (a live table, or plain lines elsewhere) and its result."""
 
 import math
-import re
 import shlex
-import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
-from datetime import timedelta
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import NormalDist, fmean
 from time import perf_counter
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.progress import BarColumn, Progress, Task, TaskProgressColumn, TextColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from agilerl.checks.arguments import counted
 from agilerl.cli.forecast import expected_seconds, schedule, seen_by_exam
-from agilerl.cli.output import columns, duration, facts, genes_text, json_line, one_line, shown_samples, told_apart
+from agilerl.cli.output import (
+    columns,
+    cut_columns,
+    duration,
+    facts,
+    genes_text,
+    json_line,
+    one_line,
+    shown_samples,
+    told_apart,
+)
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
 from agilerl.envs.check import check_env
@@ -34,7 +41,7 @@ from agilerl.envs.scorers import shortcuts
 from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.mutation import LEARNING_RATES
 from agilerl.hpo.strategies import UNITS
-from agilerl.planning.footprint import money, peak
+from agilerl.planning.footprint import peak
 from agilerl.population import Population
 from agilerl.report.load import by_question, load_run, number, paired_error
 from agilerl.runs import RunLayout, read_lines
@@ -52,7 +59,7 @@ from agilerl.training.events import (
     RunStarted,
 )
 from agilerl.training.loop import planned_iterations, samples_per_iteration
-from agilerl.training.memory import estimate
+from agilerl.training.memory import adapter_numbers, estimate
 from agilerl.training.preflight import MOST, QUESTIONS, is_due, why_none
 from agilerl.training.probe import finite
 from agilerl.training.records import metric_lines
@@ -62,8 +69,8 @@ _CLEAR = 0.8
 """Probability of being better from which an exam tells two agents apart."""
 _SURE = 0.95
 """Probability of being better than the base from which the end of a run is called a gain."""
-_MOST_ROWS, _LEAST = 40, 8
-"""Agents in the table at the end; characters that a cut column keeps."""
+_MOST_ROWS = 40
+"""Agents in the table at the end."""
 SMALL_EXAM = 50
 """Questions below which the plan says what an exam cannot see."""
 
@@ -71,168 +78,80 @@ SMALL_EXAM = 50
 def plan_document(
     session: Session, out: Path, sampled: PreflightDone | None = None, *, timed: bool = False
 ) -> dict[str, Any]:
-    """Return the plan as plain data, with an answer that was ``sampled``; ``timed``: and the time, for a second."""
-    config, population, runtime = session.config, session.population, session.population.runtime
-    e = config.environment
-    agents, base, store = population.agents, runtime.base, runtime.store
-    iterations, by_tokens = planned_iterations(session), session.scale.ends_by_tokens
-    if by_tokens:
+    """Return the plan as numbers, and as the ``lines`` that a person reads, each with a name.
+
+    ``sampled`` is an answer to show. ``timed``: with the time of the run, for which the machine's rates are measured,
+    and with what is wrong with an environment, which is played for that.
+    """
+    config, population, task, scale = session.config, session.population, session.task, session.scale
+    agents, everyone = population.agents, population.everyone
+    iterations = planned_iterations(session)
+    if scale.ends_by_tokens:
         # Counted with the longest completions: shorter ones leave tokens for more iterations.
-        iterations = min(iterations, math.ceil(session.scale.lone_agent()[0] / len(population.everyone)))
-    groups = population.group_sizes
-    completions = [population.prompts_per_step * group for group in groups]
-    limit, lengths = population.context_length, [population.lengths("exam"), population.lengths("test")]
-    prompts = [length for panel in lengths for length in panel.prompts]
+        iterations = min(iterations, math.ceil(scale.lone_agent()[0] / len(everyone)))
+    completions = [population.prompts_per_step * group for group in population.group_sizes]
+    limit, panels = population.context_length, [population.lengths("exam"), population.lengths("test")]
+    prompts = [length for panel in panels for length in panel.prompts]
     room = limit - max(prompts)
-    memory, topology, task = estimate(config, population), session.topology, session.task
-    indices = [agent.index for agent in population.everyone]
-    shares = topology.peers.processes.shares(len(indices))
+    memory, samples = estimate(config, population), samples_per_iteration(session)
     # An answer may be as long as the agent allows, or as the context leaves room for after the longest prompt.
     completion = min(max(getattr(agent.config, "max_output_tokens", None) or room for agent in agents), room)
-    return {
-        "model": {
-            "name": base.name,
-            "parameters": base.parameters,
-            "megabytes": base.weight_bytes / 2**20,
-            "context": population.context_length,
-            "pad_token": population.tokenizer.pad_token,
-            "pads_with_end": population.tokenizer.pad_token_id == population.tokenizer.eos_token_id,
-            "chat_template": bool(getattr(population.tokenizer, "chat_template", None)),
-        },
-        "adapter": {
-            "rank": agents[0].rank,
-            "layers": len(store.layers),
-            "parameters": sum(agents[0].rank * (s.in_features + s.out_features) for s in store.layers),
-        },
-        "algorithm": config.algorithm["name"],
-        "task": task.name,
-        "answers": str(AnswerFormat.of(e)) * (e.env_type == "reasoning" and e.agent is None),
-        "shortcuts": list(shortcuts(e)),
-        "objectives": list(population.objectives),
-        "agent_program": e.agent,
-        "exam_grader": exam_grader(task),
-        "exam_sampling": {"temperature": population.eval_temperature, "samples": population.eval_samples},
-        "stop_sequences": population.runtime.options.stop_sequences,
-        "rows": dict(task.counts),
-        "population": {str(a.index): dict(a.hyperparameters) for a in population.everyone},
+    has_exam = config.environment.eval_prompts is not None
+    plan: dict[str, Any] = {
+        "population": {str(a.index): dict(a.hyperparameters) for a in everyone},
         "genes": {name: gene.span() for name, gene in agents[0].genes.items()},
         "batches": {
             "prompts": population.prompts_per_step,
-            "group_size": _ends(groups),
+            "group_size": _ends(population.group_sizes),
             "completions_per_agent": _ends(completions),
             "rows_per_optimizer_step": _ends([min(a.window_rows, rows) for a, rows in zip(agents, completions)]),
-            "completions_per_iteration": samples_per_iteration(session),
-            "prompt_tokens": [min(prompts), max(prompts)],
+            "completions_per_iteration": samples,
+            "prompt_tokens": _ends(prompts),
             "completion_tokens_at_most": completion,
-            "tokens_per_iteration_at_most": samples_per_iteration(session)
-            * max(panel.row(completion, limit) for panel in lengths),
+            "tokens_per_iteration_at_most": samples * max(panel.row(completion, limit) for panel in panels),
         },
         "length": {
             "iterations": iterations,
-            "ends_by_tokens": by_tokens,
+            "ends_by_tokens": scale.ends_by_tokens,
             "iterations_per_generation": session.evo_steps,
             "iterations_of_first_generation": session.generation_steps,
-            "generations": -(-iterations // session.evo_steps),
-            "max_tokens": config.training.max_tokens,
-            "max_seconds": config.training.max_seconds,
-            "price_per_hour": config.training.price_per_hour,
             "exam_prompts": len(population.places("exam")),
-            "test_prompts": len(session.population.places("test")),
-            "smallest_population": min(config.smallest_population, len(indices)),
-            "steps_of_selection": steps_of_selection(
-                session.scale, session.selection, len(indices), has_exam=e.eval_prompts is not None
-            ),
+            "test_prompts": len(population.places("test")),
+            "smallest_population": min(config.smallest_population, len(everyone)),
+            "steps_of_selection": steps_of_selection(scale, session.selection, len(everyone), has_exam=has_exam),
         },
         "expected_seconds": expected_seconds(session, completion) if timed else None,
         "exam": seen_by_exam(len(population.places("exam"))),
-        "islands": {
-            "processes_per_island": topology.island.size,
-            "agents": [[indices[position] for position in share] for share in shares],
-        },
         "memory_megabytes": {name: round(size / 2**20, 1) for name, size in memory.items()},
         "peak_memory_megabytes": round(peak(memory) / 2**20, 1),
-        "compares": config.selection_strategy.strategy != "none",
-        "preflight": is_due(session),
         "environment": [str(finding) for finding in check_env(partial(task.env_factory, **task.env_config))]
         if timed and isinstance(task, EpisodeTask)
         else [],
         "sample": None
         if sampled is None
         else finite({key: getattr(sampled, key) for key in ("prompt", "answer", "score")}),
-        "without_effect": session.resolved.without_effect,
-        "notes": session.notes,
         "results": str(out),
     }
+    return {**plan, "lines": [{"name": name, "text": text} for name, text in _lines(plan, session, sampled)]}
 
 
 def print_plan(
     session: Session, out: Path, console: Console, sampled: PreflightDone | None = None, *, timed: bool = False
 ) -> None:
     """Print the plan as a table; for the arguments see :func:`plan_document`."""
-    table = facts(_plan_rows(plan_document(session, out, timed=timed), session, sampled))
+    table = facts((line["name"], line["text"]) for line in plan_document(session, out, sampled, timed=timed)["lines"])
     table.title, table.title_justify = "Plan", "left"
     console.print(table)
     console.print()
 
 
-def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone | None) -> Iterator[tuple[str, str]]:
-    model, adapter, batch, length = plan["model"], plan["adapter"], plan["batches"], plan["length"]
-    environment, agents = session.config.environment, len(session.population.everyone)
-    several = session.topology.world.size > 1
-    # Model and adapters
-    padding = f"padded with {'its end token ' * model['pads_with_end']}{model['pad_token']!r}"
-    size = f"{model['parameters']:,} frozen parameters, context {model['context']}"
-    yield "model", f"{model['name']}: {size}, {padding}"
-    if not model["chat_template"]:
-        yield "", "no chat template: the contents of a conversation are joined by newlines, without roles"
-    size = f"LoRA rank {adapter['rank']} on {counted(adapter['layers'], 'layer')}"
-    yield "adapters", f"{size}: {adapter['parameters']:,} numbers each"
-    # The task and its grading
-    # The name of a function in a file does not say which file.
-    graders = (grader.name for grader in environment.graders or ())
-    where = next((name for name in graders if name.rpartition(":")[2] == session.task.grader), session.task.grader)
-    yield "task", f"{plan['task']}, reward {Path(where).name}"
-    if (program := plan["agent_program"]) is not None:
-        yield "agent", f"{program if isinstance(program, str) else shlex.join(program)} answers the questions"
+def _lines(plan: Mapping[str, Any], session: Session, sampled: PreflightDone | None) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a plan: of the base and the task, of the agents, and of what the run takes and tells apart."""
+    yield from _of_base_and_task(session)
     for sentence in plan["environment"]:
         yield "", sentence
-    if plan["answers"]:
-        yield "answers", f"{plan['answers']} (environment.answer_format)"
-        chats = model["chat_template"] and model["name"] != "embedded"
-        if chats and environment.answer_format == "whole" and environment.graders is None:
-            yield "", "a chat model seldom writes the answer alone: answer_format=after asks for it"
-    for sentence in plan["shortcuts"]:
-        yield "", sentence
-    if plan["exam_grader"] != session.task.grader:
-        evolving = [name for name in plan["genes"] if name.startswith("reward_weights.")]
-        fixed = f", whatever {' and '.join(evolving)} become{'s' * (len(evolving) == 1)}" if evolving else ""
-        yield "fitness", f"exams and tests of all agents are graded by {plan['exam_grader']}{fixed}"
-    if plan["exam_sampling"]["temperature"]:
-        yield "exams", f"{_exam_sampling(session.population)}, by the same random numbers for all agents"
-    if plan["stop_sequences"]:
-        yield "stops", f"completions end with {', '.join(map(repr, plan['stop_sequences']))}"
-    if len(plan["objectives"]) > 1:
-        yield "objectives", f"{', '.join(plan['objectives'])}: selection keeps what no agent dominates"
-    if rows := plan["rows"]:
-        yield "rows", ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in rows.items() if count)
-        if few := few_rows(rows):
-            yield "", f"warning: {few}"
-        if (asked := length["exam_prompts"]) < (kept := rows["exam"]):
-            rest = f"environment.eval_prompts={asked} leaves the others to training and the test"
-            yield "", f"exams ask {asked} of the {kept}, as more would take too much of the budget; {rest}"
-    # The agents and their genes
-    yield "algorithm", f"{plan['algorithm']}, {counted(agents, 'agent')}"
-    first, usual = session.population.agents[0], session.usual_rate
-    rates = {name: rate for name in LEARNING_RATES if (rate := getattr(first, name, None))}
-    for index, values in plan["population"].items():
-        yield f"  agent {index}", genes_text(values) or f"{genes_text(rates)}, fixed".removeprefix(", ")
-    if session.saved is None and agents < session.config.training.pop_size:
-        only = f"{counted(agents, 'agent')} only"
-        yield "", f"{only}, because an iteration of more would take over a tenth of the budget (training.pop_size)"
-    for sentence in session.resolved.unusual_rates(usual) if usual else ():
-        yield "rate", sentence
-    yield "genes", ", ".join(f"{k} in {v}" for k, v in plan["genes"].items()) or "none: nothing evolves"
-    # Batches and length
+    yield from _of_agents(plan, session)
+    environment, batch, length = session.config.environment, plan["batches"], plan["length"]
     completions = f"{_span(batch['group_size'])} completions = {_span(batch['completions_per_agent'])} for each agent"
     per_step = f"{_span(batch['rows_per_optimizer_step'])} an optimizer step"
     yield "batch", f"{counted(batch['prompts'], 'prompt')} x {completions}, {per_step}"
@@ -242,43 +161,95 @@ def _plan_rows(plan: Mapping[str, Any], session: Session, sampled: PreflightDone
         f"prompts {_span(batch['prompt_tokens'])}, completions up to {batch['completion_tokens_at_most']}{default}; "
         f"at most {batch['tokens_per_iteration_at_most']:,} an iteration for all agents",
     )
-    limits = " or ".join(
-        f"{length[key]:,.15g} {unit}" for key, unit in (("max_tokens", "tokens"), ("max_seconds", "s")) if length[key]
-    )
+    t = session.config.training
+    ends = ((t.max_tokens, "tokens"), (t.max_seconds, "s"))
+    limits = " or ".join(f"{most:,.15g} {unit}" for most, unit in ends if most)
     asked = f"exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
-    yield "length", f"{schedule(length, agents, limits)}; {asked}"
-    # What it tells apart and takes
-    if plan["compares"]:
+    yield "length", f"{schedule(length, len(plan['population']), limits)}; {asked}"
+    if session.config.selection_strategy.strategy != "none":
         small = environment.eval_prompts is not None and plan["exam"]["questions"] < SMALL_EXAM
         yield "exam", f"{'warning: ' * small}{plan['exam']['sentence']}{' (environment.eval_prompts)' * small}"
     if (seconds := plan["expected_seconds"]) is not None:
         yield "time", f"up to about {duration(seconds)} on this device, by rates measured just now; besides grading"
-    if length["price_per_hour"] is not None:
-        hour, seconds = length["price_per_hour"], length["max_seconds"]
-        most = f"; at most {money(hour * seconds / 3600)} in {seconds:,.15g} s" if seconds else ""
-        yield "cost", f"{hour:g} an hour{most}"
+    several = session.topology.world.size > 1
     if several:
-        processes, shares = plan["islands"]["processes_per_island"], plan["islands"]["agents"]
-        spans = ", ".join(_span([share[0], share[-1]]) for share in shares)
-        yield "islands", f"{len(shares)} of {processes} process{'es' * (processes > 1)}; agents {spans}"
+        peers, indices = session.topology.peers.processes, [int(index) for index in plan["population"]]
+        spans = [[indices[position] for position in share] for share in peers.shares(len(indices))]
+        text = ", ".join(_span([share[0], share[-1]]) for share in spans)
+        size = session.topology.island.size
+        yield "islands", f"{len(spans)} of {size} process{'es' * (size > 1)}; agents {text}"
     parts = ", ".join(f"{name.replace('_', ' ')} {size:,.0f}" for name, size in plan["memory_megabytes"].items())
     each = f"about {plan['peak_memory_megabytes']:,.0f} MiB{' in each process' * several}"
     turns = "less than the sum, as some parts are never in memory together"
     yield "memory", f"{each} on top of Python and torch; {turns}: {parts}"
-    if session.config.training.trackers:
-        yield "trackers", ", ".join(session.config.training.trackers)
-    # First answers, idle settings
+    if t.trackers:
+        yield "trackers", ", ".join(t.trackers)
     if sampled is not None:
         yield from trial(sampled)
-    if plan["preflight"]:
+    if is_due(session):
         yield "preflight", f"before the first update agents answer {QUESTIONS} to {MOST} training questions"
     elif session.saved is None and (none := why_none(session.scale)):
         yield "preflight", none
-    for sentence in plan["without_effect"]:
-        yield "no effect", sentence
-    for sentence in plan["notes"]:
-        yield "note", sentence
+    yield from (("no effect", sentence) for sentence in session.resolved.without_effect)
+    yield from (("note", sentence) for sentence in session.notes)
     yield "results", plan["results"]
+
+
+def _of_base_and_task(session: Session) -> Iterator[tuple[str, str]]:
+    population, environment, task = session.population, session.config.environment, session.task
+    base, tokenizer, agent = population.runtime.base, population.tokenizer, population.agents[0]
+    end = "its end token " * (tokenizer.pad_token_id == tokenizer.eos_token_id)
+    size = f"{base.parameters:,} frozen parameters, context {population.context_length}"
+    yield "model", f"{base.name}: {size}, padded with {end}{tokenizer.pad_token!r}"
+    template = bool(getattr(tokenizer, "chat_template", None))
+    if not template:
+        yield "", "no chat template: the contents of a conversation are joined by newlines, without roles"
+    layers = population.runtime.store.layers
+    numbers = adapter_numbers(agent.rank, layers)
+    yield "adapters", f"LoRA rank {agent.rank} on {counted(len(layers), 'layer')}: {numbers:,} numbers each"
+    # The name of a function in a file does not say which file.
+    graders = (grader.name for grader in environment.graders or ())
+    where = next((name for name in graders if name.rpartition(":")[2] == task.grader), task.grader)
+    yield "task", f"{task.name}, reward {Path(where).name}"
+    if (program := environment.agent) is not None:
+        yield "agent", f"{program if isinstance(program, str) else shlex.join(program)} answers the questions"
+    elif environment.env_type == "reasoning" and (answers := str(AnswerFormat.of(environment))):
+        yield "answers", f"{answers} (environment.answer_format)"
+        chats = template and base.name != "embedded"
+        if chats and environment.answer_format == "whole" and environment.graders is None:
+            yield "", "a chat model seldom writes the answer alone: answer_format=after asks for it"
+    yield from (("", sentence) for sentence in shortcuts(environment))
+    if (grader := exam_grader(task)) != task.grader:
+        evolving = [name for name in agent.genes if name.startswith("reward_weights.")]
+        fixed = f", whatever {' and '.join(evolving)} become{'s' * (len(evolving) == 1)}" if evolving else ""
+        yield "fitness", f"exams and tests of all agents are graded by {grader}{fixed}"
+    if population.eval_temperature:
+        yield "exams", f"{_exam_sampling(population)}, by the same random numbers for all agents"
+    if stops := population.runtime.options.stop_sequences:
+        yield "stops", f"completions end with {', '.join(map(repr, stops))}"
+    if len(population.objectives) > 1:
+        yield "objectives", f"{', '.join(population.objectives)}: selection keeps what no agent dominates"
+    if rows := task.counts:
+        yield "rows", ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in rows.items() if count)
+        if few := few_rows(rows):
+            yield "", f"warning: {few}"
+        if (asked := len(population.places("exam"))) < (kept := rows["exam"]):
+            rest = f"environment.eval_prompts={asked} leaves the others to training and the test"
+            yield "", f"exams ask {asked} of the {kept}, as more would take too much of the budget; {rest}"
+
+
+def _of_agents(plan: Mapping[str, Any], session: Session) -> Iterator[tuple[str, str]]:
+    agents, first = len(plan["population"]), session.population.agents[0]
+    yield "algorithm", f"{session.config.algorithm['name']}, {counted(agents, 'agent')}"
+    rates = {name: rate for name in LEARNING_RATES if (rate := getattr(first, name, None))}
+    for index, values in plan["population"].items():
+        yield f"  agent {index}", genes_text(values) or f"{genes_text(rates)}, fixed".removeprefix(", ")
+    if session.saved is None and agents < session.config.training.pop_size:
+        only = f"{counted(agents, 'agent')} only"
+        yield "", f"{only}, because an iteration of more would take over a tenth of the budget (training.pop_size)"
+    if (usual := session.usual_rate) is not None:
+        yield from (("rate", sentence) for sentence in session.resolved.unusual_rates(usual))
+    yield "genes", ", ".join(f"{k} in {v}" for k, v in plan["genes"].items()) or "none: nothing evolves"
 
 
 def sample_lines(event: PreflightDone) -> list[str]:
@@ -319,7 +290,8 @@ def _span(ends: Sequence[int]) -> str:
 # -- progress, and the result -----------------------------------------------------------------------------------------
 
 
-_GAP = 2
+_NARROW = 80
+"""Characters of a terminal from which the table has room for each agent's parent."""
 _STOPPING = {
     "base test": "will save a checkpoint and stop after the test of the base and one iteration",
     "train": AFTER_ITERATION,
@@ -428,8 +400,6 @@ class _Row:
 
     parent: int | None = None
     genes: Mapping[str, Any] = field(default_factory=dict)
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """Of its last iteration."""
     rewards: list[float] = field(default_factory=list)
     """By iteration; losses, for an algorithm that learns from data."""
     fitness: Fitness | None = None
@@ -438,18 +408,6 @@ class _Row:
     """What happened to it last."""
     left: int | None = None
     """Generation after which it left."""
-
-
-class _Clock(TextColumn):
-    """How long a bar has taken and, if that is known, how long it will still take."""
-
-    max_refresh = 0.5  # an estimate that changes more often cannot be read
-
-    def render(self, task: Task) -> Text:
-        """Return both in hours, minutes and seconds."""
-        times = {"spent": task.finished_time or task.elapsed, "left": task.time_remaining}
-        known = {name: timedelta(seconds=int(time)) for name, time in times.items() if time is not None}
-        return Text(", ".join(f"{time} {name}" for name, time in known.items()))
 
 
 class View:
@@ -470,8 +428,9 @@ class View:
         self.what = "reward" if session.resolved.algorithm.env_type == "reasoning" else "loss"
         # All of it fits 60 columns; the bars take what is left.
         share = TaskProgressColumn("{task.percentage:>3.0f}% of {task.fields[whole]:<10}")
-        name, bar = TextColumn("{task.description:<9}"), BarColumn(bar_width=None)
-        self.bars = Progress(name, bar, share, _Clock(""), console=console)
+        name, bar = TextColumn("{task.description:<9}"), BarColumn(None)
+        clock = TimeElapsedColumn(), TextColumn("<"), TimeRemainingColumn()  # as tqdm writes them
+        self.bars = Progress(name, bar, share, *clock, console=console)
         self.run = self.bars.add_task("run", total=1.0, whole="budget")
         self.phase = self.bars.add_task("start", total=None)
         self.shown = Group()
@@ -593,7 +552,6 @@ class View:
         self.bars.update(self.run, completed=event.progress)
         self.bars.advance(self.phase)
         for index, metrics in event.metrics.items():
-            self.rows[index].metrics = metrics
             self.rows[index].rewards += [metrics[self.what]] if self.what in metrics else []
         left = ""
         if (done := event.progress - self.resumed_at) > 0:  # at the speed of this process
@@ -642,38 +600,30 @@ class View:
         rivals = f"agent{'s' * (len(near) > 1)} {', '.join(map(str, near))} (P < {_CLEAR:g} that it is better)"
         return f"{sentence}, whose {best.n} questions do not tell it apart from {rivals}{tie}"
 
-    def columns(self, most: int | None = None) -> "list[Column]":
-        """Return what is shown of each agent, a cell for each: first those that live, then the last ones that left."""
+    def table(self, most: int | None = None) -> Table:
+        """Return a row for each agent: first those that live, then the last ones that left, dimmed."""
         living = [agent.index for agent in self.session.population.everyone]
         gone = sorted(self.rows.keys() - set(living), key=lambda index: (-(self.rows[index].left or 0), index))
         agents = [(index, self.rows[index]) for index in [*living, *gone][:most]]
         rewards = [reward for _, row in agents for reward in row.rewards if math.isfinite(reward)]
         # One scale for all agents, so that their trends can be compared.
         ends = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
-
-        def cells(key: str, form: str) -> list[str]:
-            return [_cell(row.metrics.get(key), form) for _, row in agents]
-
-        shown = [
-            Column("agent", [f"{index}{'*' if index == self.best else ' '}" for index, _ in agents]),
-            Column("parent", ["-" if row.parent is None else str(row.parent) for _, row in agents], rank=1),
-            Column("genes", [genes_text(row.genes, 2) or "-" for _, row in agents], "left"),
-            Column(self.what, [_cell(row.rewards[-1] if row.rewards else None, ".3f") for _, row in agents]),
-            Column("trend", [sparkline(row.rewards, *ends) for _, row in agents], "left"),
-            Column("exam", ["-" if row.fitness is None else _score(row.fitness) for _, row in agents]),
-            Column("failures", [_counts(row.failures) for _, row in agents], "left"),
-            Column("last event", [row.event for _, row in agents], "left"),
-            Column("KL", cells("kl", ".4f"), rank=4),
-            Column("entropy", cells("entropy", ".3f"), rank=3),
-            Column("tokens/s", cells("tokens_per_second", ",.0f"), rank=2),
-        ]
-        # These three are left out where no agent has anything in them.
-        return [c for c in shown if c.name not in ("KL", "failures", "trend") or set(c.cells) - {"-", ""}]
-
-    def table(self, most: int | None = None) -> Table:
-        """Return a row for each agent, those that left dimmed, with as many columns as fit the terminal."""
-        living = len(self.session.population.everyone)
-        table = _fitted(self.columns(most), self.console.width, living)
+        cells = {
+            "agent": [f"{index}{'*' if index == self.best else ' '}" for index, _ in agents],
+            "parent": ["-" if row.parent is None else str(row.parent) for _, row in agents],
+            "genes": [genes_text(row.genes, 2) or "-" for _, row in agents],
+            self.what: [_cell(row.rewards[-1] if row.rewards else None, ".3f") for _, row in agents],
+            "trend": [sparkline(row.rewards, *ends) for _, row in agents],
+            "exam": ["-" if row.fitness is None else _score(row.fitness) for _, row in agents],
+            "failures": [", ".join(f"{n} {what}" for what, n in row.failures.items()) for _, row in agents],
+            "event": [row.event for _, row in agents],
+        }
+        shown = {name: texts for name, texts in cells.items() if name not in ("failures", "trend") or any(texts)}
+        if self.console.width < _NARROW:
+            del shown["parent"]
+        table = cut_columns(shown, left=("genes", "failures", "event"))
+        for row in table.rows[len(living) :]:
+            row.style = "dim"
         if most is not None and (hidden := len(self.rows) - most) > 0:
             table.caption = f"and {hidden} that left earlier: agilerl lineage {self.out}"
             table.caption_justify = "left"
@@ -692,55 +642,6 @@ def sparkline(values: Sequence[float], low: float, high: float) -> str:
     parts = [finite[k * len(finite) // size : (k + 1) * len(finite) // size] for k in range(size)]
     height = (high - low) or 1.0
     return "".join(_BARS[round((fmean(part) - low) / height * (len(_BARS) - 1))] for part in parts)
-
-
-@dataclass
-class Column:
-    """Header and cells; columns with a ``rank`` may be left out, the highest first. Texts begin on the left."""
-
-    name: str
-    cells: list[str]
-    justify: Literal["left", "right"] = "right"
-    rank: int = 0
-
-    @property
-    def width(self) -> int:
-        """Characters that its longest cell takes, with the gap."""
-        return max(map(len, [self.name, *self.cells])) + _GAP
-
-
-def _fitted(columns: Sequence[Column], width: int, bright: int | None = None) -> Table:
-    """Return a table that never wraps: if it is too wide, columns are left out first, then texts end after a word.
-
-    Rows from number ``bright`` on are dimmed.
-    """
-    shown = list(columns)
-    while sum(c.width for c in shown) > width and any(c.rank for c in shown):
-        shown.remove(max(shown, key=lambda c: c.rank))
-    # Without the gap after the last column, which is not printed.
-    while sum(c.width for c in shown) - _GAP > width:
-        widest = max((c for c in shown if c.justify == "left"), key=lambda c: c.width)
-        room = widest.width - _GAP - 1
-        if room < max(_LEAST, len(widest.name)):
-            break
-        shown[shown.index(widest)] = replace(widest, cells=[_cut(cell, room) for cell in widest.cells])
-    table = Table(box=None, header_style="bold", padding=(0, _GAP, 0, 0), pad_edge=False)
-    for column in shown:
-        table.add_column(column.name, justify=column.justify, no_wrap=True, overflow="ellipsis")
-    for line, row in enumerate(zip(*(column.cells for column in shown))):
-        table.add_row(*row, style="dim" if bright is not None and line >= bright else None)
-    return table
-
-
-def _cut(text: str, width: int) -> str:
-    """Return a text of at most so many characters, cut between words if it has several."""
-    short = text if len(text) <= width else textwrap.shorten(text, width, placeholder="...")
-    # Of a first word that is too long, textwrap leaves nothing but the placeholder.
-    return f"{text[: width - 3]}..." if short == "..." else short
-
-
-def _counts(failures: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} {outcome}" for outcome, count in failures.items()) or "-"
 
 
 def _cell(value: float | None, form: str) -> str:
@@ -803,27 +704,6 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampl
     console.print(f"{counted(generations, 'generation')}, {tokens:,} tokens, {summary['seconds']:.0f} s")
 
 
-_END = re.compile(r"[.?!:]\s|\n")
-"""The end of a sentence or of a line."""
-
-
-def _alike(texts: Sequence[str]) -> str:
-    """Return what all texts begin with."""
-    return texts[0][: next((k for k, at in enumerate(zip(*texts)) if len(set(at)) > 1), min(map(len, texts)))]
-
-
-def _without_alike(texts: Sequence[str]) -> list[str]:
-    """Return texts without the sentences and lines that all begin or end with; no expression is cut."""
-    if len(set(texts)) < 2:
-        return list(texts)
-    start = max((match.end() for match in _END.finditer(_alike(texts))), default=0)
-    rest = [text[start:] for text in texts]
-    last = _alike([text[::-1] for text in rest])[::-1]
-    end = next((len(last) - match.end() for match in _END.finditer(last)), 0)
-    before, after = "... " * (start > 0), " ..." * (end > 0)
-    return [f"{before}{text[: len(text) - end].strip()}{after}" for text in rest]
-
-
 def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print the first test questions with the greedy answers of the base and of the elite."""
     if not answers:
@@ -834,18 +714,15 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
         return f"{one_line(answer['text'], width) or '(empty)'} ({score})"
 
     width = max(12, (console.width - 20) // 4)
-    others = [
-        Column("right", [one_line(one["answer"] or "-", width) for one in answers], "left"),
-        *(Column(who, [scored(one[who]) for one in answers], "left") for who in ("base", "elite")),
-    ]
+    texts = {
+        "right": [one_line(one["answer"] or "-", width) for one in answers],
+        **{who: [scored(one[who]) for one in answers] for who in ("base", "elite")},
+    }
     # Questions get the room that the answers leave.
-    room = max(width, console.width - sum(column.width for column in others))
-    questions = [one["question"] for one in answers]
-    if any(len(one_line(question, room + 1)) > room for question in questions):
-        questions = _without_alike(questions)
-    asked = told_apart(questions, room)
+    room = max(width, console.width - sum(max(map(len, [name, *cells])) + 2 for name, cells in texts.items()))
+    texts = {"question": told_apart([one["question"] for one in answers], room), **texts}
     console.print(f"\nThe first {len(answers)} test questions, with answers and scores")
-    console.print(_fitted([Column("question", asked, "left"), *others], console.width))
+    console.print(cut_columns(texts, left=texts))
     console.print()
 
 
@@ -855,17 +732,17 @@ def _print_front(front: Sequence[Mapping[str, Any]], out: Path, console: Console
         return
     costs = list(front[0]["costs"])
     results = {"reward": front, **{name: [one["costs"][name] for one in front] for name in costs}}
-    columns = [
-        Column("agent", [str(one["agent"]) for one in front]),
-        *(
-            Column(name, [f"{_cell(r['mean'], '.3g')} ± {_cell(r['stderr'], '.1g')}" for r in scores])
+    cells = {
+        "agent": [str(one["agent"]) for one in front],
+        **{
+            name: [f"{_cell(r['mean'], '.3g')} ± {_cell(r['stderr'], '.1g')}" for r in scores]
             for name, scores in results.items()
-        ),
-        Column("genes", [genes_text(one["hyperparameters"]) or "-" for one in front], "left"),
-    ]
+        },
+        "genes": [genes_text(one["hyperparameters"]) or "-" for one in front],
+    }
     units = ", ".join(f"{name} in {UNITS[name]}" for name in costs)
     console.print(f"\nFront of the last exam, dominated by no agent ({units})")
-    console.print(_fitted(columns, console.width))
+    console.print(cut_columns(cells, left=("genes",)))
     # RUN/checkpoints/NUMBER/agent_N/actor.
     where = out / Path(front[0]["adapter"]).parent.parent
     console.print(f"Their adapters   {where}/agent_N/actor", soft_wrap=True)

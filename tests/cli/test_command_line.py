@@ -134,8 +134,7 @@ def test_the_version_comes_with_what_a_bug_report_needs(agilerl: Agilerl) -> Non
 
 @pytest.mark.model
 def test_a_dry_run_prints_the_plan_and_writes_nothing(agilerl: Agilerl, tmp_path: Path) -> None:
-    price = ("training.price_per_hour=2.5", "training.max_seconds=7200")
-    outcome = agilerl("train", *SMALL, *price, "--dry-run", "--out", "a/run", "--seed", "3")
+    outcome = agilerl("train", *SMALL, "training.max_seconds=7200", "--dry-run", "--out", "a/run", "--seed", "3")
     assert (outcome.code, outcome.errors) == (0, "")
     for word in (
         "embedded: ",
@@ -149,7 +148,6 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(agilerl: Agilerl, tmp_path
         "4 prompts x 4 completions = 16 for each agent, 8 an optimizer step",
         "an iteration for all agents",
         "4 iterations, ending after 7,200 s, selection every 2; exam 8 prompts, test 10",
-        "2.5 an hour; at most 5.00 in 7,200 s",
         "prompt     <bos>Find the Greatest Common Divisor (GCD) of these numbers: ",
         ", reward ",
         "MiB on top of Python and torch; less than the sum",
@@ -186,7 +184,7 @@ def test_a_dry_run_as_json(agilerl: Agilerl, tmp_path: Path) -> None:
     assert plan["results"].startswith("runs/gcd-")
     assert "Greatest Common Divisor" in plan["sample"]["prompt"]
     assert plan["sample"]["score"] in (0.0, 1.0)
-    assert not plan["preflight"]
+    assert {"name": "results", "text": plan["results"]} in plan["lines"]
     assert plans[1]["population"] != plan["population"]  # --seed reaches the spread start
     assert list(tmp_path.iterdir()) == []
 

@@ -103,12 +103,10 @@ def test_one_line_an_agent_at_any_width(width: int, session: Session) -> None:
     assert all(len(row.rstrip()) <= width for row in [header, *rows])
     assert "reward" in header
     assert "0.700 ± 0.030" in rows[2]
+    assert ("parent" in header) == (width >= 80)
     if width >= 140:
-        assert header.split() == [
-            "agent", "parent", "genes", "reward", "trend", "exam", "last", "event", "KL", "entropy", "tokens/s",
-        ]  # fmt: skip
+        assert header.split() == ["agent", "parent", "genes", "reward", "trend", "exam", "event"]
         assert "lr=1e-05, temperature=1, group_size=4" in rows[0]
-        assert rows[0].endswith("12,346")
 
 
 MARKS = {
@@ -210,7 +208,7 @@ def test_columns_without_content_are_left_out(session: Session) -> None:
     screen = console(200, terminal=False)
     events = [e for e in story(session) if not isinstance(e, IterationDone)]
     watch(iter(events), session, screen)
-    assert "KL" not in last_table(written(screen))[0]
+    assert "trend" not in last_table(written(screen))[0]
 
 
 def test_plain_lines_where_there_is_no_terminal(session: Session) -> None:
@@ -288,9 +286,9 @@ def test_a_terminal_sees_bars_that_move_and_named_phases(width: int, session: Se
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", "".join(seen))
     for phase in ("base test", "train", "exam"):
         assert phase in text
-    assert " 50% of budget     0:00:00 spent" in text
-    assert "100% of budget     0:00:00 spent, 0:00:00 left" in text
-    assert re.search(r"\d% of generation 0:00:00 spent", text)
+    assert " 50% of budget     0:00:00 < " in text
+    assert "100% of budget     0:00:00 < 0:00:00" in text
+    assert re.search(r"\d% of generation 0:00:00 < ", text)
     assert "iteration 1" not in text  # the table says it
     rows = text.replace("\r", "\n").split("\n")
     assert {row[:10].strip() for row in rows if "━" in row} == {"run", "start", "base test", "train", "exam"}
@@ -315,10 +313,7 @@ def test_every_agent_stays_in_the_table_with_its_trend_and_why_it_left(
     assert dim == deaths.keys()
     for index, death in deaths.items():
         reason = f"left in {death['generation']}: {death['reason'].removeprefix('left: ')}"
-        shown, _, rest = rows[index][rows[index].index("left ") :].rstrip().partition("...")
-        assert reason.startswith(shown)
-        assert not rest
-        assert reason.removeprefix(shown)[:1] in ("", " ")  # no word is broken
+        assert reason.startswith(rows[index][rows[index].index("left ") :].rstrip().rstrip("…"))
     assert all(set("▁▂▃▄▅▆▇█") & set(row) for row in rows.values())
     assert max(map(len, plain.splitlines())) <= width
 
@@ -466,10 +461,6 @@ def test_answers_are_shown_without_what_all_questions_share_if_they_are_long() -
     assert lines[4].endswith("... (no grade)  6 (1)")
     assert max(map(len, lines)) <= 80
     assert "\x1b" not in console.file.getvalue()  # type: ignore[attr-defined]
-    sums = ["1 + 1 + 1", "1 + 3 + 1"]
-    for ask in ("{}", "State the final answer to the following arithmetic problem: {} = ? Write a number."):
-        _print_answers([entry(ask.format(one), 0.0) for one in sums], console)
-    assert "... 1 + 3 + 1 = ? ..." in console.file.getvalue()  # type: ignore[attr-defined]
     nothing = {"text": "", "score": 0.0}
     _print_answers([{"question": "1 + 1", "answer": "2", "base": nothing, "elite": nothing}], console)
     assert console.file.getvalue().split().count("(empty)") == 2  # type: ignore[attr-defined]
