@@ -1,28 +1,16 @@
 """Whether the same work gives the same bits on a device: done twice, and by agents together or one at a time.
 
-    python benchmarking/bits.py [--device cuda] [--model 0.5B] [--out FILE]
-
 On a CPU in fp32 both hold (the tests say so); on a GPU the first is expected and the second is not promised, because
 kernels are chosen by the size of a batch: the largest difference is printed.
 """
 
-import argparse
-import json
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+import torch
 
-import torch  # noqa: E402
-
-from agilerl.algorithms.update import learn_together  # noqa: E402
-from benchmarking.measuring import written  # noqa: E402
-from benchmarking.roofline import LOADS, RANK, made_model  # noqa: E402
-from benchmarking.roofline_phases import Bench  # noqa: E402
+from agilerl.algorithms.update import learn_together
+from benchmarking.roofline import LOADS, RANK, made_model
+from benchmarking.roofline_phases import Bench
 
 
 def trained(name: str, device: str, *, together: bool, dtype: torch.dtype | None = None) -> dict[str, Any]:
@@ -54,27 +42,3 @@ def compared(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
         "same_adapters": all(torch.equal(a, b) for a, b in pairs),
         "largest_difference": max(float((a - b).abs().max()) for a, b in pairs),
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--model", default="1M", choices=LOADS)
-    parser.add_argument("--out", type=Path, help="where the JSON goes; default: printed only")
-    arguments = parser.parse_args()
-    first, again, alone = (
-        trained(arguments.model, arguments.device, together=together) for together in (True, True, False)
-    )
-    document = {
-        "device": arguments.device,
-        "model": arguments.model,
-        "repeated": compared(first, again),
-        "one_at_a_time": compared(first, alone),
-    }
-    print(json.dumps(document, indent=1))
-    if arguments.out is not None:
-        written(arguments.out, document)
-
-
-if __name__ == "__main__":
-    main()

@@ -4,14 +4,14 @@
                                             [--seeds 8] [--tokens 180000] [--setting KEY=VALUE]
     python -m benchmarking.evidence table OUT [--against formula_decay]
     python -m benchmarking.evidence seeds OUT
-    python -m benchmarking.evidence plot OUT --to docs/evolution
+    python -m benchmarking.evidence plot OUT --to docs/evidence
     python -m benchmarking.evidence pack OUT --to benchmarking/results/evolution.json
 
 ``run`` does what OUT lacks, one run after the other, each in a process of its own, and writes one small JSON file a
 run: it can be stopped at any moment and started again, also several times beside each other. It goes seed by seed, so
 that what is there when it stops are whole seeds. ``table`` prints the test accuracy of the one adapter that a run hands
-over, paired by seed against one agent with all the tokens; ``seeds`` prints the test of each seed; ``plot`` draws it;
-``pack`` puts all results into one file, which the others read too.
+over, paired by seed against one agent with all the tokens; ``seeds`` prints the test of each seed; ``plot`` draws the
+tests against the error of the rate; ``pack`` puts all results into one file, which the others read too.
 
 A stratum says what the user's configuration is like. On the embedded model: the right learning rate, four times that
 (over the cliff), a tenth of it, or the right one with three more genes. On SmolLM2: the formula's rate, or 3, 10 or 30
@@ -707,26 +707,6 @@ def _arms(found: Results) -> list[str]:
     return [arm for arm in ARMS if arm in {r["arm"] for r in found}]
 
 
-def plot(found: Results, to: Path) -> list[Path]:
-    """Draw, for each model and budget, the tests of all seeds; returns the files.
-
-    Of models whose strata are errors of the rate, test against error; of others, also the curves of exams.
-    """
-    erring = [r for r in found if MODELS[r["model"]].axis]
-    return _drawn_strata([r for r in found if not MODELS[r["model"]].axis], to) + _drawn_axis(erring, to)
-
-
-def _pyplot() -> Any:
-    """Return pyplot, set so that the same numbers give the same bytes."""
-    import matplotlib as mpl
-
-    mpl.use("svg")
-    import matplotlib.pyplot as plt
-
-    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "agilerl", "font.size": 9})
-    return plt
-
-
 LABELS = {
     "ours": "default search",
     "ours_1": "search of one agent (no usual rate)",
@@ -736,10 +716,21 @@ LABELS = {
 COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8a5a9e", "#b8860b", "#555555")
 
 
-def _drawn_axis(found: Results, to: Path) -> list[Path]:
-    """Draw test accuracy against the error of the rate: a line for each arm, with its band."""
-    plt, written = _pyplot(), []
-    for model, tokens, setting in sorted({(r["model"], r["tokens"], r["setting"]) for r in found}):
+def plot(found: Results, to: Path) -> list[Path]:
+    """Draw test accuracy against the error of the rate, a line for each arm, with its band; returns the files.
+
+    Only of models whose strata are errors of the rate: a file for each model and budget.
+    """
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    import matplotlib.pyplot as plt
+
+    # So that the same numbers give the same bytes.
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "agilerl", "font.size": 9})
+    written = []
+    erring = {(r["model"], r["tokens"], r["setting"]) for r in found if MODELS[r["model"]].axis}
+    for model, tokens, setting in sorted(erring):
         runs = [r for r in found if (r["model"], r["tokens"], r["setting"]) == (model, tokens, setting)]
         tasks, axis, strata = sorted({r["task"] for r in runs}), MODELS[model].axis, MODELS[model].strata
         figure, axes = plt.subplots(
@@ -779,64 +770,6 @@ def _drawn_axis(found: Results, to: Path) -> list[Path]:
         plt.close(figure)
         written.append(path)
     return written
-
-
-def _drawn_strata(found: Results, to: Path) -> list[Path]:
-    """Draw, for each budget, the curves of all seeds and the tests of all seeds."""
-    plt, written, embedded = _pyplot(), [], MODELS["embedded"]
-    for tokens in sorted({r["tokens"] for r in found}):
-        runs = [r for r in found if r["tokens"] == tokens]
-        tasks, strata = (
-            [x for x in every if x in {r[key] for r in runs}]
-            for key, every in (("task", embedded.tasks), ("stratum", embedded.strata))
-        )
-        arms = _arms(runs)
-        colours = dict(zip(arms, plt.get_cmap("tab20").colors))
-        shape = {"nrows": len(tasks), "ncols": len(strata), "squeeze": False, "layout": "constrained", "sharey": "row"}
-        size = {"figsize": (3.2 * len(strata), 2.6 * len(tasks))}
-        curves, curve_axes = plt.subplots(**shape, **size, sharex=True)
-        seeds, seed_axes = plt.subplots(**shape, **size, sharex=True)
-        for row, task in enumerate(tasks):
-            for column, stratum in enumerate(strata):
-                for place, arm in enumerate(arms):
-                    own = [r for r in runs if (r["task"], r["stratum"], r["arm"]) == (task, stratum, arm)]
-                    if not own:
-                        continue
-                    grid = np.linspace(0, 1, 41)
-                    each = np.array([_anytime(r, grid) for r in own])
-                    axes = curve_axes[row][column]
-                    axes.plot(grid * tokens / 1000, each.T, color=colours[arm], linewidth=0.4, alpha=0.5)
-                    axes.plot(grid * tokens / 1000, each.mean(axis=0), color=colours[arm], linewidth=1.6, label=arm)
-                    axes = seed_axes[row][column]
-                    tests = [r["test"] for r in own]
-                    axes.plot([place] * len(tests), tests, "o", color=colours[arm], markersize=3.5, alpha=0.6)
-                    axes.plot([place - 0.25, place + 0.25], [interquartile_mean(tests)] * 2, color=colours[arm])
-                for axes in (curve_axes[row][column], seed_axes[row][column]):
-                    axes.set_title(f"{task}, prior {stratum}", fontsize=9)
-                    axes.grid(True, linewidth=0.3)
-                seed_axes[row][column].set_xticks(range(len(arms)), arms, rotation=60, ha="right")
-        curves.supxlabel("tokens, thousands")
-        curves.supylabel("best exam so far")
-        seeds.supylabel("test accuracy of the adapter that is handed over")
-        entries = {}
-        for axes in curve_axes.flat:
-            handles, labels = axes.get_legend_handles_labels()
-            entries |= dict(zip(labels, handles))
-        curves.legend(
-            [entries[arm] for arm in arms], arms, loc="outside upper center", ncols=min(len(arms), 6), frameon=False
-        )
-        for figure, name in ((curves, "curves"), (seeds, "seeds")):
-            path = to.with_name(f"{to.name}_{name}_{tokens // 1000}k.svg")
-            figure.savefig(path, metadata={"Date": None})
-            plt.close(figure)
-            written.append(path)
-    return written
-
-
-def _anytime(result: Mapping[str, Any], grid: np.ndarray) -> np.ndarray:
-    """Return the best exam so far at shares of the budget; before the first exam the base's test."""
-    at, best = np.array([[0.0, result["base"]], *result["curve"]]).T
-    return np.maximum.accumulate(best)[np.searchsorted(at, grid, side="right") - 1]
 
 
 def arguments() -> argparse.Namespace:

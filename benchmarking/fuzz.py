@@ -2,17 +2,14 @@
 
     python benchmarking/fuzz.py [--seconds 60] [--only journal manifest] [--seed 0]
 
-Each reader is given its share of the time. Where `atheris` is installed (pip install atheris), inputs are guided by
-coverage, one reader a process; else valid files are damaged at random. The first input that a reader chokes on is
-written to fuzz-<reader>.bin in the working directory, and the exit code is 1. Exit code 0: nothing was found.
+Each reader is given its share of the time; valid files are damaged at random. The first input that a reader chokes on
+is written to fuzz-<reader>.bin in the working directory, and the exit code is 1. Exit code 0: nothing was found.
 """
 
 import argparse
-import importlib.util
 import json
 import logging
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -299,31 +296,6 @@ def at_random(reader: Reader, seconds: float, seed: int) -> tuple[int, bytes | N
     return count, None, None
 
 
-def guided(name: str, seconds: float, seed: int) -> int:
-    """Let atheris fuzz one reader in a process of its own; returns its exit code."""
-    with tempfile.TemporaryDirectory() as corpus:
-        for number, data in enumerate(READERS[name].seeds):
-            (Path(corpus) / str(number)).write_bytes(data)
-        options = [f"-max_total_time={int(seconds)}", f"-seed={seed or 1}", "-max_len=60000", "-print_final_stats=1"]
-        options += [f"-artifact_prefix={Path.cwd()}/fuzz-{name}-", "-verbosity=0"]
-        # Only what is imported there counts as coverage: not torch.
-        start = (
-            f"import sys, atheris\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-            f"with atheris.instrument_imports(include=['agilerl', 'yaml', 'json']):\n    import fuzz\n"
-            f"fuzz.be_guided({name!r})"
-        )
-        return subprocess.run([sys.executable, "-c", start, corpus, *options]).returncode
-
-
-def be_guided(name: str) -> None:
-    """Be the process that atheris fuzzes in."""
-    import atheris
-
-    logging.disable()
-    atheris.Setup(sys.argv, READERS[name].try_one)
-    atheris.Fuzz()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
@@ -333,9 +305,6 @@ def main() -> None:
     logging.disable()  # the libraries' own words about damaged files
     share, found = given.seconds / len(given.only), False
     for name in given.only:
-        if importlib.util.find_spec("atheris") is not None:
-            found |= guided(name, share, given.seed) != 0
-            continue
         count, data, error = at_random(READERS[name], share, given.seed)
         print(f"{name}: {count} inputs, {'nothing found' if error is None else f'{type(error).__name__}: {error}'}")
         if data is not None:

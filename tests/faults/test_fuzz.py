@@ -1,6 +1,6 @@
 """Damaged bytes in everything that reads bytes from outside: only the package's own errors come out.
 
-``benchmarking/fuzz.py`` does the same for as long as one likes, guided by coverage where atheris is installed.
+``benchmarking/fuzz.py`` does the same for as long as one likes.
 """
 
 import random
