@@ -341,12 +341,9 @@ def _shared_prompt(row: Mapping[str, Any]) -> tuple[str | list[Message], str, st
 
 def _shared_text(chosen: str, rejected: str) -> tuple[str, str, str]:
     """Split two texts after the last whole word that they share; no character is lost."""
+    # Up to the last whole word: the halves of one are other tokens. The blank goes to the answers, as in most tokens.
     shared = next((n for n, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
-    # Not inside a word: its two halves are other tokens than the word.
-    while shared and not chosen[shared - 1].isspace():
-        shared -= 1
-    # The blank between goes to the answers, since most tokens of words begin with it.
-    prompt = chosen[:shared].rstrip()
+    prompt = "".join(f"{chosen[:shared]}x".rsplit(None, 1)[:-1])
     if not prompt:
         expected = "texts in chosen and rejected that begin alike"
         raise RowFaultError("missing", f"expected {expected}, or a column prompt; add it")

@@ -76,7 +76,6 @@ class DatasetTask(TaskWithGraders):
             EnvError: an empty dataset, a missing column, a malformed row.
             ConfigError: a malformed template, or one without a placeholder for a column.
         """
-        # read_dataset refuses what has no rows. Only of a list or tuple is the truth value known: a DataFrame has none.
         without_test = isinstance(test, list | tuple) and not test
         sides: dict[Split, Rows] = {
             "train": read_dataset(train, name="the train dataset"),

@@ -28,7 +28,7 @@ ScoreOrError = float | RewardError | None
 """A score, None (not applicable), or the error if the grader failed."""
 
 POSITIONAL = ("completion", "answer", "question")
-OF_A_BATCH = frozenset({"completions", "prompts", "completions_ids", "environments"})
+OF_A_BATCH = frozenset({"completions", "prompts", "environments"})
 """Parameters of a function that gets everything at once."""
 
 
@@ -134,8 +134,6 @@ def _attempt_batch(
     }
     # Of any row, in the order in which they appear; a row without one of them gives None.
     columns = dict.fromkeys(key for row in rows for key in row)
-    if "completions_ids" in parameters and "completion_ids" in columns:  # the name in TRL's older documentation
-        given["completions_ids"] = [row.get("completion_ids") for row in rows]
     if states[0] is not None:
         given["trainer_state"] = states[0]
     names = _selected(name, grader, {**columns, **given})

@@ -254,8 +254,8 @@ def test_nothing_left_is_told(tokenizer) -> None:
     [
         ({"exam_prompts": 0}, r"1 .* exam_prompts, found 0"),
         ({"test_prompts": -1}, r"0 .* test_prompts, found -1"),
-        ({"bad_rows": "ignore"}, "'raise', 'drop' for bad_rows, found 'ignore'"),
-        ({"purpose": "dpo"}, r"'preference', 'unpaired' .* found 'dpo'"),
+        ({"bad_rows": "ignore"}, "'raise' or 'drop' for bad_rows, found 'ignore'"),
+        ({"purpose": "dpo"}, r"'preference' or 'unpaired' .* found 'dpo'"),
         ({"grader": 3}, "a function .* for grader, found 3"),
     ],
 )

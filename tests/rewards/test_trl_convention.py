@@ -103,14 +103,10 @@ def test_one_completion_at_a_time_is_text() -> None:
     assert call_grader(CombinedGrader([Own(), length]), TEXTS[2:], CONVERSATIONS[2:]) == [2.0]
 
 
-def test_names_of_the_older_documentation() -> None:
-    def tokens(completions_ids: Any, **kwargs: Any) -> list[float]:
-        return [float(len(ids)) for ids in completions_ids]
-
+def test_prompts_alone_are_those_of_a_batch() -> None:
     def questions(prompts: Any, **kwargs: Any) -> list[float]:
         return [float(len(prompt)) for prompt in prompts]
 
-    assert call_grader(tokens, TEXTS, CONVERSATIONS) == [50.0, 70.0, 90.0]
     assert call_grader(questions, TEXTS, CONVERSATIONS) == [2.0] * 3
 
 
