@@ -79,7 +79,7 @@ CEILINGS = {
     "hpo": 2_805,
     "models": 3_815,
     "planning": 525,
-    "report": 2_165,
+    "report": 2_030,
     "rewards": 2_670,
     "rollouts": 4_070,
     "runs": 2_155,

@@ -55,7 +55,6 @@ _GREY = "rgba(135,140,150,0.75)"
 _MOST_POINTS = 1000
 _MANY = 40
 """Points from which a line is drawn without a mark at each."""
-_LEAST_FREEDOM = 5  # with fewer, two standard deviations of noise are nearly the whole range of a correlation
 _PHASES = ("rollout", "reward", "logprob", "update", "eval", "evolve")
 
 
@@ -359,123 +358,6 @@ def _drawable(value: Any) -> Any:
     return plain(value)
 
 
-def exam_gains(run: RunRecord) -> dict[int, list[tuple[AgentRecord, float]]]:
-    """Return each agent's gain in fitness since the exam before, by generation.
-
-    A child's first exam is compared with its parent's last, a founder's with zero, because founders begin alike.
-    An exam that is not finite is the greatest loss.
-    """
-    gains: dict[int, list[tuple[AgentRecord, float]]] = defaultdict(list)
-    for agent in run.agents.values():
-        before = 0.0 if agent.parent is None else math.nan
-        for exam in agent.exams:
-            if math.isnan(before) and (inherited := _last_before(run, agent, _exam_points, exam.step)):
-                before = inherited[1]
-            if not math.isnan(before):
-                gains[exam.generation].append((agent, exam.score.mean - before if exam.score.is_finite else -math.inf))
-            if exam.score.is_finite:
-                before = exam.score.mean
-    return gains
-
-
-def importance(run: RunRecord, names: Sequence[str]) -> dict[str, tuple[float, int]]:
-    """Return the rank correlation of each hyperparameter with the gain that followed, and the degrees of freedom.
-
-    Agents are ranked among those of their generation, since gains shrink during a run while values drift: over all
-    generations together, what helps would seem to harm. The value is the one that the agent trained with since the
-    exam before. Of hyperparameters with 5 degrees or more, the strongest first.
-    """
-    from scipy.stats import rankdata  # takes a while to import
-
-    correlations = {}
-    for name in names:
-        ranked, freedom = [], 0
-        for generation, gains in exam_gains(run).items():
-            pairs = [(number(agent.values(generation - 1).get(name)), gain) for agent, gain in gains]
-            pairs = [pair for pair in pairs if math.isfinite(pair[0])]
-            if len({value for value, _ in pairs}) > 1 and len({gain for _, gain in pairs}) > 1:
-                # Centred, and scaled by their number, so that generations of different sizes count alike.
-                ranks = [rankdata(side) - (len(pairs) + 1) / 2 for side in zip(*pairs)]
-                ranked += list(zip(*(side / len(pairs) for side in ranks)))
-                # The mean of each generation takes one degree of freedom.
-                freedom += len(pairs) - 1
-        if freedom >= _LEAST_FREEDOM:
-            # The cosine of centred ranks is their correlation.
-            both = sum(a * b for a, b in ranked)
-            correlations[name] = (float(both / math.prod(math.hypot(*side) for side in zip(*ranked))), freedom)
-    return dict(sorted(correlations.items(), key=lambda item: -abs(item[1][0])))
-
-
-def importance_figure(run: RunRecord, names: Sequence[str]) -> Figure | None:
-    """Draw the importance of each hyperparameter as a bar, pale within noise; None with fewer than two."""
-    correlations = importance(run, names)
-    if len(correlations) < 2:  # of one hyperparameter gene_figure shows more
-        return None
-    # Of unrelated ranks the correlation has about this standard deviation.
-    clear = [abs(rho) > 2 / math.sqrt(freedom) for rho, freedom in correlations.values()]
-    colours = [agent_colour(0, 1.0 if is_clear else 0.3) for is_clear in clear]
-    heights = {plain(name): rho for name, (rho, _) in correlations.items()}
-    hover = "%{x}<br>rank correlation %{y:.2f}<br>%{customdata[0]} degrees of freedom<extra></extra>"
-    freedoms = [[freedom] for _, freedom in correlations.values()]
-    bar = _trace("bar", heights.items(), marker={"color": colours}, hovertemplate=hover, customdata=freedoms)
-    yaxis = {"range": [-1.05, 1.05], "zeroline": True}
-    return _figure([bar], "", "rank correlation", height=300, xaxis={"type": "category"}, yaxis=yaxis)
-
-
-def parallel_figure(run: RunRecord, names: Sequence[str]) -> Figure | None:
-    """Draw each agent as a line across its last hyperparameters to its last fitness; None if no agent has both."""
-    columns: dict[str, dict[int, float]] = {name: {} for name in [*names, "fitness"]}
-    for index, agent in run.agents.items():
-        exams = [exam for exam in agent.exams if exam.score.is_finite]
-        if exams:
-            columns["fitness"][index] = exams[-1].score.mean
-            for name in names:
-                value = number(agent.values(exams[-1].generation - 1).get(name))
-                if math.isfinite(value):
-                    columns[name][index] = value
-    columns = {name: values for name, values in columns.items() if values}
-    heights = {name: _heights(values) for name, values in columns.items()}
-    data = []
-    # The fittest agents are drawn last, over the others.
-    for index in sorted(columns.get("fitness", ()), key=lambda index: columns["fitness"][index]):
-        inside = [(x, name) for x, name in enumerate(columns) if index in columns[name]]
-        points = [(x, heights[name][index]) for x, name in inside]
-        values = [[plain(name), short_value(columns[name][index])] for _, name in inside]
-        if len(inside) > 1:
-            hover = "<br>%{customdata[0]} %{customdata[1]}"
-            data.append(_of_agent(run.agents[index], run, points, hover, mode="lines+markers", customdata=values))
-    if not data or len(columns) < 3:  # of one hyperparameter gene_figure shows more
-        return None
-    marks = [
-        (x, heights[name][index], f"\u2002{short_value(values[index])}")
-        for x, (name, values) in enumerate(columns.items())
-        for index in _spread_out(heights[name])
-    ]
-    texts = {"text": [text for _, _, text in marks], "textposition": "middle right", "textfont": {"size": 11}}
-    xaxis = {"tickvals": list(range(len(columns))), "ticktext": [plain(name) for name in columns]}
-    xaxis["range"] = [-0.3, len(columns) - 0.5]  # room for the labels of the last column
-    data.append(_scatter("text", marks, **texts))
-    return _figure(data, height=300, xaxis=xaxis, yaxis={"visible": False, "range": [-0.06, 1.06]})
-
-
-def _spread_out(heights: Mapping[int, float]) -> list[int]:
-    """Return agents whose values are far enough apart in a column that their labels do not overlap."""
-    chosen: list[int] = []
-    # The ends of a column are labelled first.
-    for index in sorted(heights, key=lambda index: (heights[index] not in (0, 1), heights[index])):
-        if all(abs(heights[index] - heights[other]) >= 0.09 for other in chosen):
-            chosen.append(index)
-    return chosen
-
-
-def _heights(values: Mapping[int, float]) -> dict[int, float]:
-    """Return where values lie between the least (0) and the largest (1); by logarithm if they span a decade or more."""
-    if _span_decades(list(values.values())):
-        values = {index: math.log(value) for index, value in values.items()}
-    low, high = min(values.values()), max(values.values())
-    return {index: _share(value, low, high) for index, value in values.items()}
-
-
 def curve_figure(run: RunRecord, metric: str) -> Figure | None:
     """Draw one train metric over steps, one line per agent; None if no agent has a finite value of it."""
 
@@ -518,32 +400,10 @@ def clock(run: RunRecord) -> dict[str, dict[int, float]]:
     return {name: {0: 0.0, **course} for name, course in (("tokens", totals), ("seconds", seconds)) if course}
 
 
-def phase_seconds(run: RunRecord) -> dict[str, dict[int, float]]:
-    """Return the seconds of each phase that was timed, by generation."""
-    phases: dict[str, dict[int, float]] = {}
-    for phase in _PHASES:
-        seconds: dict[int, float] = defaultdict(float)
-        for (generation, _), value in _by_step(run, f"time/{phase}").items():
-            seconds[generation] += value
-        if any(seconds.values()):
-            phases[phase] = dict(sorted(seconds.items()))
-    return phases
-
-
-def time_figure(run: RunRecord) -> Figure | None:
-    """Draw the seconds of each phase, summed over a generation, as stacked bars; None if nothing was timed."""
-    phases = phase_seconds(run)
-    data = []
-    for phase, seconds in phases.items():
-        hover = f"{phase}<br>generation %{{x}}<br>%{{y:.2f}} s<extra></extra>"
-        marker = {"color": agent_colour(_PHASES.index(phase))}
-        data.append(_trace("bar", seconds.items(), marker=marker, hovertemplate=hover, name=phase))
-    if not data:
-        return None
-    xaxis = {"dtick": _tick(max(generation for seconds in phases.values() for generation in seconds))}
-    legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
-    more = {"barmode": "stack", "showlegend": True, "legend": legend, "margin": {"l": 52, "r": 14, "t": 34, "b": 42}}
-    return _figure(data, "generation", "seconds", height=260, xaxis=xaxis, **more)
+def phase_seconds(run: RunRecord) -> dict[str, float]:
+    """Return the seconds of each phase that was timed."""
+    phases = {phase: sum(_by_step(run, f"time/{phase}").values()) for phase in _PHASES}
+    return {phase: seconds for phase, seconds in phases.items() if seconds}
 
 
 def _by_step(run: RunRecord, key: str) -> dict[tuple[int, int], float]:

@@ -158,10 +158,7 @@ def _view(position: int, run: RunRecord) -> dict[str, Any]:
 
     draw("fitness", "Fitness by iteration", figures.fitness_figure(run))
     draw("tree", "Family tree; the table Lineage says the same", figures.tree_figure(run))
-    draw("importance", "Rank correlation with the gain that followed", figures.importance_figure(run, moving))
-    draw("parallel", "Each agent's last values and its last fitness", figures.parallel_figure(run, moving))
     draw("throughput", "Tokens per second by iteration", figures.throughput_figure(run))
-    draw("time", "Seconds of each phase by generation", figures.time_figure(run))
     curves = ((title, figures.curve_figure(run, metric)) for metric, title in figures.CURVES.items())
     genes = ((name, figures.hyperparameter_figure(run, name)) for name in moving)
     scatters = ((name, figures.gene_figure(run, name)) for name in moving)
@@ -454,7 +451,7 @@ def _genes(values: Mapping[str, Any]) -> str:
 
 def phase_table(run: RunRecord) -> list[tuple[str, str, str]]:
     """Return the phases of the run with their seconds and their share of all that was timed."""
-    phases = {phase: sum(seconds.values()) for phase, seconds in figures.phase_seconds(run).items()}
+    phases = figures.phase_seconds(run)
     total = sum(phases.values()) or 1.0
     return [(phase, f"{seconds:,.4g} s", f"{100 * (seconds / total):.1f} %") for phase, seconds in phases.items()]
 

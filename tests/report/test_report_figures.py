@@ -7,23 +7,17 @@ from small_run import birth, fitness, train, write_run
 
 from agilerl.hpo.fitness import Fitness
 from agilerl.report.figures import (
-    _spread_out,
     agent_colour,
     clock,
     curve_figure,
     evenly,
-    exam_gains,
     fitness_figure,
     gene_figure,
     hyperparameter_figure,
     hyperparameter_names,
-    importance,
-    importance_figure,
     objective_figure,
     overlay_figure,
-    parallel_figure,
     throughput_figure,
-    time_figure,
     tree_figure,
     tree_width,
 )
@@ -114,73 +108,6 @@ def test_the_axis_fits_the_values(load, values, kind):
     assert "a<b" not in json.dumps(figure)
 
 
-def with_gains(load, rates, gains, exams=5):
-    """A run whose agents gain the same in each generation."""
-    lineage = []
-    for agent, (rate, gain) in enumerate(zip(rates, gains)):
-        lineage.append(birth(agent, None, 0, lr=rate, beta=rate**2, name="a"))
-        lineage += [fitness(agent, g, 0.1 + gain * (g + 1)) for g in range(exams)]
-    return load(lineage=lineage)
-
-
-@pytest.mark.parametrize(("gains", "rho"), [((0.01, 0.02, 0.03), 1.0), ((0.03, 0.02, 0.01), -1.0)])
-def test_a_gene_matters_if_gains_follow_its_value(load, gains, rho):
-    run = with_gains(load, (1e-4, 1e-3, 1e-2), gains)
-    found = importance(run, ["lr", "name"])
-    assert found == {"lr": (pytest.approx(rho), 10)}
-    (bar,) = importance_figure(run, ["lr", "beta", "name"])["data"]
-    assert (bar["x"], bar["marker"]["color"]) == (["lr", "beta"], [agent_colour(0)] * 2)
-    assert importance_figure(run, ["lr", "name"]) is None  # the scatter of one hyperparameter says more
-    assert importance_figure(with_gains(load, (1e-4, 1e-3), gains[:2]), ["lr", "beta"]) is not None
-    assert importance_figure(with_gains(load, (1e-4, 1e-3), gains[:2], exams=4), ["lr", "beta"]) is None
-
-
-def test_values_that_rise_while_gains_shrink_are_not_taken_for_harmful(load):
-    lineage, scores = [], [0.1, 0.1, 0.1]
-    for agent in range(3):
-        lineage.append(birth(agent, None, 0, lr=1.0 + agent))
-    for generation in range(4):
-        for agent in range(3):
-            scores[agent] += 0.1 ** (generation + 1) * (1 + agent / 10)
-            lineage.append(fitness(agent, generation, scores[agent]))
-            change = {"gene": "lr", "old": 0.0, "new": 10.0 ** (generation + 1) + agent}
-            lineage.append({"event": "mutation", "agent": agent, "generation": generation, "changes": [change]})
-    assert importance(load(lineage=lineage), ["lr"]) == {"lr": (pytest.approx(1.0), 8)}
-
-
-def test_the_first_exam_of_a_child_is_measured_from_its_parents_last(load):
-    lineage = [birth(0, None, 0), fitness(0, 0, 0.5), birth(1, 0, 0), fitness(1, 1, 0.75), fitness(1, 2, math.nan)]
-    gains = exam_gains(load(lineage=lineage))
-    assert {g: [(agent.index, gain) for agent, gain in found] for g, found in gains.items()} == {
-        0: [(0, 0.5)],
-        1: [(1, 0.25)],
-        2: [(1, -math.inf)],
-    }
-
-
-def test_parallel_lines_end_at_the_fitness(load):
-    run = with_gains(load, (1e-4, 1e-3, 1e-2), (0.01, 0.03, 0.02))
-    figure = parallel_figure(run, ["lr", "beta", "name"])
-    lines = {t["meta"]["agent"]: (t["x"], t["y"]) for t in figure["data"] if "meta" in t}
-    assert list(lines) == [0, 2, 1]
-    assert lines[0] == ([0, 1, 2], [0.0, 0.0, 0.0])
-    assert lines[1] == ([0, 1, 2], [0.5, 0.5, 1.0])
-    assert figure["layout"]["xaxis"]["ticktext"] == ["lr", "beta", "fitness"]
-    values = figure["data"][-1]
-    assert list(zip(values["x"], values["y"], map(str.strip, values["text"])))[:3] == [
-        (0, 0, "0.0001"),
-        (0, 1, "0.01"),
-        (0, 0.5, "0.001"),
-    ]
-    assert parallel_figure(run, ["lr", "name"]) is None  # the scatter says more
-    assert parallel_figure(load(), ["lr"]) is None
-
-
-def test_values_whose_labels_would_overlap_have_one(load):
-    heights = {0: 0.0, 1: 0.02, 2: 0.5, 3: 0.97, 4: 1.0}
-    assert _spread_out(heights) == [0, 4, 2]
-
-
 def test_fitness_is_drawn_against_the_value_that_was_trained_with(load):
     change = {"event": "mutation", "agent": 0, "generation": 0, "changes": [{"gene": "lr", "old": 1e-3, "new": 1e-2}]}
     run = load(lineage=[birth(0, None, 0, lr=1e-3), fitness(0, 0, 0.5), change, fitness(0, 1, 0.75)])
@@ -235,19 +162,14 @@ def test_shared_values_count_once_and_shares_add_up(load, speeds, total):
     metrics = [train(i, 1, tokens_per_second=speed, **{"time/update": speed}) for i, speed in enumerate(speeds)]
     run = load(metrics=metrics)
     assert throughput_figure(run)["data"][0]["y"] == [total]
-    assert time_figure(run)["data"][0]["y"] == [total]
     assert phase_table(run) == [("update", f"{total:,.4g} s", "100.0 %")]
 
 
 def test_exams_and_evolution_take_time_too(load):
     eval_lines = [{"kind": "eval", "agent": i, "generation": 1, "step": 4, "time/eval": 2.0} for i in range(3)]
-    evolution = {"kind": "evolution", "generation": 1, "step": 4, "time/evolve": 0.5}
-    figure = time_figure(load(metrics=[train(0, 4, 1, **{"time/rollout": 1.0}), *eval_lines, evolution]))
-    assert [(bar["name"], bar["x"], bar["y"]) for bar in figure["data"]] == [
-        ("rollout", [1], [1.0]),
-        ("eval", [1], [2.0]),
-        ("evolve", [1], [0.5]),
-    ]
+    evolution = {"kind": "evolution", "generation": 1, "step": 4, "time/evolve": 1.0}
+    run = load(metrics=[train(0, 4, 1, **{"time/rollout": 1.0}), *eval_lines, evolution])
+    assert phase_table(run) == [("rollout", "1 s", "25.0 %"), ("eval", "2 s", "50.0 %"), ("evolve", "1 s", "25.0 %")]
 
 
 def test_the_tree_shows_births_deaths_mutations_and_elites(load):
