@@ -13,7 +13,6 @@ from agilerl import train as train_run
 from agilerl.algorithms import (
     DPO,
     GRPO,
-    PPO,
     SFT,
 )
 from agilerl.config.manifest import load_manifest
@@ -27,7 +26,6 @@ from agilerl.hpo.fitness import Fitness
 from agilerl.llm_envs import (
     ReasoningGym,
     SFTGym,
-    SyncMultiTurnVecEnv,
     TokenObservationWrapper,
 )
 from agilerl.rewards import (
@@ -51,7 +49,6 @@ class World:
         self.runtime, self.tokenizer = self.population.runtime, self.population.tokenizer
         self.agent = self.population.agents[0]
         self.task = self.population.task
-        self.vocabulary = self.runtime.base.model.config.vocab_size
 
     @cached_property
     def sft(self) -> SFT:
@@ -60,10 +57,6 @@ class World:
     @cached_property
     def dpo(self) -> DPO:
         return DPO(runtime=self.runtime, index=8)
-
-    @cached_property
-    def ppo(self) -> PPO:
-        return PPO(runtime=self.runtime, index=9, max_output_tokens=3)
 
     @cached_property
     def spare(self) -> GRPO:
@@ -91,12 +84,6 @@ class World:
         return wrapper
 
     @cached_property
-    def vector(self) -> SyncMultiTurnVecEnv:
-        vector = SyncMultiTurnVecEnv(lambda: TokenObservationWrapper(GridNavigation(), self.tokenizer, 3), 1, 2)
-        vector.reset(0)
-        return vector
-
-    @cached_property
     def checkpoint(self) -> Path:
         self.agent.save_checkpoint(self.path / "agent")
         return self.path / "agent"
@@ -109,10 +96,6 @@ class World:
     @cached_property
     def finished(self) -> Run:
         return Run(make_run(self.path / "finished"))
-
-    @cached_property
-    def rollout(self) -> Any:
-        return self.population.rollout()
 
     def prompt(self, *ids: int) -> dict[str, Any]:
         return {"input_ids": torch.tensor([list(ids) or [5, 6, 7]])}
@@ -209,10 +192,6 @@ def spelling(**changes: Any) -> ReasoningGymTask:
 
 def dataset(**changes: Any) -> DatasetTask:
     return DatasetTask(ROWS, ROWS, reward_fn=exact_match, **changes)
-
-
-def chat(content: Any) -> list[dict[str, Any]]:
-    return [{"role": "user", "content": content}]
 
 
 def gym(w: World, **changes: Any) -> ReasoningGym:
