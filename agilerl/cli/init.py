@@ -6,9 +6,7 @@ What it proposes follows from the answers in the rows: how they are asked for an
 import json
 import re
 import shlex
-import shutil
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -24,7 +22,7 @@ from typer import Argument, Option
 
 from agilerl.checks.arguments import counted, shown
 from agilerl.cli.options import Quiet, as_path
-from agilerl.cli.output import console, duration, facts
+from agilerl.cli.output import console, facts
 from agilerl.cli.running import configuration, quieten_libraries
 from agilerl.config.named_files import ENDINGS, names_a_file
 from agilerl.errors import AgileRLError, ConfigError, WriteError
@@ -33,8 +31,6 @@ SAMPLE = "sample"
 REWARDS = ("function", "exact", "accuracy")
 _EMBEDDED = "embedded"
 _NUMBER = re.compile(r"[-+]?[$€£]?\d[\d,]*(\.\d+)?%?")
-_ROOM = 16
-"""Characters for an answer beside its question."""
 _CHOICES, _WORDS = 8, 5
 """Most different answers of a choice, and most words of a short answer."""
 _CHARACTERS = 2
@@ -116,10 +112,9 @@ def run_init(
     if taken is not None:
         raise ConfigError(f"{shown(str(taken))} exists, and is not overwritten; choose another name for the manifest")
     asks = not yes and sys.stdin.isatty()
-    wanted = "Model (a folder, a name on the Hugging Face hub, or the package's own)"
-    model = _answer(wanted, _EMBEDDED, model, asks, _check_model)
+    model = _answer("Model (a folder, a name on the hub, or embedded)", _EMBEDDED, model, asks, _check_model)
     names = {name: column for name, column in (("question", question), ("answer", answer)) if column is not None}
-    wanted = "Data or task (a file of rows, a dataset on the hub, reasoning_gym:NAME, or sample rows)"
+    wanted = "Data or task (a file, a dataset, reasoning_gym:NAME, or sample)"
     source = _answer(wanted, SAMPLE, source, asks, lambda text: _source_line(text, manifest, rows, names))
     answers = [row["answer"] for row in sample_rows()] if source == SAMPLE else []
     if names_a_file(source) and (path := Path(source).expanduser()).is_file():
@@ -130,7 +125,7 @@ def run_init(
         screen.print(f"Columns: {', '.join(f'{name} from {column}' for name, column in names.items())}")
     if answers and reward is None:
         screen.print(f"{counted(len(answers), 'row')}: {proposal.reason}")
-    wanted = "Reward (function: yours to edit, exact: the whole answer, accuracy: the number in it)"
+    wanted = "Reward (function: your own, exact, accuracy: the number)"
     default = "function" if source == SAMPLE else proposal.reward
     reward = _answer(wanted, default, reward, asks, _check_reward)
 
@@ -252,8 +247,8 @@ def _read(path: Path, given: dict[str, str], asks: bool) -> tuple[dict[str, str]
 
 
 def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
-    """Yield what a run begins with: a prompt, an answer of the base, its reward; and how long the run may take."""
-    from agilerl.cli.progress import SMALL_EXAM, plan_document, trial
+    """Yield the lines of a plan about what a run begins with: an answer of the base, its exam, and its time."""
+    from agilerl.cli.progress import plan_document
     from agilerl.models.base import is_of_hub
     from agilerl.training.preflight import tried
     from agilerl.training.setup import build
@@ -265,16 +260,13 @@ def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
         return
     try:
         session = build(config, allow_code=allow_code)
-        sampled = tried(session)
-        plan = plan_document(session, Path(), timed=True)
+        lines = plan_document(session, Path(), tried(session), timed=True)["lines"]
         session.task.close()
     except AgileRLError as error:
-        yield "warning", str(error)
-        return
-    yield from () if sampled is None else trial(sampled)
-    yield "exam", f"{'warning: ' * (plan['exam']['questions'] < SMALL_EXAM)}{plan['exam']['sentence']}"
-    if (seconds := plan["expected_seconds"]) is not None:
-        yield "time", f"up to about {duration(seconds)} for the run on this device, besides grading"
+        lines = [{"name": "warning", "text": str(error)}]
+    for line in lines:
+        if line["name"] in ("prompt", "answer", "base", "warning", "exam", "time"):
+            yield line["name"], line["text"]
 
 
 def sample_rows() -> list[dict[str, str]]:
@@ -286,20 +278,16 @@ def sample_rows() -> list[dict[str, str]]:
 
 def _answer(question: str, default: str | None, given: str | None, asks: bool, check: Callable[[str], object]) -> str:
     """Return what an option says, else what the user answers, else the default; ``check`` refuses wrong answers."""
-    width = shutil.get_terminal_size().columns  # a terminal breaks words
 
     def checked(text: str) -> str:
         try:
             check(text.strip())
         except AgileRLError as error:
-            # Typer prints "Error: " before it, and asks again.
-            raise typer.BadParameter(textwrap.fill(str(error), width, initial_indent=" " * 7)[7:]) from error
+            raise typer.BadParameter(str(error)) from error  # typer prints it, and asks again
         return text.strip()
 
     if given is None and asks:
-        fits = len(f"{question} [{default or ''}]: ") + _ROOM <= width
-        text = question if fits else f"{textwrap.fill(question, width)}\n"
-        return str(typer.prompt(text, default=default, value_proc=checked))
+        return str(typer.prompt(question, default=default, value_proc=checked))
     answer = default if given is None else given.strip()
     if not answer:
         raise ConfigError(f"expected an answer, found an empty text: {question}")

@@ -127,6 +127,7 @@ def plan_document(
         "environment": [str(finding) for finding in check_env(partial(task.env_factory, **task.env_config))]
         if timed and isinstance(task, EpisodeTask)
         else [],
+        "rows": dict(task.counts),
         "sample": None
         if sampled is None
         else finite({key: getattr(sampled, key) for key in ("prompt", "answer", "score")}),
