@@ -167,14 +167,6 @@ def _show_worst(answers: Sequence[Mapping[str, Any]], worst: Sequence[int]) -> N
                 console.print(f"   {who}: {one_line(greedy['text'])} (score {number(greedy['score']):g}{mean})")
 
 
-_CHAT_HELP = """\
-/new, or an empty line: begin a new conversation
-/quit, or the end of the input: leave
-Answers are drawn at temperature {temperature:g} and have at most {most_tokens} tokens; --temperature, \
---max-tokens and --base (the answers of the base as well) are options of the command. \
-Added to each message, as in the run: {asked}"""
-
-
 # -- ``agilerl chat`` --------------------------------------------------------------------------------------------------
 
 
@@ -205,8 +197,8 @@ def run_chat(
     loading_done()
     environment = adapter.config.environment
     single = adapter.run is not None and environment.env_type != "multiturn" and environment.agent is None
-    trained = "; trained on single questions: /new before each" * single
-    hints = f"{trained}.\nType a message, or /help" if sys.stdin.isatty() else ""
+    each = "; it was trained on single questions, so begin with it before each" * single
+    hints = f". /new or an empty line begins a new conversation{each}; /quit leaves" if sys.stdin.isatty() else ""
     console.print(f"Drawn at temperature {temperature:g}{hints}.")
     template, answers = environment.conversation_template or [], AnswerFormat.of(environment)
     # A system message with the question in it is made for one question, not for a conversation.
@@ -217,15 +209,6 @@ def run_chat(
         # What the user commands
         if line == "/quit":
             return
-        if line == "/help":
-            asked = answers.instruction or "nothing"
-            help_text = _CHAT_HELP.format(temperature=temperature, most_tokens=most_tokens, asked=asked)
-            new_console(file=sys.stderr).print(help_text, soft_wrap=False)
-            continue
-        # With a space in it, it is more likely a message that begins with a slash.
-        if line.startswith("/") and line != "/new" and " " not in line:
-            say(f"There is no command {shown(line)}; /help lists them.")
-            continue
         if line in ("", "/new"):
             conversations = {who: list(system) for who in slots}
             console.print("(a new conversation)")
@@ -524,11 +507,6 @@ def _result(run: Any) -> dict[str, Any]:
     }
 
 
-def _ends(text: str) -> str:
-    """Return a text of at most 40 characters; of a longer one the beginning and, as in paths, more of the end."""
-    return text if len(text) <= 40 else f"{text[:12]}...{text[-25:]}"
-
-
 def _show_comparison(
     names: Sequence[str],
     differ: Mapping[str, Sequence[Any]],
@@ -550,14 +528,5 @@ def _show_comparison(
     table.add_row("elite trained with", *(one_line(genes_text(result["hyperparameters"])) or "-" for result in results))
     for setting, values in sorted(differ.items(), key=lambda row: row[0] in follow):
         label = one_line(setting) + " (derived)" * (setting in follow)
-        table.add_row(label, *("-" if value is None else _ends(one_line(str(value))) for value in values))
-    console = new_console()
-    # Rich gives columns the same width, whatever words they hold: no word is broken where there is room for all.
-    texts_of = [[str(cell) for cell in column.cells] for column in table.columns]
-    wholes = [max(map(len, texts)) for texts in texts_of]
-    words = [max(len(word) for text in texts for word in text.split()) for texts in texts_of[1:]]
-    room = console.width - wholes[0] - 2 * len(words) - sum(words)
-    for column, whole, word in zip(table.columns[1:], wholes[1:], words):
-        if room >= 0:
-            column.max_width = word + room * (whole - word) // max(sum(wholes[1:]) - sum(words), 1)
-    console.print(table)
+        table.add_row(label, *("-" if value is None else one_line(str(value)) for value in values))
+    new_console().print(table)
