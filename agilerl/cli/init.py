@@ -7,7 +7,6 @@ import json
 import re
 import shlex
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,8 +30,8 @@ SAMPLE = "sample"
 REWARDS = ("function", "exact", "accuracy")
 _EMBEDDED = "embedded"
 _NUMBER = re.compile(r"[-+]?[$€£]?\d[\d,]*(\.\d+)?%?")
-_CHOICES, _WORDS = 8, 5
-"""Most different answers of a choice, and most words of a short answer."""
+_WORDS = 5
+"""Most words of a short answer."""
 _CHARACTERS = 2
 """Of a token, at least: a bound on the tokens of an answer that needs no tokenizer."""
 _REASONING = 128
@@ -95,7 +94,7 @@ def run_init(
 
     Given a file of rows, it reads the answers and proposes a reward, an instruction, an answer format and lengths to
     match. If the columns' names do not make clear which is the question and which the answer, pass --question and
-    --answer, or answer when asked. The base then answers a question of the new run, unless --quiet is given. The other
+    --answer. The base then answers a question of the new run, unless --quiet is given. The other
     files are a reward function and sample rows, as asked for. No file is overwritten. Without a terminal nothing is
     asked.
 
@@ -118,7 +117,7 @@ def run_init(
     source = _answer(wanted, SAMPLE, source, asks, lambda text: _source_line(text, manifest, rows, names))
     answers = [row["answer"] for row in sample_rows()] if source == SAMPLE else []
     if names_a_file(source) and (path := Path(source).expanduser()).is_file():
-        names, answers = _read(path, names, asks)
+        names, answers = _read(path, names)
     proposal = proposed(answers, chats=model != _EMBEDDED) if answers else Proposal()
     screen = console(quiet=quiet)
     if names:
@@ -188,23 +187,17 @@ class Proposal:
 
 
 def proposed(answers: Sequence[str], *, chats: bool) -> Proposal:
-    """Return what to propose for rows with these answers: numbers, a choice of few, short texts, or long ones.
+    """Return what to propose for rows with these answers: numbers, short texts, or long ones.
 
     ``chats``: the model follows instructions, and writes more than the answer unless it is told not to.
     """
     answers = [" ".join(answer.split()) for answer in answers]
-    distinct, longest = Counter(answers), max(map(len, answers))
     words = max(len(answer.split()) for answer in answers)
-    tokens = 8 * ceil((longest / _CHARACTERS + 4) / 8)
+    tokens = 8 * ceil((max(map(len, answers)) / _CHARACTERS + 4) / 8)
     if all(_NUMBER.fullmatch(answer) for answer in answers):
         reward = "accuracy" if find_spec("math_verify") else "exact"
         reason = f"all answers are numbers, so the reward {reward} is proposed"
         return Proposal(reward, reason, after=chats, tokens=tokens + _REASONING * chats)
-    if len(distinct) <= _CHOICES and len(answers) >= 4 * len(distinct) and words <= _WORDS:
-        choices = ", ".join(sorted(distinct))
-        reason = f"all answers are one of {choices}, so the reward exact is proposed"
-        instruction = f"Answer with one of these, and nothing else: {choices}."
-        return Proposal("exact", reason, instruction * chats, tokens=tokens)
     if words <= _WORDS:
         reason = f"answers have {counted(words, 'word')} at most, so the reward exact is proposed"
         return Proposal("exact", reason, "Give only the answer, without an explanation." * chats, tokens=tokens)
@@ -212,34 +205,21 @@ def proposed(answers: Sequence[str], *, chats: bool) -> Proposal:
     return Proposal("function", reason, tokens=min(1024, tokens))
 
 
-def _read(path: Path, given: dict[str, str], asks: bool) -> tuple[dict[str, str], list[str]]:
-    """Return what columns of a file of rows are renamed to, as given, guessed or asked for; and its answers."""
+def _read(path: Path, given: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return what columns of a file of rows are renamed to, as given or guessed by their names; and its answers."""
     from agilerl.envs.curation import MissingColumnError, RowFaultError, form_of, renamed
     from agilerl.envs.sources import read_dataset
 
-    columns = read_dataset(path, limit=1).columns
-    names, form, answers = renamed([name for name in columns if name not in given.values()]) | given, None, []
-    while form is None:
-        rows = read_dataset(path, columns=names)
-        try:
-            form = form_of(rows.columns, "reasoning", path.name, needs="text")
-        except MissingColumnError as error:
-            column = error.column
-            used = {*names.values(), "question", "prompt", "messages", "answer", "completion"}
-            if len(left := [name for name in columns if name not in used]) == 1:
-                names[column] = left[0]
-                continue
-            if not asks:
-                raise ConfigError(
-                    f"expected the column {column} in {path.name}, found {', '.join(columns)}; say which of "
-                    f"them it is: --{column} NAME"
-                ) from None
-
-            # A default argument, because the loop gives `column` other values.
-            def check(text: str, new: str = column) -> None:
-                read_dataset(path, columns={new: text}, limit=1)
-
-            names[column] = _answer(f"Which column is the {column}? ({', '.join(columns)})", None, None, asks, check)
+    columns, answers = read_dataset(path, limit=1).columns, []
+    names = renamed([name for name in columns if name not in given.values()]) | given
+    rows = read_dataset(path, columns=names)
+    try:
+        form = form_of(rows.columns, "reasoning", path.name, needs="text")
+    except MissingColumnError as error:
+        raise ConfigError(
+            f"expected the column {error.column} in {path.name}, found {', '.join(columns)}; say which of them it is: "
+            f"--{error.column} NAME"
+        ) from None
     for row in rows:
         with suppress(RowFaultError):  # a run says how many rows it cannot use
             answers.append(form.read(row).response or "")

@@ -58,7 +58,6 @@ def test_the_reward_function_that_it_writes_tells_answers_apart(agilerl: Agilerl
 
 PROPOSED = {
     "numbers": (["1", "-2.5", "1,000", "$7"], ("accuracy", "answer_format: after")),
-    "a choice": (["yes", "no"] * 4, ("exact", "Answer with one of these, and nothing else: no, yes.")),
     "short texts": ([f"the number {k}" for k in range(9)], ("exact", "Give only the answer, without an explanation.")),
     "long texts": ([f"it was {k} and he said so to everyone" for k in range(9)], ("function", "")),
 }
@@ -232,7 +231,7 @@ def test_wrong_answers_write_nothing(case: str, agilerl: Agilerl, tmp_path: Path
 
 @pytest.mark.processes
 def test_a_terminal_is_asked_and_asked_again(tmp_path: Path) -> None:
-    (tmp_path / "rows.csv").write_text("frage,antwort\n" + "".join(f"{i} + 1?,{i + 1}\n" for i in range(80)))
+    (tmp_path / "rows.csv").write_text("problem,solution\n" + "".join(f"{i} + 1?,{i + 1}\n" for i in range(80)))
     child, terminal = pty.fork()
     if child == 0:
         os.chdir(tmp_path)
@@ -249,10 +248,6 @@ def test_a_terminal_is_asked_and_asked_again(tmp_path: Path) -> None:
         ("Model", ""),
         ("Data or task", "none.jsonl"),
         ("expected a file of rows", "rows.csv"),
-        ("Which column is the question?", "frge"),
-        ("rows.csv has no column 'frge'; did you mean 'frage'?", None),
-        ("Which column is the question? (frage, antwort): ", "frage"),
-        ("answer from antwort", None),  # the only one left
         ("Reward", "exact"),
         ("Run it:", None),
     ):
@@ -266,7 +261,7 @@ def test_a_terminal_is_asked_and_asked_again(tmp_path: Path) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     os.close(terminal)
     written = yaml.safe_load((tmp_path / "my.yaml").read_text())
-    columns = {"question": "frage", "answer": "antwort"}
+    columns = {"question": "problem", "answer": "solution"}
     assert written["environment"]["dataset"] == {"path": "rows.csv", "columns": columns}
     assert "graders" not in written["environment"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["my.yaml", "rows.csv"]
