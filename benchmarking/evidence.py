@@ -108,10 +108,7 @@ ARMS: dict[str, tuple[str, ...]] = {
     ),
     "formula": ("training.pop_size=1", "selection_strategy={name: none}"),
     # The adapter that it hands over is chosen as in the default search.
-    "formula_decay": (
-        *("training.pop_size=1", "selection_strategy={name: none, candidates: 3}"),
-        DECAY,
-    ),
+    "formula_decay": (*("training.pop_size=1", "selection_strategy={name: none, candidates: 3}"), DECAY),
     # The price in seconds: one agent that has a quarter of the tokens, as each of four has.
     "quarter": ("training.pop_size=1", "selection_strategy={name: none}"),
     "random": ("training.pop_size=4", "selection_strategy={name: none}"),

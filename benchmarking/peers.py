@@ -22,7 +22,7 @@ interval of 95 %. N agents of TRL are N times its step. The clock is the process
 round warms up; in it each arm counts the tokens that go through the model, padding included, with and without gradient.
 The peak of the resident set is that of the whole process, libraries included. Our arms make the settings of malloc that
 ``agilerl train`` makes; where glibc's variables are set (``MALLOC_MMAP_THRESHOLD_`` and so on), all arms have
-these instead, which are then part of the result. Prints a table and one JSON object.
+these instead, which are then part of the result. Prints a table of ratios and one JSON object.
 
 TRL may live in another environment, which ``make peers`` makes; its steps need nothing of agilerl.
 """
@@ -246,19 +246,6 @@ def train_with_ours(arm: str, load: Mapping[str, Any], turns: Turns) -> None:
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    lines = ["| model | prompt | arm | agents | CPU s a step | tokens with gradient | without | peak MiB |"]
-    lines.append("|---|---|---|---|---|---|---|---|")
-    for r in results:
-        for name, arm in r["arms"].items():
-            tokens = f"{arm['tokens']['with_gradient']:,} | {arm['tokens']['without_gradient']:,}"
-            lines.append(
-                f"| {named(r)} | {r['prompt_tokens']} | {name} | {arm['agents']} | {arm['seconds']:.3f} | {tokens} | "
-                f"{arm['peak_bytes'] / 2**20:,.0f} |"
-            )
-    return "\n".join([*lines, "", ratio_table(results)])
-
-
-def ratio_table(results: Sequence[Mapping[str, Any]]) -> str:
     """Return a line for each result."""
     pairs = list(dict.fromkeys(pair for r in results for pair in r["ratios"]))
     lines = [f"| model | prompt | common | {' | '.join(pairs)} |", "|---|---|---" + "|---" * len(pairs) + "|"]

@@ -1,7 +1,7 @@
 """Which score should one expect on a real model? Tasks and games on SmolLM2-135M-Instruct, base against elite.
 
     python -m benchmarking.real --out benchmarking/results/real_smollm2.json [--model build/smollm2] [--seeds 42 1 2]
-                                [--only NAME ...] [--runs FOLDER] [--page docs/expected.md] [--set KEY.PATH=VALUE ...]
+                                [--only NAME ...] [--runs FOLDER] [--set KEY.PATH=VALUE ...]
 
 Each row is a run of ``agilerl train`` with tutorials/manifests/real/smollm2.yaml and the settings below, which were
 chosen before the runs: 2,048 completions of four agents and 200 test questions; of the games, whose episodes cost ten
@@ -138,7 +138,6 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[42, 1, 2])
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--runs", type=Path, default=ROOT / "build" / "real", help="where the runs lie")
-    parser.add_argument("--page", type=Path, help="a page that ends with the table")
     parser.add_argument("--set", nargs="+", default=[], help="further settings, for another file of results")
     given = parser.parse_args()
     document = (
@@ -152,9 +151,7 @@ def main() -> None:
             document["rows"].append(run(name, seed, given.model, folder, given.set))
             given.out.write_text(json.dumps(document, indent=1) + "\n")
             print(json.dumps(document["rows"][-1]), flush=True)
-    if given.page is not None:
-        text = given.page.read_text(encoding="utf-8").partition(MARK)[0]
-        given.page.write_text(f"{text}{MARK}\n{table(document)}", encoding="utf-8")
+    print(table(document))
 
 
 if __name__ == "__main__":

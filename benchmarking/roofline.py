@@ -1,15 +1,11 @@
-"""Measure each phase against its roofline, and the time that a dry run predicts against what was measured.
+"""Measure what a dry run's prediction is made of, and print constants for ``agilerl/planning/time.py``.
 
-    python benchmarking/roofline.py [--device cpu] [--models embedded 1M 30M] [--rounds 7] [--out FILE]
+    python benchmarking/roofline.py [--device cpu] [--rounds 7] [--out FILE]
 
 Each model runs in a child process, which measures F (the rate of a large matrix product) and BW (of a large copy)
-and the phases of an iteration and a generation in turn, ``--rounds`` times. For each phase: the median time with the
-smallest and the largest, the floor, ``fraction_of_limit`` = floor / measured, and ``predicted`` / measured, where the
-prediction is the one of `agilerl train --dry-run`, made from this process's F and BW. On a CPU times are the CPU time
-of one thread, which other processes lengthen little; but ``checkpoint`` is wall time.
-
-``--calibrate`` measures other models and prints constants for ``agilerl/planning/time.py``: those of ``CPU_COSTS``
-come from there, so the models above are not what the constants were fitted to.
+and the phases of an iteration and a generation in turn, ``--rounds`` times. On a CPU times are the CPU time of one
+thread, which other processes lengthen little; but ``checkpoint`` is wall time. The constants fit all models. What they
+predict for others, and what share of its limit each phase reaches, is a part of gpu.py: ``step``, on a CPU too.
 """
 
 import argparse
@@ -25,16 +21,7 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from agilerl.planning.time import (
-    CPU_COSTS,
-    GPU_COSTS,
-    ITERATION,
-    Machine,
-    ModelShape,
-    Workload,
-    seconds,
-    work,
-)
+from agilerl.planning.time import CPU_COSTS, GPU_COSTS, ITERATION, Machine, ModelShape, Workload, seconds, work
 from agilerl.sizes import CPU_ROWS, PASS_TOKENS
 from benchmarking.measuring import ROOT, surroundings, written
 
@@ -48,7 +35,7 @@ SIZES: dict[str, dict[str, int]] = {
     # For peers.py only: eight query heads share two heads of keys and values.
     "1.25M": {"hidden": 128, "feed_forward": 376, "layers": 6, "heads": 8, "kv_heads": 2, "vocabulary": 1024},
     "27.8M": {"hidden": 512, "feed_forward": 1408, "layers": 8, "heads": 8, "kv_heads": 2, "vocabulary": 10240},
-    # For --calibrate only:
+    # For the constants only:
     "0.2M": {"hidden": 80, "feed_forward": 208, "layers": 2, "heads": 2, "kv_heads": 2, "vocabulary": 256},
     "0.5M": {"hidden": 96, "feed_forward": 256, "layers": 5, "heads": 3, "kv_heads": 3, "vocabulary": 512},
     "2M": {"hidden": 192, "feed_forward": 512, "layers": 5, "heads": 6, "kv_heads": 2, "vocabulary": 2048},
@@ -230,28 +217,6 @@ def measured(name: str, device: str, rounds: int, agents: int | None = None) -> 
     return found
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    lines = ["| model | phase | measured ms (smallest-largest) | floor ms | fraction of limit | predicted / measured |"]
-    lines.append("|---|---|---|---|---|---|")
-    for r in results:
-        for phase, p in r["phases"].items():
-            low, high = p["spread"]
-            lines.append(
-                f"| {r['model']} | {phase} | {_ms(p['measured'])} ({_ms(low)}-{_ms(high)}) | {_ms(p['floor'])} | "
-                f"{p['fraction_of_limit']:.3f} | {p['predicted_over_measured']:.2f} |"
-            )
-        t = r["iteration"]
-        lines.append(
-            f"| {r['model']} | **iteration** | {_ms(t['measured'])} | {_ms(t['floor'])} | {t['fraction_of_limit']:.3f} "
-            f"| {t['predicted_over_measured']:.2f} |"
-        )
-    return "\n".join(lines)
-
-
-def _ms(value: float) -> str:
-    return f"{1000 * value:,.3g}" if value < 1 else f"{1000 * value:,.0f}"
-
-
 def calibrated(found: list[dict[str, Any]]) -> dict[str, Any]:
     """Return costs that fit measurements, phase by phase: least squares of relative errors, never below the floor.
 
@@ -289,38 +254,23 @@ def named(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--models", nargs="+", choices=LOADS, help="default: embedded 1M 30M; on cuda 0.5B 1.5B")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--agents", type=int, help="of each population; default: the model's own")
-    parser.add_argument("--calibrate", action="store_true", help="fit constants on other models")
-    parser.add_argument(
-        "--out", type=Path, help="where the JSON goes; default benchmarking/results/roofline-DEVICE.json"
-    )
+    parser.add_argument("--agents", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, help="default: benchmarking/results/roofline-calibration-DEVICE.json")
     parser.add_argument("--child", choices=LOADS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    device, rounds = arguments.device, arguments.rounds
     if arguments.child:
-        print(json.dumps(child(arguments.child, arguments.device, arguments.rounds, arguments.agents)))
+        print(json.dumps(child(arguments.child, device, rounds, arguments.agents)))
         return
-    device, agents = arguments.device, arguments.agents
-    models = arguments.models or (["embedded", "1M", "30M"] if device == "cpu" else ["0.5B", "1.5B"])
-    name = f"roofline-{'calibration-' * arguments.calibrate}{device}.json"
-    out = arguments.out or ROOT / "benchmarking" / "results" / name
-    arms = [(m, agents) for m in models]
-    if arguments.calibrate:
-        arms = [*((m, None) for m in CALIBRATION), *((m, 1) for m in CALIBRATION[1::2])]
-    document = {**surroundings(arguments.rounds), "raw": []}
-    for model, count in arms:
-        document["raw"].append(measured(model, device, arguments.rounds, count))
+    out = arguments.out or ROOT / "benchmarking" / "results" / f"roofline-calibration-{device}.json"
+    document = {**surroundings(rounds), "raw": []}
+    for model, agents in [*((m, None) for m in CALIBRATION), *((m, 1) for m in CALIBRATION[1::2])]:
+        document["raw"].append(measured(model, device, rounds, agents))
         written(out, document)
-    if arguments.calibrate:
-        document["costs"] = calibrated(document["raw"])
-        print(json.dumps(document["costs"], indent=1))
-        written(out, document)
-        return
-    document["results"] = results = [judged(found) for found in document["raw"]]
-    print(table(results))
+    document["costs"] = calibrated(document["raw"])
+    print(json.dumps(document["costs"], indent=1))
     written(out, document)
-    print(f"\nwritten: {out}")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import pytest
 
 from agilerl.hpo.spread import EMBEDDED_RATE, lora_rate
 from agilerl.training.resolved import resolve
-from benchmarking import showcase
 from benchmarking.evidence import (
     ALONE,
     ARMS,
@@ -486,34 +485,7 @@ def test_the_page_shows_the_showcase() -> None:
     page = (ROOT / "docs" / "expected.md").read_text()
     for who in ("base", "elite"):
         assert f"{result['test'][who]['mean']:.3f} ± {result['test'][who]['stderr']:.3f}" in page
-    assert set(result["sha256"]) == {"adapter_model.safetensors", "README.md"}
+    assert result["sha256"]["adapter_model.safetensors"] in page
     assert 5 < result["seconds"] / 60 < 6.5  # "six minutes"; 318 and 367 seconds so far
     for name in ("Makefile", "docs/expected.md", "tutorials/manifests/real/smollm2.yaml", "tutorials/real_model.ipynb"):
         assert "about six minutes" in (ROOT / name).read_text(), name
-
-
-def test_the_showcase_shows_both_runs_where_they_differ(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["showcase", str(tmp_path)])
-    with pytest.raises(SystemExit, match=r"expected a finished run at \S+, found no \S+summary\.json; train it: make"):
-        showcase.main()
-
-    expected = json.loads(showcase.RESULT.read_text())
-    summary = {**expected, "tokens": {"trained": 1234}, "elite": expected}
-    info = {
-        "config": {"training": expected},
-        "hardware": {"platform": "Linux", "cpu": "Ours"},
-        "versions": {"torch": "9"},
-    }
-    (tmp_path / "elite").mkdir()
-    for name, content in (("summary", summary), ("run", info)):
-        (tmp_path / f"{name}.json").write_text(json.dumps(content))
-    for name in showcase.FILES:
-        (tmp_path / "elite" / name).write_text("")
-    with pytest.raises(SystemExit) as ended:
-        showcase.main()
-    assert ended.value.code == 1
-    ours, published = capsys.readouterr().out.split("The published run:")
-    assert all(re.search(rf"{value}\n", ours) for value in (r"0\.703 ± 0\.023", "1,234", "Ours", "9"))
-    assert all(re.search(rf"{value}\n", published) for value in (r"0\.703 ± 0\.023", "296,759", "AMD EPYC", "differs"))

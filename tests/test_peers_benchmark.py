@@ -98,8 +98,13 @@ def test_ratios_are_by_how_much_ours_needs_less() -> None:
     seconds = {"trl": 2.0, "ours": 1.0, "together": 4.0, "alone": 6.0}
     found = ratios(seconds, {"agents": 8})
     assert found == {"trl / ours": 2.0, "N trl / together": 4.0, "alone / together": 1.5}
-    arms = {"trl": {"agents": 1, "seconds": 2.0, "tokens": TRL, "peak_bytes": 2**20}}
-    row = {"model": "tiny", "parameters": 1e6, "prompt_tokens": 16, "common": 8, "arms": arms}
-    shown = table([{**row, "ratios": {"trl / ours": (2.0, 1.5, 2.5)}}])
-    assert "| tiny (1.00M) | 16 | trl | 1 | 2.000 | 304 | 288 | 1 |" in shown
-    assert shown.endswith("2.00 [1.50-2.50] |")
+    row = {"model": "tiny", "parameters": 1e6, "prompt_tokens": 16, "common": 8}
+    assert table([{**row, "ratios": {"trl / ours": (2.0, 1.5, 2.5)}}]).endswith("| 16 | 8 | 2.00 [1.50-2.50] |")
+
+
+@pytest.mark.parametrize("names", [("", "_30M"), ("_135M",)])
+def test_the_page_has_the_tables_of_the_results(names: tuple[str, ...]) -> None:
+    paths = [ROOT / "benchmarking" / "results" / f"peers_cpu{name}.json" for name in names]
+    rows = [row for path in paths for row in json.loads(path.read_text(encoding="utf-8"))["results"]]
+    page = (ROOT / "docs" / "speed.md").read_text(encoding="utf-8")
+    assert [line for line in table(rows).splitlines() if line not in page] == []

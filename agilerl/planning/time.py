@@ -363,7 +363,7 @@ CPU_COSTS = {
     "evolve": PhaseCost(26.0, 0.0, 0.0),
     "checkpoint": PhaseCost(1.6, 0.0, 0.0),
 }
-"""Measured on one CPU thread with five models of 0.2 to 12 million parameters: benchmarking/roofline.py --calibrate."""
+"""Measured on one CPU thread with five models of 0.2 to 12 million parameters: benchmarking/roofline.py."""
 
 
 def seconds(shape: ModelShape, load: Workload, machine: Machine, costs: Mapping[str, PhaseCost]) -> dict[str, float]:
