@@ -38,7 +38,6 @@ LONGEST = (
     *(
         "test_agents_arguments",
         "test_evidence_benchmark",
-        "test_other_arguments",
         "test_loops",
         "test_helpers",
         "test_manifests",

@@ -1,8 +1,7 @@
 """The documented surface: names, parameters and defaults that users of AgileRL know.
 
 Tables, not code: each line is a fact of AgileRL's documentation. Where a default is another one here, ``CHANGED`` has
-ours, and docs/differences.md the reason. That each argument acts is in ``tests/surface/test_agents_arguments.py`` and
-``tests/surface/test_other_arguments.py``.
+ours, and docs/differences.md the reason. That arguments act is in ``tests/surface/test_agents_arguments.py``.
 """
 
 import importlib

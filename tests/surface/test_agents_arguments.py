@@ -1,30 +1,33 @@
 """Every argument of an agent, its base and vLLM acts: it is changed, and something that can be seen must change.
 
-``test_other_arguments.py`` has environments, evolution, loops and the manifest, ``tests/test_documented_api.py`` has
-names and defaults. The tables are compared with the signatures: a new argument without an entry fails.
+A table has an entry for each argument; ``facts`` is a function that uses an agent with some arguments and returns what
+can be seen of it. The facts before and after a change are compared, and bits count. If it yields them in stages, the
+first that differs ends the comparison. A new argument without an entry fails.
 """
 
+import hashlib
 import inspect
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import count, zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
-from gymnasium.spaces import Box, Discrete
 from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from agilerl import HyperparameterConfig, Mutations, RLParameter
-from agilerl.algorithms import ALGORITHMS, DPO, GRPO, PPO, SFT, CosineLRScheduleConfig
+from agilerl.algorithms import ALGORITHMS, GRPO, CosineLRScheduleConfig
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.vllm import VLLMConfig
 from agilerl.data import RolloutBatch, Trajectory, collate
+from agilerl.errors import AgileRLError
 from agilerl.models.tiny import tiny_model_path
 from agilerl.rollouts.vllm.backend import row_of
 from agilerl.rollouts.vllm.colocated import ColocatedVLLM
@@ -33,11 +36,114 @@ from agilerl.runtime import Runtime
 from tests.algorithms.conftest import sample
 from tests.algorithms.data_agents import examples
 from tests.rollouts.test_vllm_requests import REQUEST
-from tests.surface.acting import Entry, NoOp, Proven, Refused, Warned, bits, check, parameters, scratch, to
-from tests.test_documented_api import METHODS
 from tests.tiny_models import PAD, VOCABULARY, qwen2, random_model
 
 pytestmark = pytest.mark.model
+
+
+# -- how an argument is changed, and what must come of it --------------------------------------------------------------
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Change:
+    """Another value; the facts must be others than with ``base`` alone."""
+
+    value: Any
+    base: Mapping[str, Any] = field(default_factory=dict)
+    """What else has to be set for the argument to matter, in both cases."""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A value that this machine, or the package, does not have: an error that names the argument."""
+
+    value: Any
+    base: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A value that has no effect here, which is said."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Proven:
+    """An effect that needs a larger scene than these: the test that shows it, from ``tests/`` on."""
+
+    test: str
+
+
+@dataclass(frozen=True)
+class NoOp:
+    """Accepted without effect; docs/coming_from_agilerl.md gives the reason."""
+
+    reason: str
+
+
+Entry = Change | Refused | Warned | Proven | NoOp
+
+
+def to(value: Any, **base: Any) -> Change:
+    return Change(value, base)
+
+
+def bits(*tensors: torch.Tensor) -> str:
+    return hashlib.sha256(b"".join(t.detach().cpu().contiguous().numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def stages(facts: Callable[..., Any], given: Mapping[str, Any]) -> Iterator[Any]:
+    """Yield the facts: all at once, or one stage after the other if ``facts`` is a generator."""
+    found = facts(**given)
+    yield from found if isinstance(found, Generator) else [found]
+
+
+class Before:
+    """The facts without the change, found out as far as needed. They are the same every time: else a difference would
+    prove nothing.
+    """
+
+    def __init__(self, facts: Callable[..., Any], given: Mapping[str, Any]) -> None:
+        self._both = zip_longest(stages(facts, given), stages(facts, given))
+        self._known: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        for number in count():
+            if number == len(self._known):
+                if (both := next(self._both, None)) is None:
+                    return
+                assert both[0] == both[1]
+                self._known.append(both[0])
+            yield self._known[number]
+
+
+_BEFORE: dict[str, Before] = {}
+
+
+def check(entry: Entry | None, name: str, facts: Callable[..., Any]) -> None:
+    """Check that an argument does what its entry says."""
+    if isinstance(entry, Change):
+        before = _BEFORE.setdefault(f"{facts} {dict(entry.base)}", Before(facts, entry.base))
+        after = stages(facts, {**entry.base, name: entry.value})
+        assert any(one != other for one, other in zip_longest(before, after))
+    elif isinstance(entry, Refused):
+        with pytest.raises(AgileRLError, match=name):
+            list(stages(facts, {**entry.base, name: entry.value}))
+    elif isinstance(entry, Warned):
+        with pytest.warns(UserWarning, match=name):
+            list(stages(facts, {name: entry.value}))
+    elif isinstance(entry, Proven):
+        file, _, test = entry.test.partition("::")
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8")
+    elif isinstance(entry, NoOp):
+        page = (ROOT / "docs" / "coming_from_agilerl.md").read_text(encoding="utf-8")
+        rows = page.split("## Accepted without effect", 1)[1].split("\n## ", 1)[0].splitlines()
+        assert any(re.search(rf"\b{name}\b", row) and entry.reason in row for row in rows)
+    else:
+        raise AssertionError(f"{name} has no entry: say how it is changed, and what comes of it")
 
 
 # -- agents -----------------------------------------------------------------------------------------------------------
@@ -328,6 +434,17 @@ def test_an_agent_is_on_the_base_that_was_given() -> None:
 # -- options of the base ----------------------------------------------------------------------------------------------
 
 
+PROMPTS = [{"input_ids": torch.tensor([[5, 9, 3]])}, {"input_ids": torch.tensor([[7, 7, 2]])}]
+
+
+def rows_of(seed: int = 0) -> RolloutBatch:
+    draws, rows = torch.Generator().manual_seed(seed), []
+    for k in range(8):
+        said = torch.randint(2, VOCABULARY, (2 + k % 3,), generator=draws).tolist()
+        rows.append(Trajectory([5, 9, 3], said, [True] * len(said), [-3.0] * len(said), [float(k % 4)], group=k // 4))
+    return collate(rows, PAD)
+
+
 class Work(TorchDispatchMode):
     """Counts operations with their shapes and types: what is computed, where the result is the same."""
 
@@ -417,299 +534,3 @@ def test_a_server_samples_for_who_asks_for_it() -> None:
     assert agent.use_vllm
     backend: Any = engine.backend
     assert (backend.url, backend._server._client.timeout.read) == ("http://localhost:9", 7.0)
-
-
-# -- methods ----------------------------------------------------------------------------------------------------------
-
-
-PROMPTS = [{"input_ids": torch.tensor([[5, 9, 3]])}, {"input_ids": torch.tensor([[7, 7, 2]])}]
-
-
-def fresh(cls: Any = GRPO, **given: Any) -> Any:
-    own = {"group_size": 4, "max_output_tokens": 5} if cls is not SFT and cls is not DPO else {}
-    rate = {} if cls is PPO else {"lr": 3e-2}
-    return cls(**{"runtime": base(), "pad_token_id": PAD, **own, **rate, **given})
-
-
-def adapter(agent: Any) -> str:
-    return bits(agent.runtime.store.theta[agent.slot])
-
-
-def rows_of(seed: int = 0) -> RolloutBatch:
-    draws, rows = torch.Generator().manual_seed(seed), []
-    for k in range(8):
-        said = torch.randint(2, VOCABULARY, (2 + k % 3,), generator=draws).tolist()
-        rows.append(Trajectory([5, 9, 3], said, [True] * len(said), [-3.0] * len(said), [float(k % 4)], group=k // 4))
-    return collate(rows, PAD)
-
-
-def parts(seed: int = 0) -> tuple[Any, Any, Any]:
-    rows = rows_of(seed)
-    return rows.ids, rows.action_mask, rows.rewards
-
-
-def told(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: value for name, value in metrics.items() if "time" not in name}
-
-
-def acts(obs: Any = PROMPTS, **given: Any) -> Any:
-    return [ids.tolist() for ids in fresh().get_action(obs, **given).completion_ids]
-
-
-def learns(experiences: Any = None, **given: Any) -> Any:
-    agent = fresh(update_epochs=2)
-    agent.learn(parts() if experiences is None else experiences, **given)
-    return adapter(agent)
-
-
-LOGPS = [torch.full((int(row.sum()),), -9.0) for row in rows_of().action_mask]
-
-
-def examined(_cls: Any = GRPO, env: Any = None, **given: Any) -> Any:
-    from tests.surface.test_other_arguments import gym, sft_gym
-
-    runtime = Runtime.from_pretrained("embedded")
-    agent = fresh(_cls, runtime=runtime, pad_token_id=None)
-    return agent.test(env or (sft_gym() if _cls is SFT else gym()), **given).tolist(), agent.fitness
-
-
-def cloned(**given: Any) -> Any:
-    clone = fresh().clone(**given)
-    return clone.index, clone.parent
-
-
-def founded(size: int = 2, **given: Any) -> Any:
-    made = GRPO.population(size, runtime=base(), pad_token_id=PAD, lr=3e-2, **given)
-    return [(agent.index, agent.lr, agent.hp_config is None) for agent in made]
-
-
-def saved(path: str = "one", _twice: bool = False, **given: Any) -> Any:
-    agent = fresh()
-    agent.learn(rows_of())
-    with scratch() as root:
-        agent.save_checkpoint(Path(root, path))
-        if _twice:
-            agent.save_checkpoint(Path(root, path), **{"overwrite": True, **given})
-        return sorted(str(file.relative_to(root)) for file in Path(root).rglob("*"))
-
-
-def loaded(path: int = 0, _cls: Any = GRPO, **given: Any) -> Any:
-    """Load one of two checkpoints of the same algorithm into an agent that has learned something else."""
-    agent = fresh(_cls)
-    agent.set_reference_policy(1)
-    with scratch() as root:
-        for number in range(2):
-            other = fresh(_cls, runtime=agent.runtime, seed=number)
-            other.learn(rows_of(number))
-            other.save_checkpoint(Path(root, str(number)))
-            other.clean_up()
-        agent.learn(rows_of(5))
-        agent.load_checkpoint(Path(root, str(path)), **given)
-    slots = [s for s in (agent.slot, agent.critic_slot, agent.reference_slot) if s is not None]
-    store = agent.runtime.store
-    return [bits(bank[s]) for s in slots for bank in (store.theta, store.exp_avg)], agent.reference_key
-
-
-def routed(adapter_name: str = "actor") -> Any:
-    agent = fresh()
-    agent.learn(rows_of())
-    with agent.select_adapter(adapter_name):
-        inside = bits(agent.runtime.base.model(input_ids=torch.tensor([[5, 9, 3]])).logits)
-    agent.use_adapter(adapter_name)
-    return inside, bits(agent.runtime.base.model(input_ids=torch.tensor([[5, 9, 3]])).logits)
-
-
-def referred(reference_update_tracker: int = 0) -> Any:
-    agent = fresh()
-    agent.learn(rows_of())
-    agent.set_reference_policy(reference_update_tracker)
-    return agent.reference_key, agent.reference_tracker
-
-
-def hooked(hook: Any = None) -> Any:
-    agent, seen = fresh(), list[int]()
-    agent.register_mutation_hook(hook or (lambda: seen.append(1)))
-    agent.mutation_hook()
-    return seen
-
-
-def inspected(agent: int = 0, **given: Any) -> Any:
-    return GRPO.inspect_attributes(fresh(index=agent), **given)
-
-
-def copied(agent: float = 3e-2, clone: int = 0) -> Any:
-    twin = GRPO.copy_attributes(fresh(lr=agent), fresh(index=clone))
-    return twin.lr, twin.index
-
-
-def rated(optimizer: int = 2, **given: Any) -> Any:
-    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(optimizer)]
-    made = torch.optim.SGD([{"params": [w]} for w in weights], lr=1.0)
-    kept, schedule = GRPO.update_lr(made, **{"lr": 0.1, **given})
-    return [group["lr"] for group in made.param_groups], kept, None if schedule is None else schedule.get_last_lr()
-
-
-def accumulated(batch: int = 0, **given: Any) -> Any:
-    agent = fresh()
-    agent.accumulate(rows_of(batch), **given)
-    agent.optim_step()
-    return adapter(agent)
-
-
-def pushed(batch: int = 0, dloss_dlogp: float = 1.0) -> Any:
-    agent = fresh()
-    agent.accumulate_tangents(
-        rows_of(batch), torch.full_like(rows_of(batch).action_mask, dloss_dlogp, dtype=torch.float32)
-    )
-    agent.optim_step()
-    return adapter(agent)
-
-
-FROZEN = NoOp("the base is frozen: its mode, wrapping and compilation never change")
-TEXT = NoOp("text has no spaces, and is not preprocessed")
-DONE: dict[str, tuple[Callable[..., Any] | None, dict[str, Entry]]] = {
-    "get_action": (acts, {"obs": to(PROMPTS[:1]), "training": to(False), "repeat_prompts": to(False)}),
-    "learn": (
-        learns,
-        {
-            "experiences": to(parts(1)),
-            "turn_ids": Proven("algorithms/test_turns.py::test_learn_takes_turn_ids_and_rewards_of_each_turn"),
-            "sampling_logps": to(LOGPS),
-        },
-    ),
-    "test": (
-        examined,
-        {
-            "env": Proven("surface/test_agents_arguments.py::test_an_exam_is_of_the_environment"),
-            "loop": to(2, _cls=SFT),
-        },
-    ),
-    "clone": (cloned, {"index": to(4), "wrap": AGENT["wrap"]}),
-    "population": (
-        founded,
-        {
-            "size": to(3),
-            "observation_space": TEXT,
-            "action_space": TEXT,
-            "init": to("same", hp_config=GENES),
-            "hp_config": to(GENES),
-        },
-    ),
-    "save_checkpoint": (
-        saved,
-        {
-            "path": to("two"),
-            "lora_only": Refused(False, {"_twice": True}),
-            "save_optimizer": to(False, _twice=True),
-            "overwrite": Refused(False, {"_twice": True}),
-        },
-    ),
-    "load_checkpoint": (
-        loaded,
-        {
-            "path": to(1),
-            "load_optimizer": to(True),
-            "overwrite_reference_adapter": to(True),
-            "overwrite_critic_adapter": to(False, _cls=PPO),
-        },
-    ),
-    "load": (
-        None,
-        {
-            "path": Proven("surface/test_loops.py::test_the_elite_is_saved_before_it_mutates"),
-            "device": Proven(
-                "models/test_padding_and_devices.py::test_cuda_without_a_gpu_is_refused_wherever_a_device_is_given"
-            ),
-            "accelerator": Proven("surface/test_agents_arguments.py::test_a_loaded_agent_has_the_accelerator"),
-            "runtime": Proven("surface/test_loops.py::test_the_elite_is_saved_before_it_mutates"),
-            "loss": Proven("algorithms/test_own_losses.py::test_clone_keeps_the_loss_and_a_checkpoint_asks_for_it"),
-        },
-    ),
-    "set_reference_policy": (referred, {"reference_update_tracker": to(1)}),
-    "use_adapter": (routed, {"adapter_name": to("reference")}),
-    "select_adapter": (routed, {"adapter_name": to("reference")}),
-    "recompile": (None, {"recompile": FROZEN}),
-    "wrap_models": (None, {"wrap_models": FROZEN}),
-    "unwrap_models": (None, {"unwrap_models": FROZEN}),
-    "register_mutation_hook": (hooked, {"hook": to(list)}),
-    "reinit_optimizers": (None, {"optimizer": NoOp("an agent has one optimizer")}),
-    "set_training_mode": (None, {"training": FROZEN}),
-    "to_device": (
-        None,
-        {"experiences": Proven("surface/test_agents_arguments.py::test_what_takes_no_argument_acts")},
-    ),
-    "inspect_attributes": (inspected, {"agent": to(3), "input_args_only": to(True)}),
-    "copy_attributes": (copied, {"agent": to(1e-3), "clone": to(3)}),
-    "evolvable_attributes": (
-        lambda **given: fresh(hp_config=GENES).evolvable_attributes(**given),
-        {"networks_only": to(True)},
-    ),
-    "preprocess_observation": (None, {"observation": TEXT}),
-    "register_network_group": (None, {"group": NoOp("an agent has one network, its adapter")}),
-    "get_state_dim": (
-        lambda observation_space=None: GRPO.get_state_dim(observation_space),
-        {"observation_space": to(Box(0, 1, (3,)))},
-    ),
-    "get_action_dim": (lambda action_space=None: GRPO.get_action_dim(action_space), {"action_space": to(Discrete(4))}),
-    "update_lr": (
-        rated,
-        {"optimizer": to(3), "lr": to(0.2), "accelerator": to("one"), "scheduler_config": to(COURSE)},
-    ),
-    "accumulate": (accumulated, {"batch": to(1), "loss_fn": to(half), "denominator": to(3.0)}),
-    "accumulate_tangents": (pushed, {"batch": to(1), "dloss_dlogp": to(-1.0)}),
-}
-"""By method: what it does, and how each of its arguments is changed; a name of the scene's own begins with ``_``."""
-WITHOUT_ARGUMENTS = {"get_lr_names", "get_policy", "mutation_hook", "clean_up", "optim_step"}
-
-
-def arguments_of(method: str) -> list[str]:
-    function = getattr(GRPO, method)
-    return [*parameters(function), *(["experiences"] if method == "to_device" else [])] or [method]
-
-
-@pytest.mark.parametrize(
-    ("method", "name"), [(m, name) for m in METHODS if m not in WITHOUT_ARGUMENTS for name in arguments_of(m)]
-)
-def test_a_methods_argument_acts(method: str, name: str) -> None:
-    scene, entries = DONE.get(method, (None, {}))
-    check(entries.get(name), name, scene or getattr(GRPO, method))
-
-
-def test_what_takes_no_argument_acts() -> None:
-    agent = fresh(cosine_lr_schedule_config=None)
-    assert (agent.get_lr_names(), fresh(PPO).get_lr_names()) == (["lr"], ["lr_actor", "lr_critic"])
-    assert agent.get_policy() is agent.runtime.base.model
-    seen: list[int] = []
-    agent.register_mutation_hook(lambda: seen.append(1))
-    agent.mutation_hook()
-    assert seen == [1]
-    start = adapter(agent)
-    agent.accumulate(rows_of())
-    assert adapter(agent) == start
-    agent.optim_step()
-    assert adapter(agent) != start
-    moments = agent.runtime.store.exp_avg[agent.slot]
-    assert moments.abs().sum() > 0
-    agent.reinit_optimizers()
-    assert agent.runtime.store.exp_avg[agent.slot].abs().sum() == 0
-    (moved,) = agent.to_device(torch.zeros(1))
-    assert moved.device == agent.runtime.base.device
-    used = agent.runtime.store.used
-    agent.clean_up()
-    assert agent.runtime.store.used == used - 1
-
-
-def test_an_exam_is_of_the_environment() -> None:
-    from tests.surface.test_other_arguments import gym
-
-    (first, _), (other, fitness) = examined(), examined(env=gym(reward_fn=lambda completion, answer, question: 0.25))
-    assert set(other) == {0.25} != set(first)
-    assert fitness == [0.25]
-
-
-def test_a_loaded_agent_has_the_accelerator(tmp_path: Path) -> None:
-    agent = fresh()
-    agent.save_checkpoint(tmp_path / "one")
-    accelerator = Accelerator(cpu=True)
-    assert GRPO.load(tmp_path / "one", runtime=agent.runtime).accelerator is None
-    assert GRPO.load(tmp_path / "one", accelerator=accelerator, runtime=agent.runtime).accelerator is accelerator

@@ -291,6 +291,17 @@ def test_a_trainer_runs_resumes_and_hands_over_the_elite(tmp_path: Path, capsys:
     assert capsys.readouterr().out.count("exam") == 0
 
 
+def test_a_trainer_runs_code_that_is_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def grade(completion):\n    return 0.25\n")
+    task = {**SMALL["environment"], "graders": [{"name": "mine.py:grade"}]}
+    trainer = LocalTrainer(**{**SMALL, "environment": task, "training": {"max_steps": 4, "pop_size": 1}})
+    with pytest.raises(ConfigError, match="allow"):
+        trainer.train(out="first", verbose=False)
+    _, fitness = trainer.train(out="second", verbose=False, allow_code=True)
+    assert fitness == [0.25]
+
+
 def test_the_search_of_a_trainer() -> None:
     def strategy(**sections: Any) -> str:
         return LocalTrainer(**{**SMALL, **sections}).config.selection_strategy.strategy
