@@ -5,6 +5,8 @@ from typing import Any
 
 GONE: dict[str, str] = {
     "--optuna": "lineage.jsonl in the run, and agilerl lineage RUN --json, have every agent with its values and exams",
+    "--price": "multiply the duration in the report, or seconds in summary.json, by the price",
+    "training.price_per_hour": "multiply the duration in the report, or seconds in summary.json, by the price",
     "agilerl watch": "agilerl report RUN --live rewrites the report until the run ends, and the page reloads itself",
     "agilerl eval --out": "agilerl eval --json prints every number and answer; send its output to a file",
     "agilerl export --name": "it named an Optuna study, which is no longer written; agilerl lineage RUN --json has "

@@ -13,7 +13,7 @@ import yaml
 from typer import Argument, Option
 
 from agilerl.checks.arguments import counted, shown
-from agilerl.cli.options import AsJson, OneRun, Price, as_path
+from agilerl.cli.options import AsJson, OneRun, as_path
 from agilerl.cli.output import columns, console, facts, genes_text, one_line, say, tell_line
 from agilerl.errors import ConfigError
 
@@ -37,19 +37,18 @@ def run_report(
     live: Annotated[
         bool, Option("--live", help="Rewrite the file during the runs, until they finish or Ctrl-C.")
     ] = False,
-    price: Price = None,
 ) -> None:
     """Write one self-contained HTML file about a run, or several side by side, and print its path."""
     out = report_file(runs, out)
     from agilerl.report import build_report
 
     if live:
-        _follow(runs, out, price)
+        _follow(runs, out)
     else:
-        tell_line(build_report(runs, out, price=price))
+        tell_line(build_report(runs, out))
 
 
-def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
+def _follow(runs: Sequence[Path], out: Path) -> None:
     """Write the report of runs whenever they have something new; the last page no longer reloads itself.
 
     It takes at most a tenth of a core from the runs.
@@ -64,13 +63,13 @@ def _follow(runs: Sequence[Path], out: Path, price: float | None) -> None:
             files = [file for layout in layouts for file in (layout.metrics, layout.lineage) if file.exists()]
             began, now = time.monotonic(), [(status.st_size, status.st_mtime_ns) for status in map(os.stat, files)]
             if now != written:
-                build_report(runs, out, reload=_RELOAD, price=price)
+                build_report(runs, out, reload=_RELOAD)
             if written is None:
                 tell_line(out)
                 say("Open this file in a browser; it follows the runs until they finish. Ctrl-C stops that.")
             written = now
             time.sleep(max(1.0, 9 * (time.monotonic() - began)))
-    build_report(runs, out, price=price)
+    build_report(runs, out)
     if written is None:
         tell_line(out)
 

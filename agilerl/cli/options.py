@@ -1,7 +1,5 @@
 """Arguments and options that several commands share."""
 
-from contextlib import suppress
-from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -31,13 +29,6 @@ def _settings(incomplete: str) -> list[str]:
         field = RunConfig.model_fields.get(section)
         keys = set(getattr(None if field is None else field.annotation, "model_fields", ()))
     return [key for name in sorted(keys) if (key := f"{section}.{name}=").startswith(incomplete)]
-
-
-def _price(text: str) -> float:
-    with suppress(ValueError):
-        if 0 < (price := float(text)) < inf:
-            return price
-    raise typer.BadParameter(f"expected a number above 0 (of any currency), found {text!r}")
 
 
 Arguments = Annotated[
@@ -76,15 +67,6 @@ AllowCode = Annotated[
     Option(
         "--allow-code",
         help="Run the Python code that the manifest names (rewards.py:my_reward, module:Name); read it first.",
-    ),
-]
-Price = Annotated[
-    float | None,
-    Option(
-        "--price",
-        parser=_price,
-        metavar="NUMBER",
-        help="What an hour of all machines costs (default: training.price_per_hour); costs are shown then.",
     ),
 ]
 Temperature = Annotated[

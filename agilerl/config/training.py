@@ -143,9 +143,6 @@ class TrainingConfig(Section):
     which the last exam is added."""
     max_seconds: Annotated[float | None, Field(gt=0)] = None
     """Stop after this many seconds, at the end of an iteration."""
-    price_per_hour: Annotated[float | None, Field(gt=0)] = None
-    """What an hour of all machines that the run uses costs, in any currency; plans and reports then say what the run
-    costs."""
     evo_steps: Annotated[int | None, Field(ge=1)] = None
     """Iterations (a rollout and an update of every agent) between selections. None: 8, and for knockout and pulses so
     many that one agent alone would have 32 generations in the whole budget, but fewer where exams would cost much.

@@ -109,11 +109,6 @@ def is_too_much(parts: Mapping[str, float], there: float) -> bool:
     return any(sum(sizes.values()) - vllm > SHARE * (there - vllm) for sizes, vllm in reserved)
 
 
-def money(amount: float) -> str:
-    """Return an amount of any currency: two digits after the point, and of less than one two that are not zero."""
-    return f"{amount:,.2f}" if amount >= 1 else f"{amount:.2g}"
-
-
 def gib(size: float) -> str:
     """Return a number of bytes as text, in GiB or MiB."""
     return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**20:,.1f} MiB"

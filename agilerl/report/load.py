@@ -149,8 +149,6 @@ class RunRecord:
     """Elite of each generation."""
     seconds: float
     """Time that the run has taken so far; NaN if unknown."""
-    price: float
-    """What an hour of it costs; NaN if unknown."""
     notes: list[str] = field(default_factory=list)
     """Sentences about what is missing or wrong."""
     symptoms: dict[str, Symptom] = field(default_factory=dict)
@@ -260,11 +258,8 @@ _SCORED = re.compile(
 """What decides which questions are asked, and how answers are graded; weights of datasets count in training only."""
 
 
-def load_run(path: Path, price: float | None = None) -> RunRecord:
-    """Read a run directory; raises CheckpointError if it is missing, damaged, or not a run directory.
-
-    ``price`` of an hour goes before that of the run's settings.
-    """
+def load_run(path: Path) -> RunRecord:
+    """Read a run directory; raises CheckpointError if it is missing, damaged, or not a run directory."""
     with as_written(path):
         info = without_keys(read_run(path))  # a run of another version may name addresses with keys
         layout = RunLayout(path)
@@ -278,7 +273,7 @@ def load_run(path: Path, price: float | None = None) -> RunRecord:
         elites = _read_lineage(layout, agents)
         unassigned = _read_train(kinds["train"], agents)
         _read_exams(kinds["eval"], agents)
-        training, environment = (info["config"].get(section) or {} for section in ("training", "environment"))
+        environment = info["config"].get("environment") or {}
         run = RunRecord(
             path=path,
             info=info,
@@ -290,7 +285,6 @@ def load_run(path: Path, price: float | None = None) -> RunRecord:
             by_question=by_question(kinds["test"]),
             elites=elites,
             seconds=number_or(summary.get("seconds"), max(elapsed, default=math.nan)),
-            price=number(training.get("price_per_hour") if price is None else price),
         )
         run.notes = list(_notes(run, any(kinds.values()), unassigned))
         rate = number(info.get("usual_rate"))

@@ -18,9 +18,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from jinja2.utils import htmlsafe_json_dumps
 from markupsafe import Markup
 
-from agilerl.checks.arguments import Count, Location, Positive, checked, shown
+from agilerl.checks.arguments import Count, Location, checked, shown
 from agilerl.errors import CheckpointError, WriteError
-from agilerl.planning.footprint import money
 from agilerl.report import figures, life
 from agilerl.report.figures import agent_colour, evenly
 from agilerl.report.life import short_value
@@ -45,21 +44,18 @@ from agilerl.runs.directory import as_written
 
 
 @checked
-def build_report(
-    run_dirs: Sequence[Location], out: Location, *, reload: Count | None = None, price: Positive | None = None
-) -> Path:
+def build_report(run_dirs: Sequence[Location], out: Location, *, reload: Count | None = None) -> Path:
     """Write the report of one or more run directories to the file ``out`` and return its path.
 
     The runs may be finished, running or interrupted; they are only read. The page needs no network and no other file.
     With ``reload`` it reloads itself every so many seconds, except while an agent is open or a search is active.
-    ``price`` is that of an hour of the runs, in place of their ``training.price_per_hour``.
     Raises CheckpointError if a directory is missing, damaged or not a run directory, WriteError if ``out`` cannot be
     written.
     """
     if not run_dirs:
         raise CheckpointError("expected at least one run directory for the report, found none.")
     check_different(run_dirs)
-    runs = [load_run(Path(path), price) for path in run_dirs]
+    runs = [load_run(Path(path)) for path in run_dirs]
     html, out = render(runs, reload), Path(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -377,7 +373,6 @@ def facts(run: RunRecord) -> dict[str, str]:
         "Agents in total": len(run.agents),
         "Seed": str(info["seed"]),
         "Duration": _duration(run.seconds),
-        "Cost": _cost(run, tokens),
         **{f"Tokens {kind}": f"{int(count):,}" for kind, count in tokens.items() if math.isfinite(number(count))},
         "Peak memory": f"{peak / 2**30:.2f} GiB" if peak else "",
         "Started": info["started"][:16].replace("T", " ") + " UTC",
@@ -481,7 +476,7 @@ def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any
     rows = []
     for label in (*(f"Test: {who}" for who in _WHO.values()), *_COMPARED):
         cells = [of_run.get(label, "") for of_run in known]
-        if any(cells) or (label in _COMPARED and label != "Cost"):  # only of runs with a price
+        if any(cells) or label in _COMPARED:
             rows.append((label, cells))
     differ = differences(runs)
     follow = derived(runs, differ)
@@ -492,7 +487,7 @@ def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any
     return {"names": list(names), "rows": rows, "settings": settings, "warning": why_not_comparable(differ)}
 
 
-_COMPARED = ("Status", "Population", "Generations", "Seed", "Duration", "Cost", "Tokens generated", "Tokens trained")
+_COMPARED = ("Status", "Population", "Generations", "Seed", "Duration", "Tokens generated", "Tokens trained")
 """The facts in the table that compares runs."""
 
 
@@ -515,13 +510,3 @@ def _duration(seconds: float) -> str:
     longest = timedelta.max.total_seconds()
     # A damaged file may have more seconds than timedelta can hold.
     return str(timedelta(seconds=round(seconds))) if abs(seconds) < longest else f"{seconds:.3g} s"
-
-
-def _cost(run: RunRecord, tokens: Mapping[str, Any]) -> str:
-    """Return what the run cost, and a million of its tokens; nothing without a price."""
-    cost = run.price * run.seconds / 3600
-    if not math.isfinite(cost):
-        return ""
-    total = math.fsum(number_or(count, 0.0) for count in tokens.values())
-    each = f"; {money(1e6 * cost / total)} a million tokens" if total >= 1 else ""
-    return f"{money(cost)} ({run.price:g} an hour{each})"

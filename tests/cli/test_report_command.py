@@ -41,14 +41,6 @@ def test_a_run_keeps_its_report_when_several_are_compared(runs: Path, agilerl: A
     assert agilerl("report", "a", "b", "--out", "a/report.html").code == 0  # said in so many words
 
 
-def test_a_price_of_the_command_line(runs: Path, agilerl: Agilerl) -> None:
-    assert agilerl("report", "a", "--price", "36").code == 0
-    assert "1.71 (36 an hour; " in (runs / "a" / "report.html").read_text()  # 171.4 s
-    for price in ("0", "-1", "inf", "nan", "much"):
-        refused = agilerl("report", "a", "--price", price)
-        assert (refused.code, "above 0" in refused.errors) == (2, True)
-
-
 def test_a_default_name_is_one_that_a_disk_takes(tmp_path: Path) -> None:
     many = [tmp_path / f"{number}-{'ä' * 60}" for number in range(50)]
     name = default_report(many).name

@@ -320,18 +320,6 @@ def test_tables_name_what_is_known(load):
     assert ("a.b", ["1", "2"]) in comparison([run, other], ["x", "y"])["settings"]
 
 
-def test_a_price_becomes_a_cost(load):
-    priced = {"training": {"price_per_hour": 2.5}}
-    finished = load(config=priced, summary={"seconds": 7200, "tokens": {"generated": 3e6, "trained": 2e6}})
-    assert facts(finished)["Cost"] == "5.00 (2.5 an hour; 1.00 a million tokens)"
-    running = load(config=priced, metrics=[train(0, 1, **{"time/elapsed": 3.6})])
-    assert (facts(running)["Duration"], facts(running)["Cost"]) == ("0:00:04", "0.0025 (2.5 an hour)")
-    free = load(summary={"seconds": 7200})
-    assert "Cost" not in facts(free)
-    assert "Cost" not in dict(comparison([free, free], ["x", "y"])["rows"])
-    assert dict(comparison([free, finished], ["x", "y"])["rows"])["Cost"] == ["", facts(finished)["Cost"]]
-
-
 def test_samples_are_limited_in_number_and_length(tmp_path):
     root = write_run(tmp_path / "run")
     row = CompletionRecord(0, 1, 0, 0, 0, "p" * 5000, "c", "a", 0.0, 1, "stop")
