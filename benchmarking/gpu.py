@@ -38,7 +38,7 @@ PACKAGE = [
     *("jinja2", "httpx2", "tenacity"),
 ]
 """What the package's own modules import."""
-RUN = [*PACKAGE, "scipy", "filelock", "pyarrow", "psutil", "typer", "rich"]
+RUN = [*PACKAGE, "scipy", "filelock", "pyarrow", "plotly", "psutil", "typer", "rich"]
 """What `agilerl train` imports besides."""
 REAL = [*RUN, "reasoning_gym"]
 """What the task of the run on SmolLM2 imports besides."""
@@ -58,6 +58,7 @@ MODULES = {
     "scipy": "runs: selection and the spread of the first values",
     "filelock": "runs: the lock of a run directory",
     "pyarrow": "runs: completions",
+    "plotly": "runs: reports",
     "psutil": "runs: processes that grade",
     "typer": "runs: the command line",
     "rich": "runs: the command line",

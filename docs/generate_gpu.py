@@ -110,39 +110,24 @@ def steps(document: Document) -> str:
 
 
 def _plain(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {_plain(own)}" for name, own in value.items())
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    if isinstance(value, list):
-        return ", ".join(map(_plain, value)) if len(value) < 9 else f"{len(value)} of them"
-    return str(value)
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 _SHOWN: dict[str, tuple[str, ...]] = {
-    "bits": ("model", "dtype", "deterministic", "seconds", "repeated", "alone"),
-    "run": ("what", "task", "who", "accuracy", "seconds", "same", "files", "different_files"),
-    "real": ("dtype", "what", "who", "accuracy", "seconds"),
-    "decode": ("rows", "with_adapters", "one_adapter", "no_adapter", "a_token", "eager_ms", "graph_ms", "gain"),
+    "decode": ("rows", "with_adapters", "one_adapter", "no_adapter"),
     "train": ("prompt_tokens", "completion_tokens", "agents", "tokens_per_second", "of_measured_rate", "mfu"),
-    "ratios": ("model", "decoder_against_trainer", "trainer_in_smaller_passes", "what_gspo_uses"),
-    "engines": ("model", "rounds", "arms"),
-    "fsdp": ("what", "backend", "seconds", "distance_of_gradients"),
     "options": ("option", "seconds", "peak_bytes"),
-    "tests": ("test", "outcome", "seconds"),
 }
-"""Of each part but ``step``, the values that the page shows."""
+"""Of the parts that the page shows besides ``step``, the values."""
 
 
 def others(document: Document) -> Iterator[str]:
-    """Yield a title and a table for each other part, failures and what is not available included."""
+    """Yield a title and a table for each other part that is shown, of the rows that have every value."""
     for part in document["parts"]:
-        own = [row for row in part["rows"] if "generation" not in row]
-        if part["part"] not in _SHOWN or not own:
-            continue
-        names = [n for n in (*_SHOWN[part["part"]], "failed", "not_available") if any(n in row for row in own)]
-        yield f"### {part['part']}: {part.get('what', '')}\n"
-        yield table(names, [[_plain(row.get(name, "")) for name in names] for row in own])
+        names = _SHOWN.get(part["part"], ())
+        if own := [row for row in part["rows"] if names and set(names) <= set(row)]:
+            yield f"### {part['part']}: {part.get('what', '')}\n"
+            yield table(names, [[_plain(row[name]) for name in names] for row in own])
 
 
 def render(documents: Sequence[Document]) -> str:
