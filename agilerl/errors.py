@@ -51,6 +51,10 @@ class MemoryExhaustedError(EngineError):
     """Memory is too small even for the smallest batch."""
 
 
+class LostProcessError(EngineError):
+    """Processes of a run cannot go on together, so an error of one cannot be passed on to the others."""
+
+
 # Of Python's threading, the dynamic loader, torch's allocator and the system: none of these is a MemoryError.
 _NO_MEMORY = ("can't start new thread", "failed to map segment", "can't allocate memory", "Cannot allocate memory")
 

@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from time import perf_counter
@@ -29,7 +29,7 @@ from agilerl.functional import MetricReducer
 from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import Vitals, collapsed, lost, quarantined, replaced_by_elite, stuck
 from agilerl.hpo.mutation import Member, Mutation, Mutations
-from agilerl.hpo.parameters import Gene, Value
+from agilerl.hpo.parameters import Value
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing, apply_plan, with_factors, with_mates
 from agilerl.rollouts.collect import grader_metrics
 from agilerl.rollouts.engine import Ask, Rollout, teaches_nothing
@@ -37,26 +37,6 @@ from agilerl.rollouts.episodes import episode_metrics
 
 ALONE = SharingConfig()
 """Agents that learn nothing from each other."""
-
-
-@dataclass(frozen=True)
-class AgentFacts:
-    """What every process knows about an agent, wherever it lives; an agent of this process has the same attributes."""
-
-    index: int
-    parent: int | None
-    """The agent that it was cloned from."""
-    mut: str
-    """The effect of its last mutation."""
-    tokens: Mapping[str, int]
-    genes: Mapping[str, Gene]
-    """Genes in force."""
-    hyperparameters: Mapping[str, Value]
-    """Value of each gene."""
-    group_size: int
-
-
-Known = LLMAlgorithm | AgentFacts
 
 
 @dataclass
@@ -164,18 +144,13 @@ class Population(Exams):
         return {"base": None, "elite": best.slot, **{f"agent-{a.index}": a.slot for a in self.agents}}
 
     @property
-    def everyone(self) -> Sequence[Known]:
-        """All agents of the run, in the order of the population; ``agents`` are those that this process trains."""
-        return self.agents
-
-    @property
     def active(self) -> list[LLMAlgorithm]:
-        """The agents of this process that sample and learn: all that are not ``waiting``."""
+        """The agents that sample and learn: all that are not ``waiting``."""
         return [agent for agent in self.agents if agent.index not in self.waiting]
 
     @property
     def group_sizes(self) -> list[int]:
-        """Completions per prompt (or rows per example) of each agent of the run."""
+        """Completions per prompt (or rows per example) of each agent."""
         return [agent.config.group_size for agent in self.agents]  # type: ignore[attr-defined]
 
     # -- training -------------------------------------------------------------------------------------------------
@@ -199,7 +174,7 @@ class Population(Exams):
             asks = [ask for a in asking for ask in self._asks(a, sampled[a.index], missing[a.index])]
             if not asks:
                 break
-            groups, report = self.runtime.collect(self.task, self.tokenizer, asks)
+            groups, report = self.collect(asks)
             owners = [a.index for a in asking for _ in range(missing[a.index])]
             rollout.note(report, owners, asks)
             for agent in asking:
@@ -210,7 +185,7 @@ class Population(Exams):
                     flat = {group[0].group for group in answered if group and teaches_nothing(group)}
                     rollout.dropped[agent.index] |= flat
                     missing[agent.index] = len(flat)
-        self._check_rollout(rollout)
+        rollout.check(self.max_error_rate, episodes=self.task.multi_turn)
         # Only now: a rollout that raised has moved no agent on, and can be repeated.
         for agent in agents:
             # Prompts of dropped groups count too: the stream has passed them.
@@ -218,9 +193,6 @@ class Population(Exams):
             agent.rollouts += 1
             agent.tokens["generated"] += sum(len(t.token_ids) for t in rollout.trajectories[agent.index])
         return rollout
-
-    def _check_rollout(self, rollout: Rollout) -> None:
-        rollout.check(self.max_error_rate, episodes=self.task.multi_turn)
 
     def _asks(self, agent: LLMAlgorithm, first: int, count: int) -> list[Ask]:
         """Return requests for the next ``count`` prompts of an agent that has sampled ``first`` for this batch."""
@@ -310,7 +282,8 @@ class Population(Exams):
         outcomes = [rollout.outcome(agent.index) for agent in agents]
         elite = next((agent.slot for agent in self.agents if agent.index == self.teacher), None)
         lessons = self._teaching.lessons(agents, rollout, elite) if self._teaching else None
-        metrics = dict(zip((a.index for a in agents), learn_together(agents, batches, outcomes, lessons)))
+        learned = learn_together(agents, batches, outcomes, lessons, whole=self.whole)
+        metrics = dict(zip((a.index for a in agents), learned))
         for agent in agents:
             metrics[agent.index] = agent.report(metrics[agent.index])
             if agent.index in rollout.dropped:
@@ -362,7 +335,7 @@ class Population(Exams):
         sick. ``standing`` is what else the strategy knows, and ``best`` a copy of the agent of ``standing.best``, which
         a strategy may bring back.
         """
-        known = [agent.index for agent in self.everyone]
+        known = [agent.index for agent in self.agents]
         if set(fitness) != set(known):
             raise ConfigError(
                 f"Population.evolve(fitness=...): expected the fitness of each agent of this population, {known}, "
@@ -455,19 +428,9 @@ class Population(Exams):
     # -- copies ---------------------------------------------------------------------------------------------------
 
     def revived(self, state: AgentState | None) -> LLMAlgorithm:
-        """Return an agent with this state, which the process has to hold, on this population's base."""
+        """Return an agent with this state on this population's base."""
         assert state is not None
         return ALGORITHMS[state.algorithm].from_state(state, self.runtime, self.agents[0].loss)
-
-    @checked
-    def state_of(self, index: int) -> AgentState | None:
-        """Return a copy of an agent; None in a process that does not need it."""
-        return self.agent(index).state()
-
-    def states(self) -> Iterator[AgentState]:
-        """Yield copies of all agents of the run, one by one."""
-        for agent in self.agents:
-            yield agent.state()
 
 
 def number_apart(agents: Sequence[LLMAlgorithm]) -> None:

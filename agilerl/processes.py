@@ -1,14 +1,16 @@
-"""Several processes that work on one run, and the exchange of bytes and tensors between them (torch.distributed)."""
+"""Several processes that work on one run: who computes what, and what they exchange (torch.distributed)."""
 
+import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
 from time import monotonic, sleep
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from uuid import uuid4
 
 import torch
@@ -16,22 +18,36 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
+from agilerl import errors
 from agilerl.checks.arguments import reason
-from agilerl.errors import ConfigError, EngineError
+from agilerl.errors import AgileRLError, ConfigError, EngineError, LostProcessError
 
 T = TypeVar("T")
+
+_FINE, _FAILED = b"\0", b"\1"
+"""The first byte of a result."""
+_ERRORS: dict[str, type[AgileRLError]] = {
+    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AgileRLError)
+}
 
 _CONNECTING, _POLL = timedelta(seconds=120), 0.05
 _WATCHING = 1.0
 """Seconds between two checks that the launcher is still running."""
 
 
+class InStep(Protocol):
+    """What keeps the forward passes of several processes in step."""
+
+    def catch_up(self) -> None:
+        """Wait until all processes have reached this point."""
+
+
 @dataclass(frozen=True)
 class Processes:
-    """A group of processes, seen from one of them.
+    """The processes of a run, seen from one of them.
 
-    All processes of a group make the same calls in the same order. Only bytes and tensors are exchanged, so received
-    data cannot run code. Every call raises EngineError if another process is lost.
+    All processes make the same calls in the same order. Only bytes and tensors are exchanged, so received data cannot
+    run code. Every call raises LostProcessError if another process is lost.
     """
 
     rank: int = 0
@@ -82,27 +98,15 @@ class Processes:
             _together(lambda: dist.broadcast(content, group=self.group, group_src=source))
         return _bytes(content)
 
-    def send(self, data: bytes, target: int) -> None:
-        """Send bytes to the process of rank ``target``, which must call :meth:`receive`."""
-        for part in (torch.tensor([len(data)]), _tensor(data)):
-            _together(lambda part=part: dist.send(part, group=self.group, group_dst=target))  # type: ignore[misc]
-
-    def receive(self, source: int) -> bytes:
-        """Return the bytes that the process of rank ``source`` sends with :meth:`send`; at least one."""
-        length = torch.zeros(1, dtype=torch.int64)
-        _together(lambda: dist.recv(length, group=self.group, group_src=source))
-        content = torch.zeros(int(length), dtype=torch.uint8)
-        _together(lambda: dist.recv(content, group=self.group, group_src=source))
-        return _bytes(content)
+    def broadcast_(self, tensor: Tensor, source: int) -> None:
+        """Overwrite a tensor with that of the process of rank ``source``."""
+        if self.size > 1:
+            _together(lambda: dist.broadcast(tensor, group=self.group, group_src=source))
 
     def add_(self, tensor: Tensor) -> None:
         """Replace a tensor by its sum over all processes: the same bits on each of them."""
         if self.size > 1:
             _together(lambda: dist.all_reduce(tensor, group=self.group))
-
-    def wait(self) -> None:
-        """Return when every process has called this."""
-        self.gather(b"")
 
     def share(self, count: int) -> range:
         """Return which of ``count`` items are this process's: consecutive ones, the first processes get one more."""
@@ -114,16 +118,67 @@ class Processes:
         starts = [rank * least + min(rank, more) for rank in range(self.size + 1)]
         return [range(start, end) for start, end in pairwise(starts)]
 
-    def subgroup(self, groups: Sequence[Sequence[int]]) -> "Processes":
-        """Split this group by ranks, and return the subgroup of this process."""
-        mine = ALONE
-        for ranks in groups:
-            # torch requires every process to take part in the creation of every group.
-            world = [rank if self.name is None else dist.get_global_rank(self.group, rank) for rank in ranks]
-            group = dist.new_group(world) if len(ranks) > 1 else None
-            if self.rank in ranks and group is not None:
-                mine = Processes.of(group)
-        return mine
+    def parts(self, owners: Sequence[object], *, whole: bool) -> list[list[int]]:
+        """Return which items each process computes, where item k belongs to the agent ``owners[k]``.
+
+        ``whole``: each process takes all items of some agents; else of all items, whoever owns them. Both consecutive.
+        """
+        units: dict[object, list[int]] = {}
+        for number, owner in enumerate(owners):
+            units.setdefault(owner if whole else number, []).append(number)
+        lists = list(units.values())
+        return [[number for k in share for number in lists[k]] for share in self.shares(len(lists))]
+
+    # -- results and errors, which all processes get --------------------------------------------------------------
+
+    def agreed(self, compute: Callable[[], bytes], in_step: InStep | None = None) -> list[bytes]:
+        """Return the result of ``compute`` in every process, in the order of their ranks.
+
+        An error of this package that one process raises is raised in all of them, so that all end with the same
+        message. ``in_step``: ``compute`` may run forward passes in which the other processes take part.
+        """
+        failed: AgileRLError | None = None
+        try:
+            sent = _FINE + compute()
+        except LostProcessError:
+            raise
+        except AgileRLError as error:
+            failed = error
+            sent = _FAILED + json.dumps([type(error).__name__, str(error)]).encode()
+        if in_step is not None and self.size > 1:
+            # Also after an error, because other processes may have passes left, which need this one.
+            in_step.catch_up()
+        received = self.gather(sent)
+        for part in received:
+            if failed is None and part[:1] == _FAILED:
+                kind, message = json.loads(part[1:])
+                failed = _ERRORS.get(kind, AgileRLError)(message)
+        if failed is not None:
+            failed.everywhere = True
+            raise failed
+        return [part[1:] for part in received]
+
+    def all(self, value: T) -> list[T]:
+        """Return the values of all processes, ordered by rank; JSON data, NaN included."""
+        return [value] if self.size == 1 else [json.loads(part) for part in self.agreed(lambda: as_json(value))]
+
+    def first(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in the first process, while the others wait; return its result, JSON data, in all of them."""
+        if self.size == 1:
+            return work()
+        result: T = json.loads(self.agreed(lambda: as_json(work() if self.rank == 0 else None))[0])
+        return result
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """Raise an error of one process in the others, so that none of them waits for this one."""
+        try:
+            yield
+        except AgileRLError as error:
+            if self.size > 1 and not error.everywhere and not isinstance(error, LostProcessError):
+                with suppress(AgileRLError):  # this one, or the loss of the others
+                    self.agreed(partial(_raise, error))
+            raise
 
 
 ALONE = Processes()
@@ -134,9 +189,12 @@ ALONE = Processes()
 def joined(*, cuda: bool = False, timeout_seconds: float = 1800.0) -> Iterator[Processes]:
     """Join the other processes that a launcher has started, and leave them at the end.
 
-    Raises ConfigError if the launcher's variables or the address to meet at cannot be used, EngineError if not all
-    processes join in time.
+    Those of Ray Train have joined already. Raises ConfigError if the launcher's variables or the address to meet at
+    cannot be used, EngineError if not all processes join in time.
     """
+    if dist.is_initialized():
+        yield Processes.of(dist.group.WORLD)
+        return
     for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
         if not os.environ.get(name, "").isdigit():
             raise ConfigError(
@@ -233,10 +291,20 @@ def _together(call: Callable[[], T]) -> T:
     except RuntimeError as error:  # gloo has one type of error for anything that happens to other processes
         if _is_orphaned():  # the launcher is gone, so this process is about to end as well
             sleep(2 * _WATCHING)
-        raise EngineError(
+        raise LostProcessError(
             f"another process of this run is lost or does not answer ({reason(error)}); continue from the last "
             "checkpoint with agilerl resume, or under the launcher with --resume auto"
         ) from error
+
+
+def as_json(value: Any) -> bytes:
+    """Return plain data as JSON, NaN included."""
+    # numpy's numbers become Python's
+    return json.dumps(value, default=lambda number: number.item()).encode()
+
+
+def _raise(error: AgileRLError) -> bytes:
+    raise error
 
 
 def _tensor(data: bytes) -> Tensor:

@@ -3,8 +3,8 @@
 import copy
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -41,7 +41,6 @@ from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.quantised import check_loaded
 from agilerl.models.sharding import (
     Lockstep,
-    agreed,
     check_accelerator,
     check_whole,
     loading_whole,
@@ -152,7 +151,7 @@ class Runtime:
         if engine is not None:
             self.engine = custom_engine(engine, self)
         self.processes: Processes = ALONE
-        """The processes that train these agents together; each of them holds all of the agents, always equal."""
+        """The processes that work on these agents together; each of them holds all of the agents, always equal."""
         self.accelerator: Any = None
         """The ``accelerate.Accelerator`` that the agents were given."""
         self.lockstep: Lockstep | None = None
@@ -541,9 +540,20 @@ class Runtime:
         self.share(processes_of(accelerator), sharding_of(accelerator))
         self.accelerator = accelerator
 
-    def collect(self, task: Task | EpisodeTask, tokenizer: Any, asks: Sequence[Ask]) -> Collected:
-        """Return the graded trajectories of each ask, in order; the processes share the work."""
-        return collect(self.processes, self.lockstep, self.engine, task, tokenizer, asks)
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Compute in this process what the others do not compute; on a divided base in step with what they do."""
+        together, self.processes = self.processes, ALONE
+        try:
+            yield
+        finally:
+            self.processes = together
+
+    def collect(
+        self, task: Task | EpisodeTask, tokenizer: Any, asks: Sequence[Ask], *, whole: bool = False
+    ) -> Collected:
+        """Return the graded trajectories of each ask, in order; the processes share the asks, or ``whole`` slots."""
+        return collect(self.processes, self.lockstep, self.engine, task, tokenizer, asks, whole=whole)
 
     def complete(self, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
         """Return the completions of each request of this process, in order; all processes generate at the same time."""
@@ -641,7 +651,7 @@ class Runtime:
             return limit.to_bytes(8) + result[mine.start : mine.stop].cpu().numpy().tobytes()
 
         try:
-            received = agreed(self.processes, compute, self.lockstep)
+            received = self.processes.agreed(compute, self.lockstep)
         except MemoryExhaustedError:
             # Some may have lowered theirs and still failed: all return to what they had in common.
             self.limits.train_tokens = before

@@ -1,4 +1,4 @@
-"""Measure what a second process brings: the same run on one island and on two, turns interleaved.
+"""Measure what a second process brings: the same run in one process and in two, turns interleaved.
 
     python benchmarking/processes.py [--rounds 5] [--results benchmarking/results/processes.json] [KEY.PATH=VALUE ...]
 

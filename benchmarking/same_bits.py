@@ -74,9 +74,9 @@ RUNS: dict[str, tuple[str, ...]] = {
         "training.max_steps=48",
         "mutation.rl_hp_selection={lr: {}, beta: {}}",
     ),
-    "islands": (*SMALL, *GRPO, "training.pop_size=4", "training.max_steps=256"),
+    "processes": (*SMALL, *GRPO, "training.pop_size=4", "training.max_steps=256"),
 }
-PROCESSES = {"islands": 2}
+PROCESSES = {"processes": 2}
 
 
 def train(checkout: Path, name: str, out: Path) -> None:

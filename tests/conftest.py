@@ -31,7 +31,7 @@ settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
 LONGEST = (
-    *("test_ray", "test_kill", "test_tutorials", "test_islands", "test_islands_faults", "test_attacks_on_scoring"),
+    *("test_ray", "test_kill", "test_tutorials", "test_group", "test_group_faults", "test_attacks_on_scoring"),
     *("test_readme", "test_resume_kinds", "test_attacks", "test_one_agent", "test_curriculum", "test_family"),
     *("test_isolated", "test_command_line", "test_what_scorers_evaluate", "test_user_types", "test_endpoint"),
     *("test_report_in_a_browser", "test_after", "test_what_was_set", "test_default_search", "test_wrong_arguments"),

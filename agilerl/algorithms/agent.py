@@ -763,19 +763,16 @@ class LLMAlgorithm(Learner):
         the genes (``init="spread"``); with ``init="same"`` all members start equal.
         """
         first = cls(hp_config=hp_config, index=0, **arguments)
-        return first.founders(range(size), size, first.genes, init)
+        return first.founders(size, first.genes, init)
 
-    def founders(
-        self, places: range, size: int, ranges: Mapping[str, Gene], init: Literal["spread", "same"]
-    ) -> list[Self]:
-        """Return the agents at some places of a first generation of ``size``, of which this one is the first of them.
+    def founders(self, size: int, ranges: Mapping[str, Gene], init: Literal["spread", "same"]) -> list[Self]:
+        """Return a first generation of ``size`` agents, of which this one is the first, with the given values.
 
-        ``ranges`` are those that they are spread over; the agent of index 0 has the given values.
+        ``ranges`` are those that the others are spread over.
         """
-        self.runtime.store.reserve(len(places) * self.trained_slots)
-        # Of the whole generation, of which each process may ask for a part.
+        self.runtime.store.reserve(size * self.trained_slots)
         starts = initial_hyperparameters(ranges, self.hyperparameters, size, self.config.seed, init)
-        agents = [self, *(self.clone(index) for index in places[1:])]
+        agents = [self, *(self.clone(index) for index in range(1, size))]
         for agent in agents:
             # They are copied as clones are, but founders have no parent.
             agent.parent = None

@@ -73,6 +73,15 @@ class Exams:
         self._lengths: dict[tuple[str, int, int], Lengths] = {}
         """Cached panels and lengths, by split, size and context."""
 
+    @property
+    def whole(self) -> bool:
+        """Whether processes divide the agents and not their rows: there are as many agents as processes, or more."""
+        return len(self.agents) >= self.runtime.processes.size
+
+    def collect(self, asks: Sequence[Ask]) -> Collected:
+        """Return the graded trajectories of each ask, in order."""
+        return self.runtime.collect(self.task, self.tokenizer, asks, whole=self.whole)
+
     @checked
     def agent(self, index: int) -> LLMAlgorithm:
         """Return the living agent with this index."""
@@ -202,7 +211,7 @@ class Exams:
             for slot, agent in who
             for number, question in enumerate(self.places(split)[:first])
         ]
-        return self.runtime.collect(self.task, self.tokenizer, asks)
+        return self.collect(asks)
 
     def _costs(
         self, agent: LLMAlgorithm, groups: Sequence[Sequence[Trajectory]], *, counted: bool

@@ -443,7 +443,7 @@ class ReferenceLogprobs:
 
     def __init__(self, runtime: Runtime, max_tokens: int = 2**25) -> None:  # 128 MiB of log-probs
         # Weak, as the key that leads here is: the store must not keep its runtime alive.
-        self._runtime = weakref.ref(runtime)
+        self._runtime, self.processes = weakref.ref(runtime), runtime.processes
         self.max_tokens = max_tokens
         self.rows_computed = 0
         """Rows that were not in the store and went through the base model."""
@@ -452,10 +452,14 @@ class ReferenceLogprobs:
 
     @classmethod
     def of(cls, runtime: Runtime) -> "ReferenceLogprobs":
-        """Return the store that all agents of a runtime share."""
-        if runtime not in _STORES:
-            _STORES[runtime] = cls(runtime)
-        return _STORES[runtime]
+        """Return the store that all agents of a runtime share.
+
+        Processes that compute missing rows together have to know the same rows, so they forget what each knows alone.
+        """
+        store = _STORES.get(runtime)
+        if store is None or store.processes != runtime.processes:
+            store = _STORES[runtime] = cls(runtime)
+        return store
 
     def logprobs(
         self, batch: RolloutBatch, slot: int | None, policy: bytes, most: MicroBatch, temperature: float = 1.0

@@ -145,6 +145,11 @@ PlainState = create_model(  # type: ignore[call-overload]
 """What ``agent.json`` may hold: a file that may come from a stranger is checked by it before any of it is used."""
 
 
+def counters_of(agent: Learner) -> dict[str, Any]:
+    """Return the counters of an agent by name."""
+    return {name: getattr(agent, name) for name in _COUNTERS if hasattr(agent, name)}
+
+
 def capture(agent: Learner) -> AgentState:
     """Copy an agent into a state."""
     store, lora, schedule = agent.runtime.store, agent.lora_config, agent.cosine_lr_schedule_config
@@ -161,7 +166,7 @@ def capture(agent: Learner) -> AgentState:
         | ({"alora_invocation_tokens": list(agent.runtime.invocation)} if agent.runtime.invocation else {}),
         pad={"pad_token": agent.pad_token, "pad_token_id": agent.pad_token_id},
         schedule=None if schedule is None else asdict(schedule),
-        counters={name: copy.deepcopy(getattr(agent, name)) for name in _COUNTERS if hasattr(agent, name)},
+        counters=copy.deepcopy(counters_of(agent)),
         optimizer_steps=float(store.steps[agent.slot]),
         adapter=read["theta"],
         moments={name: read[name] for name in MOMENTS},

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -20,12 +20,13 @@ from agilerl.algorithms.custom_loss import LossFunction, compute_loss, loss_deno
 from agilerl.algorithms.learner import Experience, Learner, sampled_as_trained
 from agilerl.algorithms.objective import record_batch, record_idle
 from agilerl.algorithms.sharing import Lesson
+from agilerl.algorithms.state import counters_of
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch, cut
 from agilerl.errors import ConfigError, MemoryExhaustedError
 from agilerl.functional import MetricReducer
 from agilerl.models.memory import attempt
-from agilerl.models.sharding import agreed
 from agilerl.models.slots import AdapterStore, adamw_step
+from agilerl.processes import as_json
 from agilerl.rollouts.engine import Outcome
 from agilerl.runtime import AgentRows, Runtime, TokenOutputs
 from agilerl.streams import stream
@@ -203,7 +204,7 @@ def _divided(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow 
         ]
         store.grad[every] = 0.0  # what this round adds is all that is sent
         work = partial(_compute, runtime, pieces, places, every if in_order else [])
-        received = [_opened(part) for part in agreed(processes, work, runtime.lockstep)]
+        received = [_opened(part) for part in processes.agreed(work, runtime.lockstep)]
         # All processes see the same reports, and so stop together.
         full = next((layout for layout, _, _ in received if layout is not None), None)
         if full is not None:
@@ -389,6 +390,8 @@ def learn_together(
     batches: Sequence[RolloutBatch],
     sampled: Sequence[Outcome] | None = None,
     lessons: Sequence[Lesson] | None = None,
+    *,
+    whole: bool = False,
 ) -> list[dict[str, float]]:
     """Train each agent on its own batch, all agents of one runtime together; returns each agent's metrics.
 
@@ -396,13 +399,66 @@ def learn_together(
     computes depends on its own rows alone, so training it alone gives the same result. ``sampled`` has the outcomes of
     sampling the batches; an agent whose outcome is not ok learns nothing. The result is in ``agent.outcome``.
     ``lessons`` are what agents learn from others besides, all of the policies before this update: the result then
-    depends on these, but still not on which agents are trained together.
+    depends on these, but still not on which agents are trained together. Of several processes, all pass the same; with
+    ``whole`` each trains some of the agents as if alone, else they share the rows of every agent.
     """
     runtime = agents[0].runtime
     _check_equal(runtime, agents, batches)
     outcomes: Sequence[Outcome] = ["ok"] * len(agents) if sampled is None else sampled
-    updates = [_begin(*arguments) for arguments in zip(agents, batches, outcomes, lessons or [Lesson()] * len(agents))]
-    for update, batch in zip(updates, batches):
+    work = list(zip(agents, batches, outcomes, lessons or [Lesson()] * len(agents)))
+    results = _apart(runtime, work) if whole and runtime.processes.size > 1 else _learn(runtime, work)
+    for agent, (outcome, values) in zip(agents, results):
+        # In every process: a reference that moves may take a slot, which has to be the same in all of them.
+        values |= agent.note_update()
+        agent.note_outcome(outcome, values)
+    return [values for _, values in results]
+
+
+_Work = tuple[Learner, RolloutBatch, Outcome, Lesson]
+"""An agent, what it learns from, how that was sampled, and what others teach."""
+_Result = tuple[Outcome, dict[str, float]]
+
+
+def _apart(runtime: Runtime, work: Sequence[_Work]) -> list[_Result]:
+    """Let each process train some of the agents, and give them all to all processes."""
+    processes, store = runtime.processes, runtime.store
+    shares = processes.parts(range(len(work)), whole=True)
+
+    def compute() -> bytes:
+        mine = [work[k] for k in shares[processes.rank]]
+        with runtime.alone():
+            results = _learn(runtime, mine)
+        trained = [[*result, counters_of(agent)] for result, (agent, *_) in zip(results, mine)]
+        return as_json([trained, asdict(runtime.limits)])
+
+    received = [json.loads(part) for part in processes.agreed(compute, runtime.lockstep)]
+    for name in asdict(runtime.limits):
+        # What one of them has learned of memory, all keep to.
+        smallest = min((value for _, limits in received if (value := limits[name]) is not None), default=None)
+        setattr(runtime.limits, name, smallest)
+    results = []
+    for owner, (share, (trained, _)) in enumerate(zip(shares, received)):
+        for k, (outcome, values, counters) in zip(share, trained):
+            agent = work[k][0]
+            for name, value in counters.items():
+                setattr(agent, name, value)
+            for slot in agent.optimizer_settings():
+                for bank in (store.theta, store.exp_avg, store.exp_avg_sq, store.steps):
+                    processes.broadcast_(bank[slot : slot + 1], owner)
+            results.append((outcome, values))
+    return results
+
+
+def _learn(runtime: Runtime, work: Sequence[_Work]) -> list[_Result]:
+    """Train agents in this process, or together with processes that share their rows; return outcomes and metrics."""
+    agents = [agent for agent, *_ in work]
+    try:
+        updates = [_begin(*arguments) for arguments in work]
+    finally:
+        if runtime.lockstep is not None:
+            # Processes that train other agents may have log-probs left to compute, and gradients come next.
+            runtime.lockstep.catch_up()
+    for update, (_, batch, *_) in zip(updates, work):
         record_batch(batch, update.metrics)
         for name, value in update.experience.metrics.items():
             update.metrics.add(name, value)
@@ -422,7 +478,7 @@ def learn_together(
 
 
 def _check_equal(runtime: Runtime, agents: Sequence[Learner], batches: Sequence[RolloutBatch]) -> None:
-    """Raise ConfigError unless all processes that share the agents have the same weights and batches."""
+    """Raise ConfigError unless all processes have agents of the same weights, and the same batches."""
     if runtime.processes.size == 1:
         return
     digest = hashlib.blake2b(digest_size=16)
@@ -434,7 +490,7 @@ def _check_equal(runtime: Runtime, agents: Sequence[Learner], batches: Sequence[
             digest.update(part.cpu().numpy().tobytes())
     if len(set(runtime.processes.gather(digest.digest()))) > 1:
         raise ConfigError(
-            "the processes that train one agent must have equal agents and train them on equal batches (learn joins "
+            "the processes that work together must have equal agents and train them on equal batches (learn joins "
             "their rows), found different ones; run the same program with the same seeds in all of them, on devices "
             "of one kind"
         )
@@ -516,18 +572,17 @@ def _finite_gradients(store: AdapterStore, slots: Sequence[int]) -> bool:
     return bool(torch.isfinite(torch.stack([torch.linalg.vector_norm(store.grad[slot]) for slot in slots])).all())
 
 
-def _finish(update: _Update) -> dict[str, float]:
+def _finish(update: _Update) -> _Result:
     agent, batch = update.agent, update.experience.batch
     if update.outcome == "ok" and agent.skipped_steps > update.skipped_before:
         update.outcome = "nonfinite"
     if update.outcome != "oom":
         agent.tokens["trained"] += agent.config.update_epochs * int(batch.lengths.sum())
         agent.steps += len(batch)
-    values = update.metrics.result() | agent.note_update()
+    values = update.metrics.result()
     # The sum over all optimizer windows; a window's loss is what one step minimised.
     values["loss"] = values.get("loss", 0.0) / max(len(update.windows), 1)
     values["skipped_steps"] = float(agent.skipped_steps)
     values["num_tokens"] = float(agent.tokens["trained"])
     values["mean_loss"], values["mean_kl"] = values["loss"], values.get("kl", 0.0)
-    agent.note_outcome(update.outcome, values)
-    return values
+    return update.outcome, values

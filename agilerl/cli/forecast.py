@@ -52,7 +52,7 @@ def workload(session: Session, completion: int) -> Workload:
     values, micro = session.resolved.hyperparameters.model_dump(), agent.micro_batch
     places, rows_of = population.places("exam"), math.ceil(scale.prompt + completion)
     return Workload(
-        agents=len(population.everyone),
+        agents=len(population.agents),
         rank=session.config.largest_rank,
         prompts=scale.prompts,
         group=scale.group,
@@ -82,7 +82,7 @@ def expected_seconds(session: Session, completion: int) -> float | None:
     None where they are not known: for several processes, for episodes, and for agent programs.
     """
     environment, t, base = session.config.environment, session.config.training, session.population.runtime.base
-    if environment.agent is not None or environment.env_type == "multiturn" or session.topology.world.size > 1:
+    if environment.agent is not None or environment.env_type == "multiturn" or session.processes.size > 1:
         return None
     load, costs = workload(session, completion), CPU_COSTS if base.device.type == "cpu" else GPU_COSTS
     spent = seconds(shape_of(session.population.runtime), load, _measured(str(base.device), base.dtype), costs)

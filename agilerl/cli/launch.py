@@ -1,19 +1,17 @@
 """``agilerl train`` and ``agilerl resume``: in one process, in several that a launcher has started, or on Ray.
 
-One process is one island. From the top: the commands make a :class:`Request`; :func:`launch` checks what is cheap to
+From the top: the commands make a :class:`Request`; :func:`launch` checks what is cheap to
 check; :func:`carry_out` is what each process does, wherever it runs. What takes seconds to import is imported there,
 after the settings are checked: a typo should not cost seconds.
 """
 
 import json
 import os
-import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -34,17 +32,16 @@ from agilerl.cli.running import (
     manifests_in,
     quieten_libraries,
     resume_text,
-    say_at_once,
     stoppable,
 )
 from agilerl.config.distributed import DistributedConfig, asked_for
 from agilerl.config.named_files import check_allowed
 from agilerl.config.run import RunConfig, default_out, place_of_run
-from agilerl.errors import AgileRLError, CheckpointError, ConfigError, EngineError, WriteError
+from agilerl.errors import AgileRLError, CheckpointError, ConfigError, WriteError
 from agilerl.safety.addresses import check_cluster
 
 if TYPE_CHECKING:
-    from agilerl.distributed.topology import Topology
+    from agilerl.processes import Processes
     from agilerl.runs.stopping import StopRequest
     from agilerl.training.events import Event
     from agilerl.training.saved import SavedRun
@@ -124,21 +121,17 @@ class Terminal:
     form: Form
     console: Console
     """For sentences and tables; quiet where the form wants none."""
-    tell: Callable[[str], None]
-    """Prints a line of results."""
 
     @classmethod
-    def of(
-        cls, form: Form, *, speaks: bool = True, tell: Callable[[str], None] = tell_line, width: int | None = None
-    ) -> "Terminal":
-        """Return that of a process; of several only one ``speaks``. With a ``width`` all lines go through ``tell``."""
+    def of(cls, form: Form, *, speaks: bool = True) -> "Terminal":
+        """Return that of a process; of several only one ``speaks``."""
         quiet = not speaks or form in ("nothing", "object")
         if form == "lines":
             # Wider than any message, so that each is one line of JSON.
-            screen = console_of_lines(lambda line: tell(json_line("message", text=line)), 10_000, quiet=quiet)
+            screen = console_of_lines(lambda line: tell_line(json_line("message", text=line)), 10_000, quiet=quiet)
         else:
-            screen = new_console(quiet=quiet) if width is None else console_of_lines(tell, width, quiet=quiet)
-        return cls(form, screen, tell)
+            screen = new_console(quiet=quiet)
+        return cls(form, screen)
 
 
 def run_train(
@@ -283,138 +276,96 @@ def _on_this_machine(request: Request, *, together: bool) -> None:
         # Before the slow imports.
         if _existing(request) is not None and not RunLayout(request.root).is_finished:
             terminal.console.print(f"Resuming {request.root}: loading the libraries and the model.")
-        from agilerl.distributed.topology import SOLITARY
+        from agilerl.processes import ALONE
 
-        carry_out(request, SOLITARY, terminal)
+        carry_out(request, ALONE, terminal)
         return
-    topology: Topology | None = None
     try:
-        from agilerl.distributed.topology import connected
-
-        with connected(request.distributed, cuda=request.on_cuda) as topology:
-            carry_out(request, topology, Terminal.of(request.form, speaks=topology.is_writer))
+        work(request)
     except AgileRLError as error:
-        if not _is_reported_elsewhere(error, topology):
+        if not error.everywhere or os.environ["RANK"] == "0":
             raise
         # The exit code of the process that prints it.
         sys.exit(1 if isinstance(error, WriteError) else 2)
-
-
-def _is_reported_elsewhere(error: AgileRLError, topology: "Topology | None") -> bool:
-    """Return whether another process prints the error; ``topology`` None: it occurred before they were divided."""
-    if topology is None:
-        return error.everywhere and os.environ["RANK"] != "0"
-    # All processes of an island raise the same error, unless it is the loss of another process.
-    met_by_all = error.everywhere or (topology.island.rank > 0 and not isinstance(error, EngineError))
-    return not topology.is_writer and (topology.world.error_is_known or topology.peers.error_is_known or met_by_all)
 
 
 # -- on Ray -----------------------------------------------------------------------------------------------------------
 
 
 def _on_ray(request: Request) -> None:
-    """Start the islands on Ray, and print their output."""
-    from agilerl.distributed.ray_launcher import launch as launch_on_ray
-    from agilerl.distributed.ray_launcher import serving
-    from agilerl.runs.stopping import stop_on_signals
+    """Let Ray Train start the processes; what the first one prints comes with Ray's own lines."""
+    from agilerl.cli.ray_train import launch as launch_on_ray
 
-    config = request.config
-    assert isinstance(config, RunConfig)
-    root, d = request.root.absolute(), config.distributed
-    if d.islands > config.training.pop_size:
-        raise ConfigError(
-            f"there are more islands than agents: distributed.islands={d.islands}, "
-            f"training.pop_size={config.training.pop_size}; lower the first, or raise the second"
-        )
+    root = request.root.absolute()
     if request.overwrite:  # now: whoever resumes after a lost process must not meet the old run
         from agilerl.runs.directory import delete_run
 
         check_place(root, overwrite=True)
         delete_run(root)
-    first = replace(request, root=root, overwrite=False)
-    # After a lost process there is a run to resume, or nothing at all.
-    width = shutil.get_terminal_size().columns
-    works = [partial(work_on_ray, r, os.getcwd(), width) for r in (first, replace(first, resumes=True))]
-    ended = launch_on_ray(d, works, tell_line, lambda: stop_on_signals(say_at_once), serving(config))
-    if ended.kind == "crashed":
-        say(ended.text)
-        raise EngineError("a worker crashed; its traceback is above")
-    if ended.kind == "error":
-        # The error itself stayed in its process; its exit code says which kind it was.
-        raise (WriteError if ended.code == 1 else AgileRLError)(ended.text)
-    if ended.kind == "interrupted":
-        say(ended.text)
-        sys.exit(ended.code)
+    # After a lost process there is a run to resume.
+    launch_on_ray(request.distributed, root, work, replace(request, root=root, overwrite=False, resumes=True))
 
 
-def work_on_ray(
-    request: Request, folder: str, width: int, stop: "StopRequest", say: Callable[[str], None], url: str | None
-) -> None:
-    """Run one process, called by an actor; ``say`` prints for the user."""
-    from agilerl.distributed.topology import connected
+def work(request: Request) -> None:
+    """Do the part of one process that a launcher has started."""
+    from agilerl.processes import joined
 
-    if Path(folder).is_dir():
-        os.chdir(folder)  # paths in a manifest may be relative to it
-    with connected(request.distributed, cuda=request.on_cuda, server=url) as topology:
-        terminal = Terminal.of(request.form, speaks=topology.is_writer, tell=say, width=width)
-        carry_out(request, topology, terminal, stop)
+    with joined(cuda=request.on_cuda, timeout_seconds=request.distributed.timeout_seconds) as processes:
+        carry_out(request, processes, Terminal.of(request.form, speaks=processes.rank == 0))
 
 
 # -- what every process does ------------------------------------------------------------------------------------------
 
 
-def carry_out(request: Request, topology: "Topology", terminal: Terminal, stop: "StopRequest | None" = None) -> None:
+def carry_out(request: Request, processes: "Processes", terminal: Terminal) -> None:
     """Do this process's part: agree with the others on the run, build it, show its plan, and follow it to its end.
 
-    Without a ``stop`` signals ask the run to stop.
+    Signals ask the run to stop. An error in any process is raised in all of them.
     """
-    with ExitStack() as opened:
-        job = agreed(request, topology, opened, terminal)
+    with ExitStack() as opened, processes.telling():
+        job = agreed(request, processes, opened, terminal)
         if job is None:
             return
         from agilerl.cli.progress import log, watch
 
-        session = prepared(request, job, topology)
-        _show_plan(request, job, session, topology, terminal)
+        session = prepared(request, job, processes)
+        _show_plan(request, job, session, terminal)
         if request.dry_run:
             return
-        opened.enter_context(topology.peers.telling())
-        if stop is None:
-            stop = opened.enter_context(stoppable(job.root, terminal.console, speaks=topology.is_writer))
+        first = processes.rank == 0
+        stop = opened.enter_context(stoppable(job.root, terminal.console, speaks=first))
         run = events(session, job, stop, overwrite=request.overwrite)
-        if not topology.is_writer:
+        if not first:
             # Nothing is shown, but the run only proceeds as its events are asked for.
             for _ in run:
                 pass
         elif terminal.form == "lines":
-            log(run, session, terminal.tell, stop=stop)
+            log(run, session, tell_line, stop=stop)
         else:
             summary = watch(run, session, terminal.console, stop=stop)
             if terminal.form == "object":
-                terminal.tell(json.dumps(summary, indent=1))
+                tell_line(json.dumps(summary, indent=1))
 
 
-def agreed(request: Request, topology: "Topology", opened: ExitStack, terminal: Terminal) -> Job | None:
+def agreed(request: Request, processes: "Processes", opened: ExitStack, terminal: Terminal) -> Job | None:
     """Return what all processes do; one prints, and all return None, if the run is already finished.
 
-    The directory of a resumed run is closed with ``opened``. An error in any process is raised in all of them.
+    The directory of a resumed run is closed with ``opened``.
     """
-    with topology.world.telling():
-        if isinstance(request.config, ConfigError):
-            raise request.config
-        job = _decided(request, opened, terminal) if topology.is_writer else None
-        decision: dict[str, Any] | None = None
-        if job is not None and topology.world.size > 1:
-            # One date for all processes, whatever their clocks show.
-            date = job.config.date or datetime.now()
-            given = job.config.model_dump(mode="json", exclude_unset=True, exclude={"distributed"})
-            decision = {"config": given, "date": date.isoformat(), "root": str(job.root)}
-        decision = topology.world.all(decision)[0]
-        if topology.is_writer or decision is None:
-            return job
-        config = RunConfig.from_dict(decision["config"]).model_copy(update={"distributed": request.distributed})
-        date = datetime.fromisoformat(decision["date"])
-        return Job(config.dated(date).typed_with(request.typed_addresses), Path(decision["root"]))
+    if isinstance(request.config, ConfigError):
+        raise request.config
+    job = _decided(request, opened, terminal) if processes.rank == 0 else None
+    decision: dict[str, Any] | None = None
+    if job is not None and processes.size > 1:
+        # One date for all processes, whatever their clocks show.
+        date = job.config.date or datetime.now()
+        given = job.config.model_dump(mode="json", exclude_unset=True)
+        decision = {"config": given, "date": date.isoformat(), "root": str(job.root)}
+    decision = processes.all(decision)[0]
+    if processes.rank == 0 or decision is None:
+        return job
+    config, date = RunConfig.from_dict(decision["config"]), datetime.fromisoformat(decision["date"])
+    return Job(config.dated(date).typed_with(request.typed_addresses), Path(decision["root"]))
 
 
 def _existing(request: Request) -> dict[str, Any] | None:
@@ -463,15 +414,14 @@ def _decided(request: Request, opened: ExitStack, terminal: Terminal) -> Job | N
     return Job(config.model_copy(update={"distributed": request.distributed}), root, saved)
 
 
-def prepared(request: Request, job: Job, topology: "Topology") -> "Session":
-    """Return the session of this process when all processes have theirs; raises the error of any of them."""
+def prepared(request: Request, job: Job, processes: "Processes") -> "Session":
+    """Return the session of this process when all processes have theirs."""
     quieten_libraries()
     from agilerl.training.setup import build
 
     checkpoint = None if job.saved is None else job.saved.checkpoint
-    with topology.world.telling():
-        session = build(job.config, checkpoint, allow_code=request.allow_code, topology=topology)
-        topology.world.all(None)  # all are ready
+    session = build(job.config, checkpoint, allow_code=request.allow_code, processes=processes)
+    processes.all(None)  # all are ready
     loading_done()
     return session
 
@@ -505,25 +455,23 @@ def _show_finished(root: Path, terminal: Terminal) -> None:
         build_report([root], layout.report)
     terminal.console.print(f"The run in {root} is finished; there is nothing left to do. Results: {layout.summary}")
     if terminal.form == "object":
-        terminal.tell(json.dumps(read_json(layout.summary), indent=1))
+        tell_line(json.dumps(read_json(layout.summary), indent=1))
 
 
-def _show_plan(request: Request, job: Job, session: "Session", topology: "Topology", terminal: Terminal) -> None:
+def _show_plan(request: Request, job: Job, session: "Session", terminal: Terminal) -> None:
     """Print the plan, with a sampled answer if the run is not carried out, or where a run is resumed."""
     from agilerl.cli.progress import plan_document, print_plan
     from agilerl.training.preflight import tried
 
-    sampled = None
-    if request.dry_run:
-        with topology.peers.telling():  # every process samples, one prints
-            sampled = tried(session)
+    # Every process samples, one prints.
+    sampled, first = tried(session) if request.dry_run else None, session.processes.rank == 0
     if job.saved is not None:
         terminal.console.print(resume_text(job.root, session))
-    elif topology.is_writer and request.dry_run and terminal.form in ("object", "lines"):
+    elif first and request.dry_run and terminal.form in ("object", "lines"):
         document = plan_document(session, job.root, sampled, timed=True)
         is_line = terminal.form == "lines"
-        terminal.tell(json_line("plan", **document) if is_line else json.dumps(document, indent=1))
-    elif topology.is_writer and terminal.form != "lines":  # there the plan is the first event
+        tell_line(json_line("plan", **document) if is_line else json.dumps(document, indent=1))
+    elif first and terminal.form != "lines":  # there the plan is the first event
         print_plan(session, job.root, terminal.console, sampled, timed=request.dry_run)
     if request.dry_run:
         terminal.console.print("Dry run: everything checked, nothing written.")

@@ -84,11 +84,11 @@ def plan_document(
     and with what is wrong with an environment, which is played for that.
     """
     config, population, task, scale = session.config, session.population, session.task, session.scale
-    agents, everyone = population.agents, population.everyone
+    agents = population.agents
     iterations = planned_iterations(session)
     if scale.ends_by_tokens:
         # Counted with the longest completions: shorter ones leave tokens for more iterations.
-        iterations = min(iterations, math.ceil(scale.lone_agent()[0] / len(everyone)))
+        iterations = min(iterations, math.ceil(scale.lone_agent()[0] / len(agents)))
     completions = [population.prompts_per_step * group for group in population.group_sizes]
     limit, panels = population.context_length, [population.lengths("exam"), population.lengths("test")]
     prompts = [length for panel in panels for length in panel.prompts]
@@ -98,7 +98,7 @@ def plan_document(
     completion = min(max(getattr(agent.config, "max_output_tokens", None) or room for agent in agents), room)
     has_exam = config.environment.eval_prompts is not None
     plan: dict[str, Any] = {
-        "population": {str(a.index): dict(a.hyperparameters) for a in everyone},
+        "population": {str(a.index): dict(a.hyperparameters) for a in agents},
         "genes": {name: gene.span() for name, gene in agents[0].genes.items()},
         "batches": {
             "prompts": population.prompts_per_step,
@@ -117,8 +117,8 @@ def plan_document(
             "iterations_of_first_generation": session.generation_steps,
             "exam_prompts": len(population.places("exam")),
             "test_prompts": len(population.places("test")),
-            "smallest_population": min(config.smallest_population, len(everyone)),
-            "steps_of_selection": steps_of_selection(scale, session.selection, len(everyone), has_exam=has_exam),
+            "smallest_population": min(config.smallest_population, len(agents)),
+            "steps_of_selection": steps_of_selection(scale, session.selection, len(agents), has_exam=has_exam),
         },
         "expected_seconds": expected_seconds(session, completion) if timed else None,
         "exam": seen_by_exam(len(population.places("exam"))),
@@ -172,13 +172,10 @@ def _lines(plan: Mapping[str, Any], session: Session, sampled: PreflightDone | N
         yield "exam", f"{'warning: ' * small}{plan['exam']['sentence']}{' (environment.eval_prompts)' * small}"
     if (seconds := plan["expected_seconds"]) is not None:
         yield "time", f"up to about {duration(seconds)} on this device, by rates measured just now; besides grading"
-    several = session.topology.world.size > 1
+    several = session.processes.size > 1
     if several:
-        peers, indices = session.topology.peers.processes, [int(index) for index in plan["population"]]
-        spans = [[indices[position] for position in share] for share in peers.shares(len(indices))]
-        text = ", ".join(_span([share[0], share[-1]]) for share in spans)
-        size = session.topology.island.size
-        yield "islands", f"{len(spans)} of {size} process{'es' * (size > 1)}; agents {text}"
+        divided = "agents" if session.population.whole else "rows of each agent"
+        yield "processes", f"{session.processes.size}, which divide the {divided} among them"
     parts = ", ".join(f"{name.replace('_', ' ')} {size:,.0f}" for name, size in plan["memory_megabytes"].items())
     each = f"about {plan['peak_memory_megabytes']:,.0f} MiB{' in each process' * several}"
     turns = "less than the sum, as some parts are never in memory together"
@@ -314,7 +311,7 @@ def watch(
     with view:
         summary = _shown(events, view.show, stop)
     console.print("All agents of the run; those that left come last")
-    console.print(view.table(max(_MOST_ROWS, len(session.population.everyone))))
+    console.print(view.table(max(_MOST_ROWS, len(session.population.agents))))
     if summary.get("elite"):
         console.print(view.explained_mark(summary["elite"]), soft_wrap=not console.is_terminal)
     console.print()
@@ -371,7 +368,7 @@ def log(
 def _symptoms(observer: Observer, session: Session, out: Path) -> dict[int, list[Symptom]]:
     """Return what is known of the agents; first the alarms, by the completions in the run's directory."""
     alarms = {} if session.task.multi_turn else hacks_of_run(RunLayout(out).completions)
-    known = observer.symptoms(agent.index for agent in session.population.everyone)
+    known = observer.symptoms(agent.index for agent in session.population.agents)
     return {index: [*alarms.get(index, ()), *each] for index, each in known.items()}
 
 
@@ -483,7 +480,7 @@ class View:
                 self.best = (event.summary["elite"] or {}).get("index")
         if self.live is not None:
             height = self.console.height - 6 - len(self.notes)  # without the header, the bars and what stops the run
-            table = self.table(max(height, len(self.session.population.everyone)))
+            table = self.table(max(height, len(self.session.population.agents)))
             self.shown = Group(table, *self.notes, self.bars)
             self.live.refresh()
 
@@ -494,7 +491,7 @@ class View:
 
     def _look(self) -> None:
         """Take down the agents that the population has."""
-        for agent in self.session.population.everyone:
+        for agent in self.session.population.agents:
             row = self.rows[agent.index]
             row.parent, row.genes = agent.parent, dict(agent.hyperparameters)
 
@@ -509,7 +506,7 @@ class View:
             row.rewards = [value for line in agent.train if (value := number(line.get(self.what))) == value]
             if agent.exams:
                 row.fitness = Fitness(**asdict(agent.exams[-1].score))
-            if agent.died is not None and index not in {a.index for a in self.session.population.everyone}:
+            if agent.died is not None and index not in {a.index for a in self.session.population.agents}:
                 row.left, row.event = agent.died, f"left in {agent.died}: {agent.reason.removeprefix('left: ')}"
 
     def _evolved(self, event: Evolved) -> None:
@@ -580,7 +577,7 @@ class View:
         index, step, population = elite["index"], elite["step"], self.session.population
         soup = ", mixed with the other candidates" if elite.get("soup", {}).get("is_elite") else ""
         sentence = f"* elite: agent {index} as it was after iteration {step}{soup}"
-        exams = {a.index: exam for a in population.everyone if (exam := self.rows[a.index].fitness) is not None}
+        exams = {a.index: exam for a in population.agents if (exam := self.rows[a.index].fitness) is not None}
         if step != self.iteration:
             if self.session.config.candidates > 1 and population.places("second"):
                 rival = "it was at the end" if exams and ranking(exams)[0] == index else "the best of the last exam"
@@ -603,7 +600,7 @@ class View:
 
     def table(self, most: int | None = None) -> Table:
         """Return a row for each agent: first those that live, then the last ones that left, dimmed."""
-        living = [agent.index for agent in self.session.population.everyone]
+        living = [agent.index for agent in self.session.population.agents]
         gone = sorted(self.rows.keys() - set(living), key=lambda index: (-(self.rows[index].left or 0), index))
         agents = [(index, self.rows[index]) for index in [*living, *gone][:most]]
         rewards = [reward for _, row in agents for reward in row.rewards if math.isfinite(reward)]

@@ -132,7 +132,7 @@ def resume_text(root: Path, session: "Session") -> str:
     if session.saved is None:
         damaged = next((root / "checkpoints").glob("*.corrupt"), None) is not None
         return f"Resuming {root}: no {'intact checkpoint' if damaged else 'checkpoint yet'}, so from the beginning."
-    done, agents = session.saved.progress, len(session.population.everyone)
+    done, agents = session.saved.progress, len(session.population.agents)
     return (
         f"Resuming {root} after iteration {done.iteration} (checkpoint {session.saved.path.name}): generation "
         f"{done.generation}, {counted(agents, 'agent')}, {done.samples:,} of "

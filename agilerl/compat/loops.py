@@ -442,7 +442,7 @@ class _Training:
     def spent(self) -> float:
         """Return the share of the budget of samples; 1 if time is up, by the first process's clock."""
         limit, processes = self.options.max_wall_seconds, self.agents[0].runtime.processes
-        is_late = limit is not None and processes.gather(bytes([self.progress.seconds >= limit]))[0] == b"\1"
+        is_late = limit is not None and processes.first(lambda: self.progress.seconds >= limit)
         return 1.0 if is_late else self.progress.samples / self.budget
 
     def iterate(self) -> Event:

@@ -23,7 +23,10 @@ _NAMES = {
     },
     "network.lora_config": {"lora_r": "r"},
 }
-_EARLIER: dict[str, str] = {}
+_EARLIER: dict[str, str] = {
+    "distributed.cpus_per_island": "distributed.cpus_per_worker",
+    "distributed.gpus_per_island": "distributed.gpus_per_worker",
+}
 """Keys that had another name in earlier manifests of this package, with their name of today."""
 _IDLE = {
     "algorithm.reduce_memory_peak": "a pass holds what memory holds; algorithm.micro_batch_size_per_gpu bounds it",

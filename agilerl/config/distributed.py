@@ -12,7 +12,7 @@ from agilerl.errors import ConfigError
 
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 Sharding = Literal["none", "fsdp2", "zero3"]
-"""How the processes of a group hold the frozen base: each holds all of it, or torch or DeepSpeed shards it."""
+"""How the processes hold the frozen base: each holds all of it, or torch or DeepSpeed shards it."""
 
 _ON = ("1", "true", "yes")
 _ZERO: tuple[Sharding, ...] = ("none", "none", "none", "zero3")
@@ -20,32 +20,27 @@ _ZERO: tuple[Sharding, ...] = ("none", "none", "none", "zero3")
 
 
 class DistributedConfig(Section):
-    """Several processes: each island of them has one base and a share of the agents."""
+    """Several processes, which all hold the agents and divide the work."""
 
     backend: Literal["auto", "none", "torch", "ray"] = "auto"
     """``auto``: the processes that torchrun or accelerate launch has started, else one; ``none``: one, however it was
-    started; ``torch``: only under such a launcher; ``ray``: this command starts the islands on a Ray cluster."""
-    processes_per_island: Annotated[int | None, Field(ge=1)] = None
-    """Processes that share the work of the same agents; None: 1, and all of them under accelerate launch."""
+    started; ``torch``: only under such a launcher; ``ray``: Ray Train starts the processes, as this command's
+    workers."""
     sharding: Literal["auto", "none", "fsdp2", "zero3"] = "auto"
-    """How the processes of an island hold the frozen base: ``none``: each all of it; ``fsdp2`` (torch) or ``zero3``
-    (DeepSpeed): each a part of its layers; ``auto``: as accelerate launch is configured, else ``none``."""
-    islands: Annotated[int, Field(ge=1), Needs("backend", ("ray",))] = 2
-    """Islands that ``ray`` starts; elsewhere the launcher decides."""
-    cpus_per_island: Annotated[float, Field(gt=0), Needs("backend", ("ray",))] = 1.0
+    """How the processes hold the frozen base: ``none``: each all of it; ``fsdp2`` (torch) or ``zero3`` (DeepSpeed):
+    each a part of its layers; ``auto``: as accelerate launch is configured, else ``none``."""
+    workers: Annotated[int, Field(ge=1), Needs("backend", ("ray",))] = 2
+    """Processes that ``ray`` starts; elsewhere the launcher decides."""
+    cpus_per_worker: Annotated[float, Field(gt=0), Needs("backend", ("ray",))] = 1.0
     """CPUs that ``ray`` reserves for each process."""
-    gpus_per_island: Annotated[float, Field(ge=0), Needs("backend", ("ray",))] = 0.0
+    gpus_per_worker: Annotated[float, Field(ge=0), Needs("backend", ("ray",))] = 0.0
     """GPUs that ``ray`` reserves for each process."""
     address: Annotated[str | None, Needs("backend", ("ray",))] = None
     """Ray cluster, for instance ``auto`` or ``ray://head:10001``; None starts one on this machine."""
     max_restarts: Annotated[int, Field(ge=0), Needs("backend", ("ray",))] = 3
-    """Times that ``ray`` restarts from the last checkpoint after an island was lost."""
+    """Times that ``ray`` restarts from the last checkpoint after a process was lost."""
     timeout_seconds: Annotated[float, Field(gt=0)] = 1800.0
     """Longest time that one process waits for another before it counts as lost."""
-    vllm_servers: Annotated[int, Field(ge=0), Needs("backend", ("ray",))] = 0
-    """vLLM servers that ``ray`` starts beside the islands, each with ``gpus_per_server`` GPUs."""
-    gpus_per_server: Annotated[float, Field(ge=0), Needs("vllm_servers")] = 1.0
-    """GPUs that ``ray`` reserves for each vLLM server."""
 
     def base_sharding(self, environment: Mapping[str, str] = os.environ) -> Sharding:
         """Return how the base is held; raises ConfigError for settings of accelerate launch that are not supported."""
@@ -73,8 +68,16 @@ def asked_for(config: DistributedConfig, environment: Mapping[str, str] = os.env
                     )
                 return True
         if config.backend == "torch" and "WORLD_SIZE" not in environment:
-            return True
-    _check_alone(config)
+            raise ConfigError(
+                "distributed.backend=torch needs a launcher that starts the processes, found none; use torchrun "
+                "--nproc-per-node 2 -m agilerl train ..., or distributed.backend=auto"
+            )
+    if config.sharding in ("fsdp2", "zero3"):
+        why = ", as distributed.backend=none says" if config.backend == "none" else ""
+        raise ConfigError(
+            f"distributed.sharding={config.sharding} needs several processes, found one{why}; start them with torchrun "
+            "--nproc-per-node 2 -m agilerl train ..., or leave the setting out"
+        )
     return False
 
 
@@ -84,25 +87,6 @@ def _number(name: str, value: str) -> int:
     if not (value.isascii() and value.isdecimal()):
         raise ConfigError(f"expected a whole number in the variable {name}, found {value!r}; use torchrun, or unset it")
     return int(value)
-
-
-def _check_alone(config: DistributedConfig) -> None:
-    """Raise ConfigError for settings that mean nothing in one process."""
-    size = config.processes_per_island or 1
-    if size == 1 and config.sharding not in ("fsdp2", "zero3"):
-        return
-    wrong = f"distributed.processes_per_island={size}" if size > 1 else f"distributed.sharding={config.sharding}"
-    why = ", as distributed.backend=none says" if config.backend == "none" else ""
-    shared = "" if size > 1 else " distributed.processes_per_island=2"
-    raise ConfigError(
-        f"{wrong} needs several processes, found one{why}; start them with torchrun --nproc-per-node {max(size, 2)} "
-        f"-m agilerl train ...{shared}, or leave the setting out"
-    )
-
-
-def by_accelerate(environment: Mapping[str, str] = os.environ) -> bool:
-    """Return whether accelerate launch has started this process."""
-    return any(name.startswith("ACCELERATE_") for name in environment)
 
 
 def wanted_sharding(environment: Mapping[str, str] = os.environ) -> Sharding:
@@ -151,5 +135,5 @@ def check_launch(environment: Mapping[str, str] = os.environ) -> None:
     if "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment and "WORLD_SIZE" not in environment:
         raise ConfigError(
             "accelerate launch was asked for several processes but started only one, as it does with --cpu; use "
-            "torchrun --nproc-per-node 2 -m agilerl.cli train ... distributed.processes_per_island=2"
+            "torchrun --nproc-per-node 2 -m agilerl.cli train ..."
         )

@@ -157,27 +157,6 @@ class RunConfig(Section):
         return min(section.least or 1, size) if section.strategy in SHRINKING else size
 
     @property
-    def most_islands(self) -> int:
-        """Islands that have an agent each for the whole run; agents that share must be on one."""
-        return 1 if self.sharing else self.smallest_population
-
-    def check_islands(self, islands: int) -> None:
-        """Raise ConfigError for settings that a run on this many islands cannot keep."""
-        if islands > 1 and self.sharing:
-            raise ConfigError(
-                f"sharing is for agents of one island, found {islands} islands; set sharing.distillation and "
-                "sharing.experience to 0, or run in one process"
-            )
-        left, name = self.smallest_population, self.selection_strategy.strategy
-        if left < islands:
-            remedy = f"set selection_strategy.floor={islands}, " if name != "pulses" else ""
-            raise ConfigError(
-                f"selection_strategy.name={name} leaves {left} of training.pop_size={self.training.pop_size} agents, "
-                f"fewer than the {islands} islands, each of which needs one; {remedy}name a strategy that keeps all "
-                "agents (tournament, truncation), or run in one process"
-            )
-
-    @property
     def candidates(self) -> int:
         """Best exams whose agents take the second panel; 1 if there is none."""
         given = self.selection_strategy.candidates

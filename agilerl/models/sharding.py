@@ -1,6 +1,5 @@
 """The base sharded over processes: kept in step, set up by accelerate or by FSDP2 and ZeRO-3."""
 
-import json
 import logging
 import os
 import sys
@@ -13,20 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agilerl import errors
 from agilerl.checks.arguments import described
 from agilerl.config.distributed import Sharding, sharding_by_stage, sharding_by_version, wanted_sharding
-from agilerl.errors import AgileRLError, ConfigError, EngineError, how_to_install
+from agilerl.errors import ConfigError, LostProcessError, how_to_install
 from agilerl.models.base import BaseModel
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.processes import ALONE, Processes
 
 _SIGNS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "timed out", "peer")
 """Words in torch's errors if another process is lost; those errors have no type of their own."""
-_FINE, _FAILED = b"\0", b"\1"  # the first byte of what a process sends
-_ERRORS: dict[str, type[AgileRLError]] = {
-    name: kind for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AgileRLError)
-}
 
 
 class Lockstep:
@@ -84,37 +78,11 @@ class Lockstep:
 
     def _check_whole(self) -> None:
         if self._inside:
-            raise EngineError(
+            raise LostProcessError(
                 f"process {self.processes.rank} failed in the middle of a pass through the sharded base, which the "
                 "other processes cannot finish without it; if it ran out of memory, lower "
                 "training.max_tokens_in_flight and training.max_rows_in_flight"
             )
-
-
-def agreed(processes: Processes, compute: Callable[[], bytes], lockstep: Lockstep | None = None) -> list[bytes]:
-    """Return the result of ``compute`` in every process, in the order of their ranks.
-
-    An error of this package that one process raises is raised in all of them, so that all end with the same message.
-    Raises EngineError if a process is lost.
-    """
-    failed: AgileRLError | None = None
-    try:
-        sent = _FINE + compute()
-    except AgileRLError as error:
-        failed = error
-        sent = _FAILED + json.dumps([type(error).__name__, str(error)]).encode()
-    if lockstep is not None:
-        # Also after an error, because other processes may have passes left, which need this one.
-        lockstep.catch_up()
-    received = processes.gather(sent)
-    for part in received:
-        if failed is None and part[:1] == _FAILED:
-            kind, message = json.loads(part[1:])
-            failed = _ERRORS.get(kind, AgileRLError)(message)
-    if failed is not None:
-        failed.everywhere = True
-        raise failed
-    return [part[1:] for part in received]
 
 
 @contextmanager
@@ -123,7 +91,7 @@ def _reporting_lost_process() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if any(sign in str(error).lower() for sign in _SIGNS):
-            raise EngineError(
+            raise LostProcessError(
                 "another process of this run is lost or does not answer; continue from the last checkpoint with "
                 "agilerl resume, or under the launcher with --resume auto"
             ) from error
@@ -312,8 +280,6 @@ class _Layers(nn.Module):
 
 
 def _zero3(base: BaseModel, processes: Processes) -> nn.Module:
-    import torch.distributed as dist
-
     with _to_stderr():
         try:
             import deepspeed
@@ -322,11 +288,6 @@ def _zero3(base: BaseModel, processes: Processes) -> nn.Module:
                 f"distributed.sharding=zero3 needs DeepSpeed: {how_to_install('deepspeed')}; or use fsdp2, which "
                 "comes with torch"
             ) from error
-    if processes.size != dist.get_world_size():
-        raise ConfigError(
-            f"DeepSpeed shards the base over all {dist.get_world_size()} processes, found islands of "
-            f"{processes.size}; use distributed.sharding=fsdp2, or one island"
-        )
     deepspeed.utils.logger.setLevel(logging.ERROR)
     # torch warns about a call that DeepSpeed makes in every forward pass.
     warnings.filterwarnings("ignore", message=".*all_gather_into_tensor.*", category=FutureWarning)

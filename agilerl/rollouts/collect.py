@@ -15,7 +15,7 @@ from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.programs import AgentTask
 from agilerl.envs.prompts import decode_completions
 from agilerl.functional import MetricReducer
-from agilerl.models.sharding import Lockstep, agreed
+from agilerl.models.sharding import Lockstep
 from agilerl.processes import Processes
 from agilerl.rewards.grader import GradedRow
 from agilerl.rewards.waiting import EarlyGrading
@@ -35,15 +35,19 @@ def collect(
     task: Task | EpisodeTask,
     tokenizer: Any,
     asks: Sequence[Ask],
+    *,
+    whole: bool = False,
 ) -> Collected:
-    """Sample and grade what is asked for; each process takes some consecutive asks and decodes them together.
+    """Sample and grade what is asked for; each process takes some asks, with ``whole`` all those of some slots.
 
-    Every process passes the same asks. The seconds are those of the slowest process.
+    A process decodes its asks together. Every process passes the same asks. The seconds are those of the slowest one.
     """
     if processes.size == 1:
         return _collected(engine, task, tokenizer, asks)
     # Every process knows the row of a question; the row of an episode is known once it has been played.
-    share, rows = processes.share(len(asks)), [None if task.multi_turn else ask.place.row for ask in asks]
+    rows = [None if task.multi_turn else ask.place.row for ask in asks]
+    shares = processes.parts([ask.slot for ask in asks], whole=whole)
+    share = shares[processes.rank]
 
     def sample() -> bytes:
         groups, report = _collected(engine, task, tokenizer, [asks[number] for number in share])
@@ -57,14 +61,14 @@ def collect(
             }
         ).encode()
 
-    parts = [json.loads(part) for part in agreed(processes, sample, lockstep)]
+    parts = [json.loads(part) for part in processes.agreed(sample, lockstep)]
     report = CollectReport(
         max(part["seconds"][0] for part in parts),
         max(part["seconds"][1] for part in parts),
-        [Failure(*failure) for part in parts for failure in part["failures"]],
+        sorted((Failure(*failure) for part in parts for failure in part["failures"]), key=lambda f: f.request),
     )
-    groups = [group for part in parts for group in part["groups"]]
-    return [[_decoded(t, row) for t in group] for group, row in zip(groups, rows, strict=True)], report
+    groups = {number: group for numbers, part in zip(shares, parts) for number, group in zip(numbers, part["groups"])}
+    return [[_decoded(t, row) for t in groups[number]] for number, row in enumerate(rows)], report
 
 
 def generate_beside(
@@ -80,7 +84,7 @@ def generate_beside(
         return b""
 
     # Nothing is exchanged, but a divided base needs all processes until the last one is done.
-    agreed(processes, sample, lockstep)
+    processes.agreed(sample, lockstep)
     return groups
 
 

@@ -14,7 +14,7 @@ from agilerl.config.search import TEACHER_KEY
 from agilerl.config.vllm import server_url
 from agilerl.data import RolloutBatch
 from agilerl.errors import ConfigError, EngineError
-from agilerl.models.sharding import Lockstep, agreed
+from agilerl.models.sharding import Lockstep
 from agilerl.processes import Processes
 from agilerl.rollouts.vllm.server import SAMPLE, Tokenized
 from agilerl.safety.servers import FirstMistake, Logprob, Many, Reply, RequestError, Server
@@ -104,7 +104,7 @@ class TeacherEndpoint:
         def compute() -> bytes:
             return self._of_rows(batch).numpy().tobytes() if processes.rank == 0 else b""
 
-        values = agreed(processes, compute, lockstep)[0]
+        values = processes.agreed(compute, lockstep)[0]
         # A copy that can be written: torch warns of buffers that cannot, such as bytes.
         return torch.frombuffer(bytearray(values), dtype=torch.float32).view(batch.action_mask.shape)
 

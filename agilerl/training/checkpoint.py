@@ -12,11 +12,11 @@ from agilerl.algorithms import ALGORITHMS, LLMAlgorithm
 from agilerl.algorithms.codec import packed, read_state, tensors, unpacked, write_state
 from agilerl.algorithms.state import AgentState, differences, lora_of
 from agilerl.checks.arguments import shown
-from agilerl.distributed.topology import Topology
 from agilerl.errors import CheckpointError
 from agilerl.models.memory import MemoryLimits
 from agilerl.models.slots import LinearShape
 from agilerl.population import Population
+from agilerl.processes import Processes
 from agilerl.runs import strict_json
 from agilerl.runs.checkpoints import STATE, agent_folder
 from agilerl.runs.strict_json import Count, SavedValues, read_json
@@ -125,7 +125,8 @@ class SavedCheckpoint:
 def write_checkpoint(folder: Path, population: Population, progress: Progress, positions: Positions) -> None:
     """Write agents, elite and ``state.json`` into a folder being committed."""
     runtime, broken = population.runtime, list[int]()
-    for state in population.states():
+    for agent in population.agents:
+        state = agent.state()
         index = state.counters["index"]
         _write_state(state, agent_folder(folder, index), runtime)
         # In the files of all other agents the reader takes numbers that are not finite for damage.
@@ -135,7 +136,7 @@ def write_checkpoint(folder: Path, population: Population, progress: Progress, p
     values = {
         "progress": progress.to_dict(),
         "next_index": population.next_index,
-        "agents": [agent.index for agent in population.everyone],
+        "agents": [agent.index for agent in population.agents],
         "not_finite": broken,
         **{name: clock.pop(name) for name in ("lineage_bytes", "lineage_sha256")},
         "memory": asdict(runtime.limits),
@@ -185,47 +186,47 @@ def _elites(state: dict[str, Any]) -> list[str]:
 def _checkpoint(
     path: Path, state: dict[str, Any], clock: dict[str, Any], states: list[AgentState], elites: list[AgentState]
 ) -> SavedCheckpoint:
-    """Put a checkpoint together; ``elites`` is empty on processes that do not hold them."""
-    kept = len(state["progress"].get("kept", []))
-    others: list[AgentState | None] = list(elites[1:]) if elites else [None] * max(kept - 1, 0)
     # Positions are in both files: clock.json has those of files that depend on the time.
     both: dict[str, Any] = {**state, **clock}
     return SavedCheckpoint(
         path,
         states,
         state["next_index"],
-        Progress.from_dict(state["progress"], elites[0] if elites else None, seconds=clock["seconds"], others=others),
+        Progress.from_dict(
+            state["progress"], elites[0] if elites else None, seconds=clock["seconds"], others=elites[1:]
+        ),
         Positions(**{f.name: both[f.name] for f in fields(Positions) if f.name in both}),
         MemoryLimits(**state["memory"]),
         state["bank_rank"],
     )
 
 
-def received(topology: Topology, checkpoint: Path | None, runtime: Runtime) -> SavedCheckpoint | None:
-    """Return what a process resumes from: its share of the agents, and the shared state; None at the start.
+def received(processes: Processes, checkpoint: Path | None, runtime: Runtime) -> SavedCheckpoint | None:
+    """Return what all processes resume from; None at the start.
 
-    The writing process reads and verifies the ``checkpoint`` and sends the agents one at a time, because machines need
-    not share a file system; the argument is ignored on the others. The elite stays on the first island. Raises
-    CheckpointError as :func:`read_checkpoint` does.
+    The first process reads and verifies the ``checkpoint`` and sends the agents one at a time, because machines need
+    not share a file system; the argument is ignored on the others. Raises CheckpointError as :func:`read_checkpoint`
+    does.
     """
-    world = topology.world
-    if world.size == 1:
+    if processes.size == 1:
         return None if checkpoint is None else read_checkpoint(checkpoint, runtime)
-    whole = read_checkpoint(checkpoint, runtime) if checkpoint is not None and topology.is_writer else None
-    common = world.first(lambda: None if whole is None else (str(whole.path), *plain_parts(whole.path)))
+    sent = list[AgentState]()
+
+    def read() -> Any:
+        if checkpoint is None:
+            return None
+        whole = read_checkpoint(checkpoint, runtime)
+        elites = whole.progress.elite, *(kept.state for kept in whole.progress.kept[1:])
+        sent.extend([*whole.states, *filter(None, elites)])
+        return str(whole.path), *plain_parts(whole.path)
+
+    common = processes.first(read)
     if common is None:
         return None
     path, state, clock = common
-    count, elites = len(state["agents"]), len(_elites(state))
-    best = [] if whole is None else [whole.progress.elite, *(kept.state for kept in whole.progress.kept[1:])]
-    sent = [] if whole is None else [*whole.states, *filter(None, best)]
-    positions, arrived = topology.places(count), list[AgentState]()
-    for position in range(count + elites):
-        # A broadcast needs every process, also those that the agent is not for.
-        data = world.processes.broadcast(packed(sent[position]) if sent else None)
-        if position in positions or (position >= count and topology.peers.rank == 0):
-            arrived.append(unpacked(data))
-    return _checkpoint(Path(path), state, clock, arrived[: len(positions)], arrived[len(positions) :])
+    agents, elites = len(state["agents"]), len(_elites(state))
+    states = [unpacked(processes.broadcast(packed(sent[k]) if sent else None)) for k in range(agents + elites)]
+    return _checkpoint(Path(path), state, clock, states[:agents], states[agents:])
 
 
 def _agent(folder: Path, layers: tuple[LinearShape, ...], index: int, *, finite: bool) -> AgentState:

@@ -25,22 +25,18 @@ CANDIDATE = 0.8
 def tested_elite(
     session: Session, writer: RunWriter | None, progress: Progress
 ) -> tuple[dict[str, Any], Fitness, list[dict[str, Any]]] | None:
-    """Save and test the best agent, on the first island; return its part of the summary, its result, some answers."""
-    peers, population = session.topology.peers, session.population
+    """Save and test the best agent; return its part of the summary, its result, some answers."""
+    population = session.population
     if progress.best == -math.inf:
         return None
     # The last exams of agents that have left are still there.
-    present = {agent.index for agent in population.everyone}
+    present = {agent.index for agent in population.agents}
     best = ranking({i: f for i, f in progress.fitness.items() if i in present} or progress.fitness)[0]
     last = Kept(agent=best, iteration=progress.iteration, fitness=progress.fitness[best])
     if session.config.candidates > 1:
-        # Every process takes part in this: an agent's state may be on another one.
-        last.state = population.state_of(best)
-    if peers.rank > 0:
-        return None
+        last.state = population.agent(best).state()
     agent, choice = _chosen(session, progress, last)
-    if writer is not None:
-        writer.elite(agent)
+    population.runtime.processes.first(lambda: writer.elite(agent) if writer is not None else None)
     fitness = population.evaluate("test", agents=[agent])[agent.index]
     assert progress.base is not None
     choice["constant_answer"] = constant_answer(population, progress.base.mean)
@@ -74,7 +70,7 @@ def _chosen(session: Session, progress: Progress, last: Kept) -> tuple[LLMAlgori
     # The last exam may itself be one of the best ones.
     # Iteration 0 is an agent before any training, kept without an exam.
     candidates += [k for k in progress.kept if (k.agent, k.iteration) != (last.agent, last.iteration) and k.iteration]
-    best_at_end = "best of the last exam" if len(population.everyone) > 1 else "the only agent at the end"
+    best_at_end = "best of the last exam" if len(population.agents) > 1 else "the only agent at the end"
     choice: dict[str, Any] = {"reason": f"{best_at_end}, {progress.best:.3f}"}
     if progress.elite_iteration != last.iteration:
         choice["reason"] = f"best exam, {progress.best:.3f}; the last one's best had {last.fitness.mean:.3f}"
@@ -123,7 +119,7 @@ def _front(session: Session, progress: Progress) -> list[dict[str, Any]]:
     population = session.population
     if len(population.objectives) < 2:
         return []
-    everyone = {agent.index: agent for agent in population.everyone}
+    everyone = {agent.index: agent for agent in population.agents}
     fitness = {index: exam for index, exam in progress.fitness.items() if index in everyone}
     sick = population.sick(fitness, collapse_guard=False) if fitness else {}
     checkpoint = Path("checkpoints") / f"{progress.iteration:06d}"
@@ -156,7 +152,7 @@ def summary_of(session: Session, progress: Progress) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "generations": progress.generation,
         "iterations": progress.iteration,
-        "agents": len(session.population.everyone),
+        "agents": len(session.population.agents),
         "tokens": progress.tokens,
         "test": {"base": base.to_dict()},
         "fitness": {str(index): f.to_dict() for index, f in sorted(progress.fitness.items())},

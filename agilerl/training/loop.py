@@ -67,9 +67,9 @@ def train(
 ) -> Generator[Event, None, None]:
     """Run a session to its end in a new run directory; yields each event once it is in the run's files.
 
-    Closing the iterator closes the run, which can be resumed. With several processes, one writes; the others do their
-    part and yield the same events. ``trackers`` follow the run in place of those of its configuration: names, objects
-    with ``log(values, step)``, or names with the keywords of their libraries' start (docs/trackers.md). With
+    Closing the iterator closes the run, which can be resumed. With several processes, the first writes; the others do
+    their part and yield the same events. ``trackers`` follow the run in place of those of its configuration: names,
+    objects with ``log(values, step)``, or names with the keywords of their libraries' start (docs/trackers.md). With
     ``overwrite`` a run in the directory is deleted first, unless it is in use, or other things lie beside it.
     Raises ConfigError for a tracker that is not installed or does not start; having written nothing, ConfigError if no
     answer to training questions differs in its reward (``training.preflight``), and CheckpointError if the directory is
@@ -78,7 +78,7 @@ def train(
     out = Path(out)
     session.check_new()
     preflight(session)
-    if not session.topology.is_writer:
+    if session.processes.rank > 0:
         yield from _work(session, out, None, stop)
         return
     check_trackers(trackers or (), list(session.trackers))
@@ -157,15 +157,19 @@ def _work(
                 opened.callback(tracked.finish)
         # Not earlier: after a tracker that does not start, another run can begin with the session.
         session.begun = True
-        # Only the writer's column sends agents to it; the other processes of an island hold the same ones.
-        sends, newest = session.topology.island.rank == 0, None if saved is None else saved.progress.iteration
-        checkpoints = Checkpoints(session.config.training, session.population, writer, sends, newest)
+        newest = None if saved is None else saved.progress.iteration
+        checkpoints = Checkpoints(session.config.training, session.population, writer, newest)
         for event in _run(session, root, writer, checkpoints, progress, stop or StopRequest()):
-            if writer is not None:
-                writer.write(event)  # before any consumer sees it, so that a failing consumer cannot lose it
-            if tracked is not None:
-                tracked(event)
+            # Before any consumer sees it, so that a failing consumer cannot lose it.
+            session.processes.first(partial(_record, event, writer, tracked))
             yield event
+
+
+def _record(event: Event, writer: RunWriter | None, tracked: Trackers | None) -> None:
+    if writer is not None:
+        writer.write(event)
+    if tracked is not None:
+        tracked(event)
 
 
 @dataclass
@@ -235,11 +239,15 @@ def _run(
         if _asked(session, stop):
             raise Interrupted(stop.code, root)
 
+    def save() -> None:
+        # The others wait, so that they hear of it if the disk is full.
+        session.processes.first(lambda: checkpoints.save(progress))
+
     def after_iteration(ends: bool) -> None:
         if not ends:  # the end of the generation saves a checkpoint
             # One clock decides for all: by clocks of their own, some would save, and wait forever for the others.
-            if session.topology.world.first(lambda: checkpoints.is_due(progress)) or _asked(session, stop):
-                checkpoints.save(progress)
+            if session.processes.first(lambda: checkpoints.is_due(progress)) or _asked(session, stop):
+                save()
             stop_if_asked()
 
     def median_test() -> Iterator[Event]:
@@ -253,12 +261,12 @@ def _run(
     def after_generation() -> None:
         progress.exam = None
         progress.pace.clear()
-        checkpoints.save(progress)
+        save()
         stop_if_asked()
 
     total = max(progress.iteration + 1, planned_iterations(session))
     # Every checkpoint is later than the base's test, and by then the lineage has the founders.
-    founders = {} if progress.base is not None else {a.index: dict(a.hyperparameters) for a in population.everyone}
+    founders = {} if progress.base is not None else {a.index: dict(a.hyperparameters) for a in population.agents}
     yield RunStarted(root, total, -(-total // session.evo_steps), founders)
     if progress.base is None:
         if (probed := session.preflight) is not None:
@@ -267,8 +275,8 @@ def _run(
         progress.base = population.evaluate_base("test")
         yield _tested(population, "base", None, progress.base)
         if session.config.restarts:
-            first = population.everyone[0].index
-            progress.begin(first, population.state_of(first))
+            first = population.agents[0].index
+            progress.begin(first, population.agent(first).state())
     yield from Loop(
         progress,
         spent=partial(_spent, session, progress),
@@ -288,10 +296,10 @@ def _run(
         elite, fitness, answers = tested
         yield _tested(population, "elite", elite["index"], fitness)
         summary["test"]["elite"] = fitness.to_dict()
-        exams = [progress.fitness[agent.index] for agent in population.everyone if agent.index in progress.fitness]
+        exams = [progress.fitness[agent.index] for agent in population.agents if agent.index in progress.fitness]
         lost = left_out(population, {"test": [progress.base, fitness], "exam": exams})
         # Indices are never given twice: without an agent 0 the founder with the user's rate has left.
-        gone = min(agent.index for agent in population.everyone) > 0
+        gone = min(agent.index for agent in population.agents) > 0
         rates = session.resolved.rates_to_set(session.usual_rate, gone=gone)
         advice = [*early_elite(elite, progress.iteration), *rates, *lost]
         summary |= {"elite": elite, "answers": answers, "advice": advice}
@@ -302,7 +310,7 @@ def _run(
             writer.finish(summary, None if tested is None else tested[0]["index"])
         return summary
 
-    yield RunFinished(root, {"status": "finished", **session.topology.peers.first(finish)})
+    yield RunFinished(root, {"status": "finished", **session.processes.first(finish)})
 
 
 def _tested(population: Population, who: str, agent: int | None, fitness: Fitness) -> HeldOutTest:
@@ -316,13 +324,13 @@ def _spent(session: Session, progress: Progress) -> float:
     """Return the largest share spent of any budget; time is measured by the writer's clock."""
     limited = session.config.training.max_seconds is not None
     # Asked only where it can matter: each call is an exchange between all processes.
-    seconds = session.topology.world.first(lambda: progress.seconds) if limited else None
+    seconds = session.processes.first(lambda: progress.seconds) if limited else None
     return progress.spent(session.config.training, seconds)
 
 
 def _asked(session: Session, stop: StopRequest) -> bool:
     """Return whether any process was signalled to stop; then all stop for the same signal."""
-    signals = [number for number in session.topology.world.all(stop.signal) if number is not None]
+    signals = [number for number in session.processes.all(stop.signal) if number is not None]
     stop.signal = signals[0] if signals else stop.signal
     return bool(signals)
 
@@ -360,11 +368,9 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         values = {**learned[agent.index], **shared, "tokens_per_second": rate}
         samples = len(rollout.trajectories[agent.index])
         results[agent.index] = {"metrics": values, "outcome": agent.outcome, "tokens": spent, "samples": samples}
-    # From here on the agents of all islands.
-    merged = session.topology.peers.merged(results)
     if progress.iteration == 1:
-        progress.note_untrained([done["metrics"].get("reward", math.nan) for done in merged.values()])
-    for index, done in merged.items():
+        progress.note_untrained([done["metrics"].get("reward", math.nan) for done in results.values()])
+    for index, done in results.items():
         progress.samples += done["samples"]
         if session.config.equal_tokens:
             tokens, iterations = progress.pace.get(index, (0, 0))
@@ -374,13 +380,13 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
     completions: list[CompletionRecord] = []
     if not population.learns_from_data:
         rows = completion_rows(population, progress, rollout, session.config.training.log_completions)
-        completions = [CompletionRecord(**row) for part in session.topology.peers.all(rows) for row in part]
+        completions = [CompletionRecord(**row) for row in rows]
     return IterationDone(
         generation=progress.generation,
         iteration=progress.iteration,
         progress=min(_spent(session, progress), 1.0),
-        metrics={index: done["metrics"] for index, done in merged.items()},
-        outcomes={index: done["outcome"] for index, done in merged.items()},
+        metrics={index: done["metrics"] for index, done in results.items()},
+        outcomes={index: done["outcome"] for index, done in results.items()},
         completions=completions,
         changes=changes,
     )
@@ -410,13 +416,13 @@ def _waiting(session: Session, progress: Progress) -> frozenset[int]:
     """
     if not session.config.equal_tokens:
         return frozenset()
-    everyone = [agent.index for agent in session.population.everyone]
+    everyone = [agent.index for agent in session.population.agents]
     spent = {index: tokens for index, (tokens, _) in progress.pace.items() if index in everyone}
     # What an agent's iteration costs is unknown until it has had one in this generation.
     if len(spent) < len(everyone):
         return frozenset()
     cost = {index: tokens / progress.pace[index][1] for index, tokens in spent.items()}
-    # By index as well: in a tie all processes must choose the same agent.
+    # By index as well, for a tie.
     pace = min(cost, key=lambda index: (cost[index], index))
     target = spent[pace] + cost[pace]
     return frozenset(index for index in spent if index != pace and spent[index] + cost[index] / 2 > target)
@@ -424,14 +430,14 @@ def _waiting(session: Session, progress: Progress) -> frozenset[int]:
 
 def _exam(session: Session, progress: Progress) -> ExamDone:
     population = session.population
-    start, before = perf_counter(), sum(a.tokens["evaluated"] for a in population.everyone)
+    start, before = perf_counter(), sum(a.tokens["evaluated"] for a in population.agents)
     fitness = population.evaluate("exam")
     # Once one exam was finite, the graders are known to give grades.
     if progress.best == -math.inf:
         _check_graded(session, fitness)
-    progress.tokens["evaluated"] += sum(a.tokens["evaluated"] for a in population.everyone) - before
+    progress.tokens["evaluated"] += sum(a.tokens["evaluated"] for a in population.agents) - before
     seconds = perf_counter() - start
-    tokens = {agent.index: dict(agent.tokens) for agent in population.everyone}
+    tokens = {agent.index: dict(agent.tokens) for agent in population.agents}
     progress.fitness.update(fitness)
     # A sick agent is never the best; a collapsed one cannot be, since collapse is measured against the best.
     # At the end nothing begins again, and a low exam is better than none.
@@ -443,7 +449,7 @@ def _exam(session: Session, progress: Progress) -> ExamDone:
     # At equal fitness the later agent wins, because it has been trained for longer.
     if sound[best].is_finite and sound[best].mean >= progress.best:
         progress.best = sound[best].mean
-        progress.elite = population.state_of(best)
+        progress.elite = population.agent(best).state()
         progress.elite_iteration = progress.iteration
     most, exam = session.config.kept_exams, sound[best]
     # A copy takes an adapter with its moments, so an exam that would not be kept gets none.
@@ -451,7 +457,7 @@ def _exam(session: Session, progress: Progress) -> ExamDone:
     if exam.is_finite and most and not (full and exam.mean < progress.kept[-1].fitness.mean):
         is_elite = progress.elite_iteration == progress.iteration
         # One copy serves as elite and as kept exam.
-        state = progress.elite if is_elite else population.state_of(best)
+        state = progress.elite if is_elite else population.agent(best).state()
         progress.keep(Kept(agent=best, iteration=progress.iteration, fitness=exam, state=state), most)
     progress.exam = dict(fitness)
     return ExamDone(progress.generation, fitness, progress.iteration, tokens, seconds, progress.seconds)
@@ -462,17 +468,13 @@ def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
     population = session.population
     if any(math.isfinite(score) for f in fitness.values() for score in f.scores):
         return
-    ungraded = all(population.ungraded[a.index] and all(map(math.isnan, a.scores)) for a in population.agents)
-    if all(session.topology.peers.all(ungraded)):
+    if all(population.ungraded[a.index] and all(map(math.isnan, a.scores)) for a in population.agents):
         size = len(population.places("exam"))
-        error = RewardError(
+        raise RewardError(
             f"expected {session.task.grader} to return a number for completions, found None (no grade) for all "
             f"training completions of every agent so far, and for all {size} of its exam: nothing can be learned; "
             "return 0.0 for a wrong answer, and None only for rows that the grader does not apply to"
         )
-        # All processes raise it, so that one of them prints it.
-        error.everywhere = True
-        raise error
 
 
 def _evolve(session: Session, progress: Progress, exam: Mapping[int, Fitness]) -> Evolved:
@@ -510,7 +512,7 @@ def evolve(
     """Let a population evolve with the ``settings`` of :meth:`Population.evolve`, and return the event."""
     start = perf_counter()
     change = population.evolve(fitness, selection, mutations, generation=generation, **settings)
-    seconds, elite, agents = perf_counter() - start, change.plan.elite, population.everyone
+    seconds, elite, agents = perf_counter() - start, change.plan.elite, population.agents
     spreads = [
         float(np.std([agent.genes[name].to_unit(agent.hyperparameters[name]) for agent in agents]))
         for name in agents[0].genes

@@ -52,21 +52,24 @@ def adapter_slots(network: NetworkConfig, algorithm: type[LLMAlgorithm]) -> int:
 def estimate(config: RunConfig, population: Population) -> dict[str, float]:
     """Return the bytes of each part that grows with the settings; the interpreter and its libraries come on top.
 
-    Counted is what this process holds: the agents of its island, and its share of their rows, each as long as the
-    longest. Some parts take turns: see :func:`agilerl.planning.footprint.peak`. ``rollouts`` are in the host's memory.
+    Counted is what one process holds: all agents, and its share of their rows, each as long as the longest.
+    Some parts take turns: see :func:`agilerl.planning.footprint.peak`. ``rollouts`` are in the host's memory.
     """
     runtime, options, agents = population.runtime, population.runtime.options, population.agents
-    workers, limit = runtime.processes.size, population.context_length
+    processes, limit = runtime.processes, population.context_length
     longest = max(population.lengths(split).row(population.eval_max_new_tokens or limit, limit) for split in _PANELS)
     rows = [population.prompts_per_step * agent.config.group_size for agent in agents]  # type: ignore[attr-defined]
+    # Of the process that computes most: with whole agents the rows of some of them, else its part of all rows.
+    divided = [[rows[k] for k in share] for share in processes.parts(range(len(rows)), whole=True)]
+    mine, workers = (max(divided, key=sum), 1) if population.whole else (rows, processes.size)
     trained, examined = (
-        rows_at_once(count / workers, len(agents), config.training.max_rows_in_flight)
-        for count in (sum(rows), len(agents) * len(population.places("exam")) * population.eval_samples)
+        rows_at_once(count / workers, len(mine), config.training.max_rows_in_flight)
+        for count in (sum(mine), len(mine) * len(population.places("exam")) * population.eval_samples)
     )
     # The smallest group: its prompts' caches are shared by the fewest rows.
     group, prompt = min(population.group_sizes), max(max(population.lengths(split).prompts) for split in _PANELS)
-    passes = [_passes(agent, count, longest) for agent, count in zip(agents, rows)]
-    tokens = tokens_at_once(max(micro for micro, _ in passes), len(agents), runtime.max_tokens or runtime.pass_tokens)
+    passes = [_passes(agent, count, longest, workers) for agent, count in zip(agents, rows)]
+    tokens = tokens_at_once(max(micro for micro, _ in passes), len(mine), runtime.max_tokens or runtime.pass_tokens)
     vllm = _vllm(runtime) if options.use_vllm else {}
     samples = not options.use_vllm or (options.vllm_config or VLLMConfig()).exams == "torch"
     parts: dict[str, float] = footprint(
@@ -78,7 +81,7 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
         decoded=max(trained, examined) if samples else None,
         cached=cached_tokens(trained, group, examined, min(prompt, longest), longest, shared=runtime.base.flattens),
         longest=longest,
-        kept=_kept(population, rows, len(population.places("exam"))),
+        kept=_kept(population, mine, len(population.places("exam"))),
         tokens=tokens,
         spoken=tokens,
         scored=max(scored for _, scored in passes),
@@ -98,9 +101,9 @@ def _kept(population: Population, rows: Sequence[int], exam: int) -> int:
     return max(sum(count for count in counts if count <= UNIT_ROWS) for counts in (rows, [exam] * len(rows)))
 
 
-def _passes(agent: LLMAlgorithm, rows: int, length: int) -> tuple[int, int]:
+def _passes(agent: LLMAlgorithm, rows: int, length: int, workers: int) -> tuple[int, int]:
     """Return the tokens of the largest forward with and without gradient of an agent whose rows share no prompts."""
-    most, workers = agent.micro_batch, agent.runtime.processes.size
+    most = agent.micro_batch
 
     def largest(count: int) -> int:
         unit = min(most.unit, count)

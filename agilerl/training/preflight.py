@@ -1,7 +1,7 @@
 """The preflight: a run without a signal stops before its first update, with what to change."""
 
 import math
-from dataclasses import asdict, replace
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
@@ -57,9 +57,7 @@ def preflight(session: Session) -> Probe | None:
         with at_date(session.date):
             for first in range(0, MOST, QUESTIONS):
                 part = probe(session.population, QUESTIONS, first=first)
-                # Every process gets the groups of all, so that they agree on whether there is a signal.
-                for plain in session.topology.peers.all([asdict(group) for group in part.groups]):
-                    groups += (Group(**{**g, "answers": [Answer(**a) for a in g["answers"]]}) for g in plain)
+                groups += part.groups
                 result = replace(part, groups=groups)
                 if result.has_signal:
                     break

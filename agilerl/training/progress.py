@@ -45,7 +45,7 @@ class Kept(SavedValues):
     iteration: Count
     fitness: _Exam
     state: _State = None
-    """None on processes that do not hold it; its weights are in a folder of their own."""
+    """Its weights are in a folder of their own."""
 
 
 class Median(SavedValues):

@@ -133,13 +133,12 @@ class RunWriter:
 
 @dataclass
 class Checkpoints:
-    """When the population is saved, and by which process."""
+    """When the population is saved."""
 
     training: TrainingConfig
     population: Population
     writer: RunWriter | None
-    sends: bool
-    """Whether this process sends the agents of its island to the one that has the writer."""
+    """That of the first process; None in the others."""
     saved: int | None
     """Iteration of the newest checkpoint."""
     time: float = field(default_factory=perf_counter)
@@ -154,20 +153,16 @@ class Checkpoints:
         return due
 
     def save(self, progress: Progress) -> None:
-        """Commit a checkpoint, or send the agents of this island to the process that does."""
+        """Commit a checkpoint."""
         if progress.iteration == self.saved:
             return  # time ran out before another iteration, so there is nothing new to save
         if self.writer is not None:
             self.writer.checkpoint(self.population, progress, keep=self.training.keep_checkpoints)
-        elif self.sends:
-            # Iterating is what sends them; values arrive at the first island only.
-            for _ in self.population.states():
-                pass
         self.saved = progress.iteration
 
 
 def completion_rows(population: Population, progress: Progress, rollout: Rollout, most: int) -> list[dict[str, Any]]:
-    """Return the first ``most`` completions of each agent of this process, as rows of ``completions/``."""
+    """Return the first ``most`` completions of each agent, as rows of ``completions/``."""
     return [
         {
             "generation": progress.generation,

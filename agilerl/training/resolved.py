@@ -3,7 +3,6 @@
 All later code reads the typed result. It is written to run.json, and restored from there.
 """
 
-import os
 import re
 from collections.abc import Container, Mapping
 from contextlib import suppress
@@ -19,7 +18,6 @@ from agilerl.config.base_model import NetworkConfig, SharedOptions, split_option
 from agilerl.config.run import RunConfig
 from agilerl.config.search import MutationConfig, SelectionConfig
 from agilerl.config.training import ReplayConfig
-from agilerl.distributed.topology import Topology
 from agilerl.errors import ConfigError
 from agilerl.gone import instead
 from agilerl.hpo.knockout import KnockoutSelection
@@ -189,22 +187,10 @@ class Resolved:
         parts = [part.model_copy(update={"path": rows}) for part in e.dataset or ()]
         return replace(self, config=self.config.replaced(environment=e.model_copy(update={"dataset": parts})))
 
-    def seen_from(self, topology: Topology, environment: Mapping[str, str] = os.environ) -> "Resolved":
-        """Return the settings of one process: its own GPU, its share of the agents, its vLLM server."""
-        if topology.server is None and topology.world.size == 1:
-            return self
-        algorithm, training = self.config.algorithm, self.config.training
-        if topology.server is not None:
-            sampling = {**(algorithm.get("vllm_config") or {}), "base_url": topology.server}
-            algorithm = {**algorithm, "use_vllm": True, "vllm_config": sampling}
-        if topology.world.size > 1:
-            device, size = training.device, len(topology.places(training.pop_size))
-            # cuda alone would be the first GPU for every process.
-            if device == "cuda" and "LOCAL_RANK" in environment:
-                device = f"cuda:{environment['LOCAL_RANK']}"
-            training = training.model_copy(update={"device": device, "pop_size": size})
-        here = self.config.model_copy(update={"algorithm": algorithm, "training": training})
-        return replace(self, config=here, options=_options(algorithm, here.network))
+    def on(self, device: str) -> "Resolved":
+        """Return the settings on another device."""
+        training = self.config.training.model_copy(update={"device": device})
+        return replace(self, config=self.config.replaced(training=training))
 
     def document(self) -> dict[str, Any]:
         """Return the resolved manifest, defaults included, as plain data; any number of processes can resume it."""

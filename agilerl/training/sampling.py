@@ -13,7 +13,7 @@ from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.safety.addresses import check_key
 
 
-def check_sampling(config: RunConfig, options: SharedOptions) -> None:
+def check_sampling(config: RunConfig, options: SharedOptions, processes: int = 1) -> None:
     """Raise ConfigError for a missing or unsuitable vLLM, adapters that it cannot hold, or a leaked key."""
     settings = options.vllm_config or VLLMConfig()
     servers = {"sharing.teacher_url": (TEACHER_KEY, config.sharing.teacher_url)}
@@ -35,13 +35,11 @@ def check_sampling(config: RunConfig, options: SharedOptions) -> None:
         )
     # Called for its error alone, beyond the largest rank that vLLM holds.
     lora_capacity(rank)
-    processes = config.distributed.processes_per_island or 1
     if processes > 1 and settings.tensor_parallel_size > 1:
         raise ConfigError(
-            f"algorithm.vllm_config.tensor_parallel_size={settings.tensor_parallel_size} with "
-            f"distributed.processes_per_island={processes}: each process starts its own vLLM on its own GPU, so "
-            "none can use the others'; remove one of the two, or start a server and name it as "
-            "algorithm.vllm_config.base_url"
+            f"algorithm.vllm_config.tensor_parallel_size={settings.tensor_parallel_size} in {processes} processes: "
+            "each of them starts its own vLLM on its own GPU, so none can use the others'; set it to 1, or start a "
+            "server and name it as algorithm.vllm_config.base_url"
         )
 
 

@@ -1,9 +1,10 @@
 """From a checked configuration to the objects of a run: resolved, loaded, assembled."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -14,8 +15,6 @@ from agilerl.checks.arguments import checked, shown
 from agilerl.config.named_files import digests, given_digests, named_files
 from agilerl.config.run import RunConfig
 from agilerl.config.training import TrainingConfig
-from agilerl.distributed.islands import IslandPopulation
-from agilerl.distributed.topology import SOLITARY, Topology
 from agilerl.envs.core import TRIED_ROWS, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError, EnvError
@@ -24,6 +23,7 @@ from agilerl.hpo.selection import SelectionStrategy
 from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.models.base import check_device
 from agilerl.population import Population
+from agilerl.processes import ALONE, Processes
 from agilerl.rollouts.activated import invocations
 from agilerl.runtime import Runtime
 from agilerl.safety.custom_code import names_code
@@ -51,8 +51,6 @@ class Session:
     """What the run is resumed from; None for a new run."""
     files: dict[str, dict[str, str]] = field(default_factory=dict)
     """sha256 of the files that the configuration names: ``data``, and the allowed ``code``."""
-    topology: Topology = SOLITARY
-    """The processes of the run, seen from this one."""
     date: datetime = field(default_factory=datetime.now)
     """The date that chat templates use, local time."""
     trackers: Mapping[str, Callable[..., Tracker]] = field(default_factory=dict)
@@ -76,6 +74,11 @@ class Session:
         return self.resolved.config
 
     @property
+    def processes(self) -> Processes:
+        """The processes of the run, seen from this one."""
+        return self.population.runtime.processes
+
+    @property
     def evo_steps(self) -> int:
         """Iterations between selections."""
         steps = self.config.training.evo_steps
@@ -91,7 +94,7 @@ class Session:
     @property
     def generation_steps(self) -> int:
         """Iterations of the present generation: ``evo_steps``, or fewer while a knockout has founders."""
-        strategy, indices = self.selection, [agent.index for agent in self.population.everyone]
+        strategy, indices = self.selection, [agent.index for agent in self.population.agents]
         # An index beyond the founders' is a challenger's, and the knockout is over.
         founders = max(indices) < self.config.training.pop_size
         return first_steps(strategy, self.pace, len(indices)) if founders else self.evo_steps
@@ -188,41 +191,39 @@ def build(
     checkpoint: Path | None = None,
     *,
     allow_code: bool = False,
-    topology: Topology = SOLITARY,
+    processes: Processes = ALONE,
     all_rows: bool = False,
     runtime: Runtime | None = None,
 ) -> Session:
     """Load the base, make the task and the population, new or from a ``checkpoint`` folder; nothing is written.
 
     ``allow_code`` runs Python that the configuration names, such as ``rewards.py:my_reward``: never allow it for a file
-    that you have not read. Each process makes its island's share of the agents; only the writer needs the
-    ``checkpoint``, and sends the others theirs. Chat templates that ask for the date get ``config.date``. ``all_rows``
-    puts every row of a dataset into the test, for an evaluation. ``runtime`` is the base if it is loaded already.
+    that you have not read. Of several ``processes`` only the first one needs the ``checkpoint``. Chat templates that
+    ask for the date get ``config.date``. ``all_rows`` puts every row of a dataset into the test, for an evaluation.
+    ``runtime`` is the base if it is loaded already.
 
     Raises ConfigError or EnvError for problems that can be found before training, and CheckpointError for a checkpoint
     that does not fit.
     """
-    resolved = check(config)
+    resolved = check(config, processes)
     config = resolved.config
-    topology.check(config.training.pop_size)
-    config.check_islands(topology.peers.size)
     # Before the base, which can take minutes to load, while this fails at once.
     trackers = load_trackers(config.training.trackers, allow_code=allow_code)
     if resolved.selection is None:
         resolved = replace(resolved, selection=selection_strategy(config.selection_strategy, allow_code=allow_code))
     # Without microseconds: run.json stores seconds, and a resumed run must see the same date.
     date = (config.date or datetime.now()).replace(microsecond=0)
-    # ``resolved`` is what run.json records, for any number of processes; ``here`` is the part of this one.
-    here = resolved.seen_from(topology)
+    # ``resolved`` is what run.json records, ``here`` what this process works with.
+    here = resolved.on(device_of(config.training.device, processes))
     with at_date(date):
         source = task(here.config, allow_code=allow_code, all_rows=all_rows)
         try:
             runtime = load_runtime(here) if runtime is None else runtime
-            runtime.share(topology.island, here.config.distributed.base_sharding())
+            runtime.share(processes, here.config.distributed.base_sharding())
             # The usual rate depends on the base, which is there only now.
             resolved = resolved.with_rate(usual_rate(runtime.base)).with_usual_founder(usual_rate(runtime.base))
-            saved = received(topology, checkpoint, runtime)
-            population = _population(resolved, here.config, source, runtime, topology, saved)
+            saved = received(processes, checkpoint, runtime)
+            population = _population(resolved, source, runtime, saved)
             try_prompts(population)
             resolved = resolved.with_epochs(source.train_size if isinstance(source, Task) else None)
             group: int = resolved.hyperparameters.group_size  # type: ignore[attr-defined]
@@ -238,7 +239,7 @@ def build(
         resolved = resolved.derived(evo_steps=steps)
     files = digests(named_files(here.config))
     files["code"] |= given_digests(config.environment, config.selection_strategy.strategy, config.training)
-    session = Session(resolved, source, population, saved, files, topology, date, trackers)
+    session = Session(resolved, source, population, saved, files, date, trackers)
     # How many the budget pays depends on lengths of prompts that only a population can measure.
     if saved is None and session.founders < config.training.pop_size:
         population.keep_first(session.founders)
@@ -246,28 +247,23 @@ def build(
 
 
 def _population(
-    resolved: Resolved,
-    here: RunConfig,
-    source: Task | EpisodeTask,
-    runtime: Runtime,
-    topology: Topology,
-    saved: SavedCheckpoint | None,
+    resolved: Resolved, source: Task | EpisodeTask, runtime: Runtime, saved: SavedCheckpoint | None
 ) -> Population:
-    """Assemble the population of this process, which has the settings ``here``, new or from a checkpoint."""
-    most = max(here.network.lora_config.r, here.mutation.rank_range[1])
-    agents = first_generation(resolved, runtime, topology) if saved is None else saved.agents(runtime, most)
-    t, islands = here.training, topology.peers.size > 1
-    population = (partial(IslandPopulation, exchange=topology.peers) if islands else Population)(
+    """Assemble the population, new or from a checkpoint."""
+    config = resolved.config
+    t, most = config.training, max(config.network.lora_config.r, config.mutation.rank_range[1])
+    agents = first_generation(resolved, runtime) if saved is None else saved.agents(runtime, most)
+    population = Population(
         agents,
         source,
-        prompts_per_step=here.environment.data_batch_size_per_gpu,
+        prompts_per_step=config.environment.data_batch_size_per_gpu,
         eval_max_new_tokens=t.eval_max_new_tokens or getattr(resolved.hyperparameters, "max_output_tokens", None),
         eval_temperature=t.eval_temperature,
         eval_samples=t.eval_samples,
         max_error_rate=t.max_error_rate,
-        test_prompts=here.environment.test_prompts,
-        objectives=here.selection_strategy.objectives or ("reward",),
-        sharing=here.sharing,
+        test_prompts=config.environment.test_prompts,
+        objectives=config.selection_strategy.objectives or ("reward",),
+        sharing=config.sharing,
     )
     if saved is not None:
         # Not counted from the living agents: indices of the dead are never used again.
@@ -277,13 +273,19 @@ def _population(
     return population
 
 
-def check(config: RunConfig | Resolved) -> Resolved:
+def device_of(device: str, processes: Processes) -> str:
+    """Return the device of this process: of ``cuda`` its own, as alone it is the first GPU for every process."""
+    number = os.environ.get("LOCAL_RANK")
+    return f"cuda:{number}" if device == "cuda" and processes.size > 1 and number is not None else device
+
+
+def check(config: RunConfig | Resolved, processes: Processes = ALONE) -> Resolved:
     """Return what a configuration resolves to; raises ConfigError for all that needs no model, this machine too."""
     resolved = resolve(config)
     config = resolved.config
     trackers = config.training.trackers
     check_trackers(trackers, own=filter(names_code, trackers))
-    check_sampling(config, resolved.options)
+    check_sampling(config, resolved.options, processes.size)
     check_device(config.training.device, "training.device")
     return resolved
 
@@ -291,19 +293,18 @@ def check(config: RunConfig | Resolved) -> Resolved:
 def load_agent(config: RunConfig) -> LLMAlgorithm:
     """Load the base, and one agent with the adapter ``network.adapter``, without a task; raises as :func:`build`."""
     resolved = resolve(config)
-    return first_generation(resolved, load_runtime(resolved), SOLITARY)[0]
+    return first_generation(resolved, load_runtime(resolved))[0]
 
 
-def first_generation(resolved: Resolved, runtime: Runtime, topology: Topology) -> list[LLMAlgorithm]:
-    """Return those of ``algorithm.population(pop_size, ...)`` that belong to this island, without making the others."""
+def first_generation(resolved: Resolved, runtime: Runtime) -> list[LLMAlgorithm]:
+    """Return the founders: ``algorithm.population(pop_size, ...)``, from an adapter if there is one."""
     t, network, algorithm = resolved.config.training, resolved.config.network, resolved.algorithm
-    places = topology.places(t.pop_size)
     # Only what was set, because a default that is passed on would count as set; and in the form of run.json, so that a
     # run restarted from it writes the same files.
     settings = resolved.hyperparameters.model_dump(mode="json", exclude_unset=True)
-    first = algorithm(hp_config=dict(resolved.genes) or None, index=places.start, runtime=runtime, **settings)
+    first = algorithm(hp_config=dict(resolved.genes) or None, runtime=runtime, **settings)
     ranges = {name: gene for name, gene in resolved.founder_genes().items() if name in first.genes}
-    agents = first.founders(places, t.pop_size, ranges, t.init)
+    agents = first.founders(t.pop_size, ranges, t.init)
     usual = resolved.usual_instead(usual_rate(runtime.base))
     for agent in agents:
         if usual and agent.index == USUAL:
@@ -312,7 +313,7 @@ def first_generation(resolved: Resolved, runtime: Runtime, topology: Topology) -
         _start_from(Path(network.adapter).expanduser(), agents)
     if len(resolved.algorithms) > 1 and t.init == "spread":
         # In turn, so that every algorithm has founders.
-        for number, agent in zip(places, agents):
+        for number, agent in enumerate(agents):
             agent.set_hyperparameters({"algorithm": resolved.algorithms[number % len(resolved.algorithms)].__name__})
     return agents
 

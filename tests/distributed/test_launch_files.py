@@ -1,4 +1,4 @@
-"""What the tutorials and the page about several machines give to torchrun, SLURM and Kubernetes is what these take."""
+"""What the tutorials and the page about several machines give to torchrun, SLURM and Ray is what these take."""
 
 import re
 import shlex
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from torch.distributed.run import get_args_parser
 
 from agilerl.config.manifest import load_manifest
@@ -51,37 +50,9 @@ def test_the_slurm_script_is_one_and_starts_what_torchrun_takes() -> None:
     assert options["signal"] == "B:TERM@300"
 
 
-def test_the_ray_job_has_the_keys_of_kuberay_and_a_run_that_is_valid() -> None:
-    job = yaml.safe_load((FOLDER / "kuberay.yaml").read_text())
-    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
-    spec = job["spec"]
-    assert set(spec) <= {
-        *("entrypoint", "shutdownAfterJobFinishes", "ttlSecondsAfterFinished", "backoffLimit", "submissionMode"),
-        "rayClusterSpec",
-    }
-    cluster = spec["rayClusterSpec"]
-    assert set(cluster) == {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
-    assert f"ray=={cluster['rayVersion']}\n" in (ROOT / "constraints.txt").read_text()
-    (workers,) = cluster["workerGroupSpecs"]
-    assert set(workers) == {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
-    for group in (cluster["headGroupSpec"], workers):
-        assert all(isinstance(value, str) for value in group["rayStartParams"].values())
-        (container,) = group["template"]["spec"]["containers"]
-        volumes = {volume["name"] for volume in group["template"]["spec"]["volumes"]}
-        assert {mount["name"] for mount in container["volumeMounts"]} == volumes
-    program, command, manifest, *rest = shlex.split(spec["entrypoint"])
-    assert (program, command, manifest) == ("agilerl", "train", "/manifest/mine.yaml")
-    config = load_manifest(None, [word for word in rest if "=" in word])
-    limits = workers["template"]["spec"]["containers"][0]["resources"]["limits"]
-    assert config.distributed.backend == "ray"
-    assert config.distributed.islands == workers["replicas"]
-    assert float(limits["cpu"]) == config.distributed.cpus_per_island
-    assert float(limits["nvidia.com/gpu"]) == config.distributed.gpus_per_island
-
-
 def test_the_manifest_for_ray_is_valid() -> None:
     path = FOLDER / "ray.yaml"
     config = load_manifest(path, [])
-    assert config.distributed.islands <= config.training.pop_size
+    assert config.distributed.backend == "ray"
     assert resolve(config).without_effect == []
     assert f"agilerl train tutorials/manifests/distributed/{path.name}" in path.read_text()

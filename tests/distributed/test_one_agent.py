@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from agilerl.data import RolloutBatch, Trajectory, collate
 from agilerl.data.batch import union
 from agilerl.errors import ConfigError, EngineError, RewardError
-from agilerl.models.sharding import Lockstep, agreed
+from agilerl.models.sharding import Lockstep
 from agilerl.processes import ALONE, Processes
 from tests.distributed.one_agent_cases import Found, new_runtime, run
 from tests.distributed.test_processes import free_port
@@ -108,7 +108,7 @@ def test_a_divided_base_computes_the_same(tmp_path: Path) -> None:
 def test_an_error_of_another_process_is_raised_here_too() -> None:
     said = b"\1" + json.dumps(["RewardError", "grading failed"]).encode()
     with pytest.raises(RewardError, match="grading failed") as caught:
-        agreed(Recording(0, 2, others=(said,)), lambda: b"fine")
+        Recording(0, 2, others=(said,)).agreed(lambda: b"fine")
     assert caught.value.everywhere
 
 

@@ -1,4 +1,4 @@
-"""Whole runs of agents that two processes share: the same table as alone, one end for both, one sentence."""
+"""Whole runs on a base that two processes divide: the same table as alone, one end for both, one sentence."""
 
 import json
 import signal
@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_islands_faults import QUICK
+from tests.distributed.test_group_faults import QUICK
 from tests.distributed.together import Job, check_a_loss_is_noticed, ends, run_jobs, started, wait_for
 from tests.training.small_runs import run_here
 
-SHARED = ("distributed.processes_per_island=2",)
-DIVIDED = (*SHARED, "distributed.sharding=fsdp2")
+DIVIDED = ("distributed.sharding=fsdp2",)
 pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 
@@ -27,21 +26,21 @@ def table(run: Path) -> dict[str, Any]:
     return {name: summary[name] for name in ("fitness", "test", "tokens", "elite", "iterations")}
 
 
+@pytest.mark.parametrize("agents", [3, 1])
 @pytest.mark.processes
-def test_two_processes_come_to_the_same_table_as_one(tmp_path: Path) -> None:
-    whole, divided = tmp_path / "whole", tmp_path / "divided"
+def test_two_processes_come_to_the_same_table_as_one(agents: int, tmp_path: Path) -> None:
+    """Of three agents one process trains two, in step with the other; of one agent both train some rows."""
     settings = (*QUICK, "algorithm.lr=1e-3", "selection_strategy.objectives=[reward, kl, length]")
-    run_jobs(2, Job(whole, (*settings, *SHARED)), Job(divided, (*settings, *DIVIDED)), processes_per_island=2)
-    alone = table(run_here(tmp_path / "alone", *settings))
-    assert table(whole) == alone
-    assert table(divided) == alone
+    settings = (*settings, f"training.pop_size={agents}", "algorithm.beta=0.01", "training.max_steps=96")
+    run_jobs(2, Job(tmp_path / "divided", (*settings, *DIVIDED)))
+    assert table(tmp_path / "divided") == table(run_here(tmp_path / "alone", *settings))
 
 
 @pytest.mark.processes
 def test_what_both_meet_is_said_once(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def reward(completion):\n    raise ValueError('cannot grade this')\n")
     own = ("environment.graders=[{name: 'mine.py:reward'}]", "--allow-code", "--quiet", "--out", "run")
-    with started(2, "-m", "agilerl", "train", *QUICK, *SHARED, *own, cwd=tmp_path) as children:
+    with started(2, "-m", "agilerl", "train", *QUICK, *own, cwd=tmp_path) as children:
         writer, other = ends(children)
     assert (writer.code, other.code) == (2, 2), (writer, other)
     assert writer.errors.count("\n") == 1

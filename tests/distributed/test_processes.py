@@ -1,6 +1,7 @@
 """Bytes and tensors between real processes."""
 
 import json
+import math
 import os
 import socket
 from collections.abc import Mapping
@@ -10,7 +11,6 @@ from types import MappingProxyType
 import pytest
 import torch.distributed as dist
 
-from agilerl.distributed.topology import Exchange
 from agilerl.errors import ConfigError, EngineError
 from agilerl.processes import ALONE, Processes, joined
 from tests.programs import Program
@@ -18,37 +18,53 @@ from tests.programs import Program
 CHILD = """
 import json, sys
 import torch
-from agilerl.errors import EngineError
-from agilerl.processes import ALONE, joined
+from agilerl.errors import LostProcessError, RewardError
+from agilerl.processes import joined
 
-def sent(world):
+def raised(call):
+    try:
+        return call()
+    except RewardError as error:
+        return [str(error), error.everywhere]
+
+def graded():
     if world.rank == 1:
-        world.send(b"for the last", 2)
-    return world.receive(1).decode() if world.rank == 2 else None
+        raise RewardError("cannot grade")
+    return b"graded"
+
+def failing():
+    with world.telling():
+        return [part.decode() for part in world.agreed(graded)]
+
+def tells():
+    with world.telling():
+        if world.rank == 2:
+            raise RewardError("of the last alone")
+        return world.first(lambda: "never seen")
 
 with joined(timeout_seconds=60) as world:
     total = torch.full((3,), float(world.rank + 1), dtype=torch.float64)
     world.add_(total)
-    pair = world.subgroup([[0, 1], [2]])
-    within = torch.tensor([float(world.rank)])
-    pair.add_(within)
+    spread = torch.full((2,), float(world.rank))
+    world.broadcast_(spread, 1)
     print(json.dumps({
         "rank": world.rank,
         "gathered": [d.decode() for d in world.gather(b"x" * world.rank)],
         "said": world.broadcast(b"from one" if world.rank == 1 else None, source=1).decode(),
         "silence": world.broadcast(b"" if world.rank == 2 else None, source=2).decode(),
-        "total": total.tolist(), "pair": [pair.rank, pair.size, within.item()],
-        "handed": sent(world),
-        "in_pair": [d.decode() for d in pair.gather(str(world.rank).encode())],
+        "total": total.tolist(), "spread": spread.tolist(),
+        "all": world.all({"rank": world.rank, "nan": float("nan")}),
+        "first": world.first(lambda: [world.rank, "first"]),
+        "failed": raised(failing), "told": raised(tells),
     }), flush=True)
-    world.wait()
+    world.gather(b"")
     if world.rank == 2:
         sys.stdout.flush()
         import os
         os._exit(9)
     try:
         world.gather(b"")
-    except EngineError as error:
+    except LostProcessError as error:
         print(json.dumps({"lost": str(error)}), flush=True)
 """
 
@@ -75,9 +91,13 @@ def test_three_processes_talk_and_notice_a_loss() -> None:
         assert first["gathered"] == ["", "x", "xx"]
         assert (first["said"], first["silence"]) == ("from one", "")
         assert first["total"] == [6.0, 6.0, 6.0]
-    assert [first["pair"] for first, *_ in lines] == [[0, 2, 1.0], [1, 2, 1.0], [0, 1, 2.0]]
-    assert [first["in_pair"] for first, *_ in lines] == [["0", "1"], ["0", "1"], ["2"]]
-    assert [first["handed"] for first, *_ in lines] == [None, None, "for the last"]
+        assert first["spread"] == [1.0, 1.0]
+        assert [value["rank"] for value in first["all"]] == [0, 1, 2]
+        assert all(math.isnan(value["nan"]) for value in first["all"])
+        assert first["first"] == [0, "first"]
+        # What one raises, all raise.
+        assert first["failed"] == ["cannot grade", True]
+        assert first["told"] == ["of the last alone", True]
     for own in lines[:2]:
         assert "another process of this run is lost" in own[1]["lost"]
     assert children[2].returncode == 9
@@ -91,8 +111,7 @@ from agilerl.processes import joined
 # The first process comes late: what the second finds in the store until then is of those who have ended.
 time.sleep(3 if os.environ["RANK"] == "0" else 0)
 with joined(timeout_seconds=30) as world:
-    pair = world.subgroup([[0, 1]])
-    print(world.gather(b"here"), pair.gather(b"pair"))
+    print(world.gather(b"here"))
 # A thread of gloo that is still at work while Python ends aborts the process now and then.
 print([name for task in Path("/proc/self/task").iterdir() if "gloo" in (name := (task / "comm").read_text())])
 """
@@ -106,13 +125,12 @@ def test_processes_that_are_started_again_meet_each_other_and_not_the_dead() -> 
     for _ in range(2):
         children = [start(MEETING, rank, 2, store.port, again) for rank in range(2)]
         said = [child.communicate(timeout=120)[0].strip() for child in children]
-        assert said == ["[b'here', b'here'] [b'pair', b'pair']\n[]"] * 2
+        assert said == ["[b'here', b'here']\n[]"] * 2
 
 
 def test_one_process_alone_needs_nobody() -> None:
     assert ALONE.gather(b"a") == [b"a"]
     assert ALONE.broadcast(b"b") == b"b"
-    ALONE.wait()
 
 
 def test_shares_are_consecutive_and_even() -> None:
@@ -149,10 +167,18 @@ def test_a_launcher_that_says_nonsense_is_named(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_alone_everything_is_what_it_was() -> None:
-    exchange, said = Exchange(), {1: object()}
-    assert exchange.all(said) == [said]
-    assert exchange.merged(said) == said
-    assert exchange.first(lambda: 5) == 5
-    with pytest.raises(EngineError), exchange.telling():
-        raise EngineError("nobody to tell")
-    assert not exchange.error_is_known
+    value = {1: object()}
+    assert ALONE.all(value) == [value]
+    assert ALONE.first(lambda: value) is value
+    with pytest.raises(EngineError) as raised, ALONE.telling():
+        raise EngineError
+    assert not raised.value.everywhere
+
+
+def test_whole_agents_while_there_are_enough_else_rows() -> None:
+    three, owners = Processes(0, 3), "aaabbbbccdd"
+    assert three.parts(owners, whole=True) == [[0, 1, 2, 3, 4, 5, 6], [7, 8], [9, 10]]
+    assert three.parts(owners, whole=False) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+    # In turns, as a probe asks them; and fewer that ask than there are processes.
+    assert three.parts("abcabc", whole=True) == [[0, 3], [1, 4], [2, 5]]
+    assert three.parts("aa", whole=True) == [[0, 1], [], []]

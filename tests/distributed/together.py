@@ -9,7 +9,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any
 
 from tests.distributed.test_processes import free_port
 from tests.programs import Program
@@ -21,20 +20,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from agilerl.cli.launch import Request, Terminal, agreed, events, prepared
-from agilerl.distributed.topology import connected
+from agilerl.processes import joined
 from agilerl.errors import AgileRLError
 from agilerl.config.manifest import load_manifest
-from agilerl.config.distributed import DistributedConfig
 from agilerl.training.events import IterationDone
 from agilerl.runs.stopping import StopRequest
 
-with connected(DistributedConfig(**json.loads(sys.argv[2])), cuda=False) as topology:
+with joined() as processes:
     for job in json.loads(sys.argv[1]):
         config = load_manifest(None, job["overrides"])
         request = Request(config, Path(job["out"]), job["goes_on"], allow_code=job["allow_code"])
-        with ExitStack() as opened, topology.world.telling():
-            what = agreed(request, topology, opened, Terminal.of("nothing"))
-            run = events(prepared(request, what, topology), what, StopRequest())
+        with ExitStack() as opened, processes.telling():
+            what = agreed(request, processes, opened, Terminal.of("nothing"))
+            run = events(prepared(request, what, processes), what, StopRequest())
             for event in run:
                 if isinstance(event, IterationDone) and event.iteration == job["leave_after"]:
                     run.close()
@@ -104,10 +102,10 @@ def check_a_loss_is_noticed(children: Sequence[Program]) -> None:
     assert "error: another process of this run is lost" in writer.errors
 
 
-def run_jobs(size: int, *jobs: Job, **distributed: Any) -> None:
+def run_jobs(size: int, *jobs: Job) -> None:
     """Do the jobs one after the other, all processes together."""
     plain = [{**asdict(job), "out": str(job.out)} for job in jobs]
-    with started(size, "-c", CHILD, json.dumps(plain), json.dumps(distributed)) as children:
+    with started(size, "-c", CHILD, json.dumps(plain)) as children:
         for ended in ends(children):
             assert ended.code == 0, ended.errors
 

@@ -25,12 +25,9 @@ NAMED = {
     "no algorithm": f"agilerl train bare.yaml --out runs/mine {AUTO}",
     "what init writes": f"agilerl train my.yaml --allow-code --out runs/mine {AUTO}",
     "passes over rows": f"agilerl train my.yaml --allow-code training.num_epochs=2 --out runs/mine {AUTO}",
-    "several processes": (
-        f"torchrun --standalone --nproc-per-node 2 -m agilerl train selection_strategy.floor=2 --out runs/mine {AUTO}"
-    ),
+    "several processes": (f"torchrun --standalone --nproc-per-node 2 -m agilerl train --out runs/mine {AUTO}"),
     "one agent on two": (
-        "torchrun --nproc-per-node 2 -m agilerl.cli train bare.yaml --out runs/mine "
-        f"distributed.processes_per_island=2 {AUTO}"
+        f"torchrun --nproc-per-node 2 -m agilerl.cli train bare.yaml --out runs/mine training.pop_size=1 {AUTO}"
     ),
 }
 """The README's command in the states in which readers meet it."""

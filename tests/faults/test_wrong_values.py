@@ -299,7 +299,6 @@ UNBOUNDED = {
     "hpo.selection.latest_fitness: exams",
     "hpo.strategies.make_strategy: population_size",
     "hpo.tournament.TournamentSelection.__init__: tournament_size",
-    "population.Population.state_of: index",
     "rewards.judge.JudgeGrader.__init__: high",
     "rewards.judge.JudgeGrader.__init__: low",
     "runs.checkpoints.agent_folder: index",

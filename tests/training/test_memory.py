@@ -161,38 +161,37 @@ def test_no_forward_pass_of_an_update_is_larger_than_estimated(
     assert 0 < max(counted) <= held[0]
 
 
-ISLANDS = """
+DIVIDED = """
 import json, sys
-from agilerl.distributed.topology import arranged, connected
 from agilerl.config.manifest import load_manifest
-from agilerl.config.distributed import DistributedConfig
+from agilerl.processes import joined
 from agilerl.training.memory import estimate
 from agilerl.training.setup import build
 
-config = load_manifest(None, sys.argv[1:])
-with connected(DistributedConfig(), cuda=False) as topology:
-    for size in (1, 2):
-        layout = arranged(topology.world.processes, DistributedConfig(processes_per_island=size))
-        session = build(config, topology=layout)
-        print(json.dumps(estimate(session.config, session.population)))
+with joined() as processes:
+    for size in (4, 3, 1):
+        config = load_manifest(None, [*sys.argv[1:], f"training.pop_size={size}"])
+        print(json.dumps(estimate(config, build(config, processes=processes).population)))
 """
 
 
 @pytest.mark.model
 @pytest.mark.processes
 def test_a_process_counts_what_it_holds_itself() -> None:
-    settings = [*SMALL, "training.pop_size=4", "training.max_tokens_in_flight=65536"]
-    with started(2, "-c", ISLANDS, *settings) as children:
+    settings = [*SMALL, "training.max_tokens_in_flight=65536"]
+    with started(2, "-c", DIVIDED, *settings) as children:
         first, second = ends(children)
     assert first.code == second.code == 0, first.errors + second.errors
     assert first.output == second.output
-    two_islands, one_island = map(json.loads, first.output.splitlines())
-    alone, half = parts(*settings), parts(*settings, "training.pop_size=2")
-    assert two_islands == half
-    # All agents are on the one island: their rows are divided for decoding and training, and known to both processes.
-    whole = {name: alone[name] for name in ("base", "adapters", "rollouts")}
-    divided = {name: half[name] for name in ("decode_cache", "training_activations")}
-    assert one_island == whole | divided
+    of_four, of_three, of_one = map(json.loads, first.output.splitlines())
+    # All agents are held and known by both processes; two of four are sampled and trained by each, and of three by one.
+    two = parts(*settings, "training.pop_size=2")
+    for size, divided in ((4, of_four), (3, of_three)):
+        alone = parts(*settings, f"training.pop_size={size}")
+        whole = {name: alone[name] for name in ("base", "adapters", "rollouts")}
+        assert divided == whole | {name: two[name] for name in ("decode_cache", "training_activations")}
+    alone = parts(*settings, "training.pop_size=1")
+    assert alone["decode_cache"] / 2 <= of_one["decode_cache"] < alone["decode_cache"]
 
 
 def test_processes_of_one_machine_divide_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:

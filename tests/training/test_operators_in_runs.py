@@ -209,7 +209,7 @@ def test_agents_that_cannot_share_are_refused_before_anything_is_loaded(override
         resolve(load_manifest(None, [*overrides, "mutation.rl_hp_selection={}", "sharing.experience=2"]))
 
 
-def test_data_and_islands_are_refused() -> None:
+def test_data_is_refused() -> None:
     data = ("algorithm={name: SFT}", "environment.env_type=sft", "mutation.rl_hp_selection={}")
     with pytest.raises(ConfigError, match="agents that sample their own completions, found SFT"):
         build(load_manifest(None, [*data, "sharing.distillation=0.1"]))

@@ -174,16 +174,6 @@ def test_a_plan_warns_of_answers_that_earn_nothing_or_are_cut(monkeypatch: pytes
     assert second == "100% of the answers are cut at the limit: raise algorithm.max_output_tokens, now 1"
 
 
-def test_islands_ask_every_question_of_a_preflight(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, silent = list[int](), session(*SILENT, "training.preflight=warn")
-    real = silent.population.trial
-    monkeypatch.setattr(silent.population, "trial", lambda first, *rest: asked.append(first) or real(first, *rest))
-    monkeypatch.setattr(type(silent.topology.peers), "all", lambda self, value: [value, value])
-    result = preflight(silent)
-    assert result is not None
-    assert (asked, len(result.groups)) == ([0, 16, 32, 48], 2 * MOST)
-
-
 def test_a_warning_is_enough_if_asked_for(tmp_path: Path) -> None:
     running = train(session(*SILENT, "training.preflight=warn"), tmp_path / "run")
     events = [next(running), next(running)]

@@ -1,15 +1,13 @@
 """What a configuration resolves to: one typed object that nothing changes, and what a process of several sees of it."""
 
-from dataclasses import FrozenInstanceError, replace
+from dataclasses import FrozenInstanceError
 
 import pytest
 
 from agilerl.algorithms import CISPO, GRPO
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
-from agilerl.distributed.topology import SOLITARY, Exchange, Topology
 from agilerl.errors import ConfigError
-from agilerl.processes import Processes
 from agilerl.training.resolved import resolve
 
 
@@ -70,16 +68,3 @@ def test_a_range_from_zero_is_linear() -> None:
     found = resolve(load_manifest(None, ["mutation.rl_hp_selection={beta: {min: 0, max: 0.01}, lr: {}}"]))
     assert [found.genes[name].scale for name in ("beta", "lr")] == ["linear", "log"]
     assert found.genes["beta"].from_unit(0.0) == 0.0
-
-
-def test_a_process_of_several_sees_its_share_its_device_and_its_server() -> None:
-    whole = resolve(load_manifest(None, ["training.pop_size=5", "algorithm.vllm_config={exams: torch}"]))
-    assert whole.seen_from(SOLITARY) is whole
-    world = Exchange(Processes(1, 2))
-    here = whole.seen_from(Topology(world, peers=world))
-    assert here.config.training.pop_size == 2
-    assert replace(here, config=whole.config) == whole  # it resolves to the same
-    served = whole.seen_from(Topology(server="http://host:8000")).options
-    assert served.use_vllm
-    assert served.vllm_config is not None
-    assert (served.vllm_config.base_url, served.vllm_config.exams) == ("http://host:8000", "torch")

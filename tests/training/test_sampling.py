@@ -1,7 +1,5 @@
 """What is refused of vLLM before anything is trained: too little context, layouts that cannot start."""
 
-from typing import Any
-
 import pytest
 
 from agilerl.config.manifest import load_manifest
@@ -50,17 +48,8 @@ def test_settings_are_refused_before_vllm_is_started(where: str, monkeypatch: py
 
 def test_no_process_of_several_spreads_its_vllm_over_the_others_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(colocated, "installed_vllm", lambda: ("vllm", "0.32.0"))
-
-    def checked(**distributed: Any) -> None:
-        wanted = config("algorithm.use_vllm=true", "algorithm.vllm_config={tensor_parallel_size: 2}")
-        wanted = wanted.model_copy(
-            update={
-                "training": wanted.training.model_copy(update={"device": "cuda"}),
-                "distributed": wanted.distributed.model_copy(update=distributed),
-            }
-        )
-        check_sampling(wanted, resolve(wanted).options)
-
-    checked()
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 .*processes_per_island=2"):
-        checked(processes_per_island=2)
+    wanted = config("algorithm.use_vllm=true", "algorithm.vllm_config={tensor_parallel_size: 2}")
+    wanted = wanted.model_copy(update={"training": wanted.training.model_copy(update={"device": "cuda"})})
+    check_sampling(wanted, resolve(wanted).options)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 in 2 processes"):
+        check_sampling(wanted, resolve(wanted).options, processes=2)

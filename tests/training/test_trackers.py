@@ -222,7 +222,7 @@ def test_tensorboard_shows_each_iteration_once_after_a_crash(
 
 @pytest.mark.model
 @pytest.mark.processes
-def test_of_several_islands_one_sends_the_metrics_of_all_agents(whole: tuple[Path, Kept], tmp_path: Path) -> None:
+def test_of_several_processes_one_sends_the_metrics_of_all_agents(whole: tuple[Path, Kept], tmp_path: Path) -> None:
     run_jobs(2, Job(tmp_path / "run", (*SHORT, "training.trackers=[tensorboard]")))
     assert len(list((tmp_path / "run" / "tensorboard").glob("events.out.tfevents.*"))) == 1
     assert less_times(scalars(tmp_path / "run" / "tensorboard")) == expected_scalars(whole[1])

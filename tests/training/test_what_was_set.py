@@ -14,7 +14,6 @@ from agilerl.algorithms.codec import packed, read_state, unpacked, write_state
 from agilerl.compat.trainer import LocalTrainer
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
-from agilerl.distributed.topology import SOLITARY
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.parameters import values_of
 from agilerl.run import train as train_in_python
@@ -150,9 +149,9 @@ def test_one_setting_of_an_agent(name: str, field: str, runtime: Runtime, tmp_pa
         return
     if field == "router_aux_loss_coef":  # for mixtures of experts, which this base is not
         with pytest.raises(ConfigError, match=field):
-            first_generation(resolve(config), runtime, SOLITARY)
+            first_generation(resolve(config), runtime)
         return
-    (agent, *_) = first_generation(resolve(config), runtime, SOLITARY)
+    (agent, *_) = first_generation(resolve(config), runtime)
     assert agent.config.model_fields_set == expected
     assert json.loads(agent.config.model_dump_json(include={field})) == {field: value}
 
@@ -165,7 +164,7 @@ def test_one_setting_of_an_agent(name: str, field: str, runtime: Runtime, tmp_pa
     started(config, tmp_path / "run")
     again = reopened(tmp_path / "run")
     assert (resolve(again).document(), resolve(again).given()) == (resolve(config).document(), resolve(config).given())
-    (resumed, *_) = first_generation(resolve(again), runtime, SOLITARY)
+    (resumed, *_) = first_generation(resolve(again), runtime)
     assert (resumed.config, resumed.config.model_fields_set) == (agent.config, expected)
 
 
@@ -383,7 +382,7 @@ def test_what_was_set_is_guarded_by_its_sha256(tmp_path: Path) -> None:
 
 def test_values_that_evolve_count_as_set(runtime: Runtime) -> None:
     config = load_manifest(BY_ALGORITHM["CISPO"])
-    agents = first_generation(resolve(config), runtime, SOLITARY)
+    agents = first_generation(resolve(config), runtime)
     for agent in agents:
         assert set(values_of(agent.config, agent.genes)) <= agent.config.model_fields_set | {"clip_max"}
     assert all("clip_max" in agent.config.model_fields_set for agent in agents[1:])

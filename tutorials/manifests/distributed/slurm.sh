@@ -1,10 +1,10 @@
 #!/bin/bash
-# One run on two machines of a SLURM cluster: an island for each GPU.
+# One run on two machines of a SLURM cluster: a process for each GPU.
 #
 #   sbatch tutorials/manifests/distributed/slurm.sh mine.yaml runs/mine
 #
-# mine.yaml says training.device: cuda, and has at least as many agents as there are GPUs here. Only the machine of the
-# first process writes to runs/mine, but the manifest, the model and the rows are read on every machine.
+# mine.yaml says training.device: cuda. Only the machine of the first process writes to runs/mine, but the manifest, the
+# model and the rows are read on every machine.
 #SBATCH --job-name=agilerl
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1          # one torchrun a machine; it starts a process for each GPU
@@ -24,7 +24,7 @@ port=$((20000 + SLURM_JOB_ID % 20000))
 
 export OMP_NUM_THREADS=1
 
-# An island that dies takes the others along, and torchrun starts all of them again: --resume auto resumes from the last
+# A process that dies takes the others along, and torchrun starts all of them again: --resume auto resumes from the last
 # checkpoint. --shutdown-timeout gives them the time that an iteration and a checkpoint take.
 srun --kill-on-bad-exit=1 torchrun \
   --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "${SLURM_GPUS_ON_NODE:-1}" --max-restarts 3 \

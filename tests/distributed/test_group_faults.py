@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from agilerl.config.distributed import DistributedConfig, asked_for, by_accelerate
-from agilerl.config.manifest import load_manifest
-from agilerl.distributed.topology import SOLITARY, Exchange, Topology, arranged
-from agilerl.errors import ConfigError
-from agilerl.processes import Processes
-from agilerl.training.resolved import resolve
+from agilerl.config.distributed import DistributedConfig, asked_for
+from agilerl.processes import ALONE, Processes
+from agilerl.training.setup import device_of
 from tests.distributed.together import check_a_loss_is_noticed, descendants, ends, kill, started, wait_for
 from tests.faults.evidence import SHORT, differences, evidence
 from tests.faults.pieces import begin
@@ -78,24 +75,6 @@ def test_a_mistake_that_one_process_finds_is_said_once(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-def test_processes_that_cannot_be_divided() -> None:
-    config = DistributedConfig(processes_per_island=2)
-    with pytest.raises(ConfigError, match=r"3 processes .*_island=2"):
-        arranged(Processes(0, 3), config, {})
-    with pytest.raises(ConfigError, match=r"4 islands.*training\.pop_size=3;.* 3"):
-        Topology(peers=Exchange(Processes(0, 4))).check(3)
-    SOLITARY.check(1)
-
-
-def test_accelerate_makes_one_island_and_torchrun_one_each() -> None:
-    world = Processes(1, 4)
-    single = arranged(world, DistributedConfig(), {})
-    assert (single.peers.size, single.peers.rank, single.island.size, single.is_writer) == (4, 1, 1, False)
-    shared = arranged(world, DistributedConfig(), {"ACCELERATE_MIXED_PRECISION": "no"})
-    assert (shared.peers.size, shared.island.size, shared.island.rank, shared.is_writer) == (1, 4, 1, False)
-    assert by_accelerate({"ACCELERATE_USE_FSDP": "true"})
-
-
 LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
 
 
@@ -108,7 +87,6 @@ LAUNCHED = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_
         ("none", LAUNCHED, False),
         ("ray", LAUNCHED, False),
         ("torch", LAUNCHED, True),
-        ("torch", {}, True),
     ],
 )
 def test_who_is_asked_to_work_together(backend: str, variables: Mapping[str, str], expected: bool) -> None:
@@ -129,13 +107,10 @@ def test_torch_without_a_launcher_says_what_to_type(tmp_path: Path) -> None:
     assert "torchrun --nproc-per-node 2" in done.stderr
 
 
-def test_each_process_of_a_machine_has_a_gpu_and_a_share_of_its_own() -> None:
-    config = load_manifest(None, ["training.device=cuda", "training.pop_size=5"])
-    world = Exchange(Processes(1, 2))
-    here = resolve(config).seen_from(Topology(world, peers=world), {"LOCAL_RANK": "1"}).config
-    assert (here.training.device, here.training.pop_size) == ("cuda:1", 2)
-    assert resolve(config).seen_from(SOLITARY, {"LOCAL_RANK": "1"}).config == config
-    served = resolve(config).seen_from(Topology(server="http://host:8000"), {}).config
-    assert served.algorithm["vllm_config"] == {"base_url": "http://host:8000"}
-    assert served.algorithm["use_vllm"] is True
-    assert "use_vllm" not in config.algorithm
+def test_each_process_of_a_machine_has_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    two = Processes(1, 2)
+    assert [device_of(device, two) for device in ("cuda", "cuda:0", "cpu")] == ["cuda:1", "cuda:0", "cpu"]
+    assert device_of("cuda", ALONE) == "cuda"
+    monkeypatch.delenv("LOCAL_RANK")
+    assert device_of("cuda", two) == "cuda"
