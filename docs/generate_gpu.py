@@ -99,13 +99,13 @@ def steps(document: Document) -> str:
             f"{row['step_seconds']:.2f}",
             f"{row['tokens_per_second']:,.0f}",
             f"{row['decode_tokens_per_second']:,.0f}",
-            f"{row['memory']['peak'] / 2**30:.1f}, {row['memory']['ratio']:.2f}",
+            f"{row['memory']['peak'] / 2**30:.1f}",
             *(f"{row['phases'][p]['fraction_of_limit']:.2f}" for p in PHASES),
             f"{row['predicted_over_measured']:.2f}",
         )
         for row in sorted(rows(document, "step", has="step_seconds"), key=lambda r: (r["model"], r["agents"]))
     ]
-    names = ("model", "agents", "s", "tokens/s", "decoded tokens/s", "GiB, predicted / peak")
+    names = ("model", "agents", "s", "tokens/s", "decoded tokens/s", "peak GiB")
     return table((*names, *(f"{p}, of the limit" for p in PHASES), "predicted / s"), lines)
 
 
