@@ -152,7 +152,7 @@ def test_a_hack_that_was_learned_is_an_alarm(kind: str, tmp_path: Path, capsys: 
         assert sample["question"] in page
     assert SENTENCES[kind] in page
     code = {"allow_code": True, "allow_addresses": False}
-    shown = {"samples": 0, "temperature": 1.0, "full": 1.0, "with_base": True, "worst": 0, "out": None}
+    shown = {"samples": 0, "temperature": 1.0, "full": 1.0, "with_base": True, "worst": 0}
     run_eval(tmp_path / "run", [], **shown, **code, quiet=False, as_json=False)
     assert SENTENCES[kind] in capsys.readouterr().out
     run_eval(tmp_path / "run", [], **shown, **code, quiet=False, as_json=True)
