@@ -30,6 +30,15 @@ from tests.training.small_runs import SMALL, agilerl, less_times, lines
 ROW = {"question": "3+4", "answer": "7"}
 
 
+def test_a_module_may_import_its_parts_when_they_are_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "lazy.py").write_text(
+        "def __getattr__(name):\n    if name == 'right':\n        return len\n    raise AttributeError(name)\n"
+    )
+    assert load_code("here", f"{tmp_path / 'lazy.py'}:right", allowed=True) is len
+    with pytest.raises(ConfigError, match=r"expected wrong in .*lazy\.py, found nothing"):
+        load_code("here", f"{tmp_path / 'lazy.py'}:wrong", allowed=True)
+
+
 def settings() -> dict[str, Any]:
     return {
         "grad": torch.is_grad_enabled(),

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, reduce
 from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from threading import Lock
@@ -272,16 +272,16 @@ def load_code(where: str, name: str, *, allowed: bool) -> Any:
         raise ConfigError(f"{where}: expected path.py:name or module:name, found {shown(name)}")
     try:
         with torch_restored():
-            code: Any = run_file(Path(module).expanduser().absolute()) if module.endswith(".py") else _import(module)
+            loaded: Any = run_file(Path(module).expanduser().absolute()) if module.endswith(".py") else _import(module)
+            # Not vars(): packages such as TRL import their parts when they are asked for.
+            code = reduce(lambda owner, part: getattr(owner, part, None), attribute.split("."), loaded)
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # custom code may raise anything; report its reason
         raise ConfigError(f"{where}={shown(name)} cannot be loaded: {type(error).__name__}: {error}") from error
-    for part in attribute.split("."):
-        if part not in vars(code):
-            known = [key for key, value in vars(code).items() if callable(value) and not key.startswith("_")]
-            raise ConfigError(f"{where}: expected {attribute} in {module}, found {', '.join(known[:12]) or 'nothing'}")
-        code = vars(code)[part]
+    if code is None:
+        names = [key for key, value in vars(loaded).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(f"{where}: expected {attribute} in {module}, found {', '.join(names[:12]) or 'nothing'}")
     if not callable(code):
         raise ConfigError(f"{where}: expected {shown(name)} to be a function or a class, found {shown(code)}")
     return code
