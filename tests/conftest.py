@@ -37,7 +37,7 @@ LONGEST = (
     *("test_report_in_a_browser", "test_after", "test_what_was_set", "test_default_search", "test_wrong_arguments"),
     *(
         "test_agents_arguments",
-        "test_evidence_benchmark",
+        "test_evidence",
         "test_loops",
         "test_helpers",
         "test_manifests",

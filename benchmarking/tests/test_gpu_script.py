@@ -14,7 +14,7 @@ import pytest
 from benchmarking import gpu
 from docs import generate_gpu
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 HEAD = {"part", "benchmark", "device", "versions", "commit", "date", "command", "rows", "status", "seconds"}
 
 MEASURING = """
