@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 from time import perf_counter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.agent import LLMAlgorithm
@@ -71,8 +71,8 @@ class Population(Exams):
     same stream of them, each from its own position, so those that trained equally long saw the same ones.
     ``max_error_rate`` is the share of completions (or episodes) whose grading may fail before a rollout raises.
     ``test_prompts`` of the task's test questions are the test (None: all); those after them are the panel ``second``,
-    for a choice among candidates. ``objectives`` is what an exam measures (see :meth:`evaluate`), and ``sharing`` what
-    agents learn from each other: for distillation without a ``Sharing(teacher=...)``, set ``teacher``, an index, after
+    for a choice among candidates. ``sharing`` is what agents
+    learn from each other: for distillation without a ``Sharing(teacher=...)``, set ``teacher``, an index, after
     each selection.
     """
 
@@ -89,7 +89,6 @@ class Population(Exams):
         eval_samples: Count = 1,
         max_error_rate: Share = 0.5,
         test_prompts: Count | None = None,
-        objectives: Sequence[Literal["reward", "kl", "length"]] = ("reward",),
         sharing: SharingConfig = ALONE,
     ) -> None:
         if not agents:
@@ -111,7 +110,6 @@ class Population(Exams):
             eval_temperature=eval_temperature,
             eval_samples=eval_samples,
             test_prompts=test_prompts,
-            objectives=objectives,
         )
         self._mark = object()
         """Identifies its rollouts, so that those of another population are recognised."""

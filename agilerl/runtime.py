@@ -489,25 +489,9 @@ class Runtime:
         """Return the entropy ``[B, T-1]`` in nats of the distribution of each action token, without gradient."""
         return self._without_gradient(AgentRows(slot, batch, temperature), most, partial(self._output, "entropy"))
 
-    def fixed_kl(self, slot: int | None, reference: int | None, batch: RolloutBatch, most: MicroBatch) -> Tensor:
-        """Return KL(slot || reference) ``[B, T-1]`` in nats at each action token, without gradient.
-
-        It compares the whole distributions of the token at temperature 1, after the tokens before it in the batch;
-        None is the base model with adapters off.
-        """
-        return self._without_gradient(AgentRows(slot, batch, 1.0), most, partial(self._kl, reference))
-
     def _output(self, name: str, rows: AgentRows) -> Tensor:
         values: Tensor = getattr(self.forward([rows], entropy=name == "entropy")[0], name)
         return values
-
-    def _kl(self, reference: int | None, rows: AgentRows) -> Tensor:
-        mask, device = rows.batch.action_mask.cpu(), self.base.device
-        states = []
-        for slot in (rows.slot, reference):
-            hidden, (source,) = self._hidden([replace(rows, slot=slot)])
-            states.append(hidden.index_select(0, source[:, :-1][mask].to(device)))
-        return _scatter(mask.to(device), self.base.kl(*states))
 
     def share(self, processes: Processes, sharding: Sharding = "none") -> None:
         """Train the agents together with other processes, which hold the same base, in whole or each a part of it.

@@ -8,11 +8,11 @@ from typing import Annotated, Any, Literal
 
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.learner import own_weights
-from agilerl.checks.arguments import Hint, checked, shown
-from agilerl.data import Trajectory, collate
+from agilerl.checks.arguments import Hint, checked
+from agilerl.data import Trajectory
 from agilerl.envs.core import TRIED_ROWS, Lengths, Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.errors import ConfigError, MemoryExhaustedError
+from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
 from agilerl.rewards.grader import TrainerState
 from agilerl.rollouts import SamplingSettings
@@ -40,11 +40,8 @@ class Exams:
         eval_temperature: float,
         eval_samples: int,
         test_prompts: int | None,
-        objectives: Sequence[str],
     ) -> None:
         """Raises ConfigError for settings that do not fit the task, and without a tokenizer."""
-        if "reward" not in objectives or len(set(objectives)) < len(objectives):
-            raise ConfigError(f"objectives: expected reward, and others once each, found {shown(list(objectives))}")
         self.agents = list(agents)
         self.task = task
         self.runtime = agents[0].runtime
@@ -54,7 +51,6 @@ class Exams:
         self.test_prompts = test_prompts
         self.exam_prompts: int | None = None
         """Questions of the exam, and of the second panel; None: all that the task keeps for them."""
-        self.objectives = tuple(objectives)
         # Fixed here once, because an exam must not change when a gene does.
         own_limit = getattr(self.agents[0].config, "max_output_tokens", None)
         self.eval_max_new_tokens = own_limit if eval_max_new_tokens is None else eval_max_new_tokens
@@ -98,11 +94,6 @@ class Exams:
         agents draw by the same random numbers in every exam. ``split`` is ``exam`` (selection), ``test`` (reported
         numbers) or ``second`` (the choice among candidates). A completion that could not be computed or graded scores
         NaN, which ranks its agent last. The mean of an exam is appended to ``agent.fitness`` (NaN for a sick agent).
-
-        Further ``objectives`` of exams and tests are ``Fitness.costs``, a score for each prompt: ``length`` in the
-        agent's tokens, and ``kl`` in nats a token: the mean over these tokens of KL(agent || reference) of the next
-        token, summed over the vocabulary at temperature 1. The reference is the base model, or the adapter that the
-        agent started from. Its two forward passes count as tokens evaluated. NaN if memory does not hold one row.
 
         Raises RewardError (EnvError for episodes) if no completion could be graded, unless only some ``agents`` are
         examined, which may have caused it, and ConfigError for no agents, or agents of another runtime.
@@ -162,8 +153,6 @@ class Exams:
                 self.ungraded[agent.index] = sum(math.isnan(self._score(group)) for group in sound)
             if agent is not None and split != "test":
                 agent.tokens["evaluated"] += sum(len(t.token_ids) for group in answers for t in group)
-            if agent is not None and split != "second" and len(self.objectives) > 1:
-                results[k] = replace(results[k], costs=self._costs(agent, answers, counted=split == "exam"))
         return results
 
     def _score(self, group: Sequence[Trajectory]) -> float:
@@ -212,38 +201,6 @@ class Exams:
             for number, question in enumerate(self.places(split)[:first])
         ]
         return self.collect(asks)
-
-    def _costs(
-        self, agent: LLMAlgorithm, groups: Sequence[Sequence[Trajectory]], *, counted: bool
-    ) -> dict[str, Fitness]:
-        """Return the other objectives of an agent's exam; the scores of a prompt that failed are NaN."""
-        # Without a token there is nothing to divide by, and the costs are NaN.
-        lengths = [float(sum(sum(t.action_mask) for t in group)) or math.nan for group in groups]
-        costs = {}
-        if "kl" in self.objectives:
-            rows = [(number, t) for number, group in enumerate(groups) for t in group if any(t.action_mask)]
-            sums = [0.0] * len(groups)
-            for (number, _), total in zip(rows, self._kl_of_rows(agent, [t for _, t in rows], counted=counted)):
-                sums[number] += total
-            costs["kl"] = Fitness.from_scores([total / count for total, count in zip(sums, lengths)])
-        if "length" in self.objectives:
-            # An episode may have several rows, but several samples are answers of one row each.
-            answers = [sum(any(t.action_mask) for t in group) if self.eval_samples > 1 else 1 for group in groups]
-            costs["length"] = Fitness.from_scores([count / max(n, 1) for count, n in zip(lengths, answers)])
-        return costs
-
-    def _kl_of_rows(self, agent: LLMAlgorithm, rows: Sequence[Trajectory], *, counted: bool) -> list[float]:
-        """Return KL(agent || its reference) in nats, summed over the action tokens of each row."""
-        if not rows:
-            return []
-        batch = collate(rows, agent.pad_token_id)
-        try:
-            kl = self.runtime.fixed_kl(agent.slot, agent.reference_slot, batch, agent.micro_batch)
-        except MemoryExhaustedError:
-            return [math.nan] * len(rows)
-        if counted:
-            agent.tokens["evaluated"] += 2 * int(batch.lengths.sum())  # the agent's pass and the reference's
-        return kl.double().sum(dim=1).tolist()
 
     def _check_exam(self, failures: Sequence[Failure], examined: int, size: int, *, all_agents: bool) -> set[int]:
         """Return the places of an exam that count for no agent; raises if it failed for all agents."""

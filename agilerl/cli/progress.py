@@ -40,7 +40,6 @@ from agilerl.envs.graded import exam_grader
 from agilerl.envs.scorers import shortcuts
 from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.mutation import LEARNING_RATES
-from agilerl.hpo.strategies import UNITS
 from agilerl.planning.footprint import peak
 from agilerl.population import Population
 from agilerl.report.load import by_question, load_run, number, paired_error
@@ -225,8 +224,6 @@ def _of_base_and_task(session: Session) -> Iterator[tuple[str, str]]:
         yield "exams", f"{_exam_sampling(population)}, by the same random numbers for all agents"
     if stops := population.runtime.options.stop_sequences:
         yield "stops", f"completions end with {', '.join(map(repr, stops))}"
-    if len(population.objectives) > 1:
-        yield "objectives", f"{', '.join(population.objectives)}: selection keeps what no agent dominates"
     if rows := task.counts:
         yield "rows", ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in rows.items() if count)
         if few := few_rows(rows):
@@ -649,8 +646,7 @@ def _cell(value: float | None, form: str) -> str:
 def _score(fitness: Fitness) -> str:
     if not fitness.is_finite:
         return "not finite"
-    costs = "".join(f", {name} {cost.mean:.3g}" for name, cost in fitness.costs.items())
-    return f"{fitness.mean:.3f} ± {fitness.stderr:.3f}{costs}"
+    return f"{fitness.mean:.3f} ± {fitness.stderr:.3f}"
 
 
 def _gain(summary: Mapping[str, Any], out: Path) -> tuple[float, float, str] | None:
@@ -694,7 +690,6 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampl
         line = " -> ".join(f"{agent} ({genes})" if genes else str(agent) for agent, genes in values)
         console.print(f"\nWinning lineage  {line}")
         console.print(f"Elite adapter    {out / 'elite'}", soft_wrap=True)
-    _print_front(summary.get("front", ()), out, console)
     _print_answers(summary.get("answers", ()), console)
     console.print(f"Report           {out / 'report.html'}", soft_wrap=True)
     console.print(f"Who left, why    agilerl lineage {out}", soft_wrap=True)
@@ -722,25 +717,3 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
     console.print(f"\nThe first {len(answers)} test questions, with answers and scores")
     console.print(cut_columns(texts, left=texts))
     console.print()
-
-
-def _print_front(front: Sequence[Mapping[str, Any]], out: Path, console: Console) -> None:
-    """Print the front of the last exam, if it has several objectives."""
-    if not front:
-        return
-    costs = list(front[0]["costs"])
-    results = {"reward": front, **{name: [one["costs"][name] for one in front] for name in costs}}
-    cells = {
-        "agent": [str(one["agent"]) for one in front],
-        **{
-            name: [f"{_cell(r['mean'], '.3g')} ± {_cell(r['stderr'], '.1g')}" for r in scores]
-            for name, scores in results.items()
-        },
-        "genes": [genes_text(one["hyperparameters"]) or "-" for one in front],
-    }
-    units = ", ".join(f"{name} in {UNITS[name]}" for name in costs)
-    console.print(f"\nFront of the last exam, dominated by no agent ({units})")
-    console.print(cut_columns(cells, left=("genes",)))
-    # RUN/checkpoints/NUMBER/agent_N/actor.
-    where = out / Path(front[0]["adapter"]).parent.parent
-    console.print(f"Their adapters   {where}/agent_N/actor", soft_wrap=True)

@@ -87,12 +87,6 @@ class RunConfig(Section):
                 f"selection_strategy.tournament_size={tournament} is above training.pop_size={size}; lower it, or "
                 "raise pop_size"
             )
-        least = self.selection_strategy.least or 1
-        if self.selection_strategy.has_costs and self.selection_strategy.strategy in SHRINKING and least > size:
-            raise ValueError(
-                f"selection_strategy.objectives keeps a front of {least} agents, found training.pop_size={size}; raise "
-                "pop_size, or leave objectives out"
-            )
         if self.training.replay is not None and (size != 1 or self.selection_strategy.strategy != "none"):
             raise ValueError(
                 f"training.replay is for one agent that nothing selects, found training.pop_size={size} and "
@@ -154,7 +148,7 @@ class RunConfig(Section):
     def smallest_population(self) -> int:
         """Agents that selection may leave."""
         section, size = self.selection_strategy, self.training.pop_size
-        return min(section.least or 1, size) if section.strategy in SHRINKING else size
+        return min(section.floor or 1, size) if section.strategy in SHRINKING else size
 
     @property
     def candidates(self) -> int:

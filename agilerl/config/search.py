@@ -10,10 +10,9 @@ from agilerl.checks.validation import Needs
 from agilerl.config import Section
 from agilerl.config.training import Seed, check_known
 from agilerl.config.vllm import server_url
-from agilerl.hpo.strategies import ANNEALED, OBJECTIVE_STRATEGIES, SETTINGS, defaults_of
+from agilerl.hpo.strategies import ANNEALED, SETTINGS, defaults_of
 from agilerl.safety.custom_code import names_code
 
-_FRONT = 2
 _CLONES = Needs(
     "selection_strategy.clones",
     why="{whole.selection_strategy.strategy} makes no mutated clones; name tournament, truncation or multi_frequency",
@@ -148,10 +147,6 @@ class SelectionConfig(Section):
     """Knockout and pulses: later rounds."""
     params: dict[str, Any] | None = None
     """Custom code: keywords of its class."""
-    objectives: Annotated[list[Literal["reward", "kl", "length"]], Field(min_length=1)] | None = None
-    """What the exam measures and selection compares, by Pareto dominance: ``reward``, to be raised, with ``kl`` (to the
-    reference, nats a token) and ``length`` (tokens a completion), to be lowered. For knockout and halving, which then
-    keep two agents unless ``floor`` says more, tournament, truncation, none and custom code. None: the reward."""
     candidates: Annotated[int | None, Field(ge=1, le=16)] = None
     """Best exams whose agents take a second panel at the end, as large as the exam, with the best agent of the last
     one. That agent is the elite, unless the panel shows another to be better with a probability of 0.8. 1: the elite is
@@ -180,9 +175,6 @@ class SelectionConfig(Section):
         given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
         if self.pulses is not None and "pulses" in given:
             given["pulses"] = self.pulses.model_dump(exclude_unset=True)
-        if "floor" in names:
-            # Also where none was given: several objectives need a front.
-            given["floor"] = self.least
         return {name: value for name, value in given.items() if value is not None}
 
     def document(self, **of_run: Any) -> dict[str, Any]:
@@ -193,13 +185,8 @@ class SelectionConfig(Section):
             settings = {**defaults_of(self.strategy), **self.settings}
             if "pulses" in settings:
                 settings["pulses"] = (self.pulses or PulseConfig()).model_dump(mode="json")
-        common = self.model_dump(include={"elitism", "objectives", "soup", "collapse_guard"})
+        common = self.model_dump(include={"elitism", "soup", "collapse_guard"})
         return {**settings, "name": self.strategy, **common, **of_run}
-
-    @property
-    def has_costs(self) -> bool:
-        """Whether the exam has other objectives than the reward."""
-        return len(self.objectives or ()) > 1
 
     @property
     def clones(self) -> bool:
@@ -208,11 +195,6 @@ class SelectionConfig(Section):
         if self.strategy == "halving":
             return self.between == "truncation"
         return self.strategy not in (*ANNEALED, "none")
-
-    @property
-    def least(self) -> int | None:
-        """Agents that knockout and halving leave: those of a front if there are several objectives."""
-        return _FRONT if self.floor is None and self.has_costs else self.floor
 
     @model_validator(mode="after")
     def _fits_the_strategy(self) -> Self:
@@ -225,32 +207,12 @@ class SelectionConfig(Section):
             self.model_fields_set
             - settings
             - {"name", "collapse_guard", "candidates", "soup", "equal_tokens", "tournament_size", "elitism"}
-            - {"objectives"}
         )
         for name in sorted(foreign):
             if getattr(self, name) is not None:
                 known = ", ".join(sorted(settings)) or "no other settings"
                 kind = f"selection_strategy.name={self.strategy}"
                 raise ValueError(f"{name} is not a setting of {kind}, which has {known}")
-        return self
-
-    @model_validator(mode="after")
-    def _has_a_front(self) -> Self:
-        given = self.objectives or ["reward"]
-        if "reward" not in given or len(set(given)) < len(given):
-            raise ValueError(f"objectives: expected reward and others, each once, found {shown(given)}")
-        if not self.has_costs:
-            return self
-        if not names_code(self.strategy) and self.strategy not in OBJECTIVE_STRATEGIES:
-            raise ValueError(
-                f"objectives={shown(given)}: selection_strategy.name={self.strategy} compares agents by one number; "
-                f"name one of {', '.join(OBJECTIVE_STRATEGIES)}, or leave objectives out"
-            )
-        if self.floor == 1:
-            raise ValueError(
-                f"objectives={shown(given)}: selection_strategy.floor=1 leaves one agent, which is not a front; set "
-                "floor to 2 or more, or name a strategy that keeps all agents (tournament, truncation)"
-            )
         return self
 
 

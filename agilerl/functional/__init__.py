@@ -24,7 +24,6 @@ from agilerl.functional.advantages import reinforce_plus_plus_baseline as reinfo
 from agilerl.functional.advantages import turn_advantages as turn_advantages
 from agilerl.functional.advantages import zero_variance_groups as zero_variance_groups
 from agilerl.functional.logprobs import linear_collision_entropy as linear_collision_entropy
-from agilerl.functional.logprobs import linear_kl as linear_kl
 from agilerl.functional.logprobs import linear_logprobs as linear_logprobs
 from agilerl.functional.logprobs import token_entropy as token_entropy
 from agilerl.functional.logprobs import token_logprobs as token_logprobs

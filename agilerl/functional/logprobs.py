@@ -71,37 +71,6 @@ def linear_logprobs(
 
 
 @torch.no_grad()
-def linear_kl(
-    hidden: Tensor,
-    reference: Tensor,
-    weight: Tensor,
-    *,
-    bias: Tensor | None = None,
-    softcap: float | None = None,
-    scale: float = 1.0,
-    chunk_rows: int | None = None,
-    wide: bool = True,
-) -> Tensor:
-    """Return KL(p || q) ``[M]`` in nats of the next token: p from ``hidden``, q from ``reference``, both ``[M, H]``.
-
-    The sum ``p_v (log p_v - log q_v)`` over the whole vocabulary at temperature 1, so it is exact, not an estimate from
-    sampled tokens, and never negative. Logits, chunks and the bits of a row are those of :func:`linear_logprobs`.
-    """
-    _check(hidden, weight, torch.empty(hidden.shape[0]), chunk_rows)
-    _check(reference, weight, torch.empty(hidden.shape[0]), chunk_rows)
-    dtype = _wide(weight.dtype) if wide else weight.dtype
-    temperature = torch.ones(hidden.shape[0], dtype=dtype, device=hidden.device)
-    # 8 bytes a logit: a tile of p and one of q exist at a time.
-    rows = max(chunk_rows or TILE_BYTES // (8 * weight.shape[0]), CPU_ROWS)
-    head = _Head(weight, bias, softcap, float(scale), rows, entropy=False, jacobian=False)
-    kl = torch.empty_like(temperature)
-    for part in _tiles(hidden.shape[0], rows):
-        (p, _), (q, _) = (_tile(states, temperature, part, head) for states in (hidden, reference))
-        kl[part] = (p.exp() * (_finite(p) - _finite(q))).sum(-1).clamp(min=0)  # rounding
-    return kl
-
-
-@torch.no_grad()
 def linear_collision_entropy(
     hidden: Tensor,
     weight: Tensor,

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,10 +16,7 @@ _Z95 = 1.959963984540054
 
 @dataclass(frozen=True, slots=True)
 class Fitness:
-    """Result of one agent on the exam; a mean that is not finite counts as minus infinity.
-
-    With ``costs`` it is a vector, and agents are compared by Pareto dominance (``ranking``, ``evidence``).
-    """
+    """Result of one agent on the exam; a mean that is not finite counts as minus infinity."""
 
     mean: Number
     """Mean score over the panel (for several turns: mean episode return)."""
@@ -29,8 +26,6 @@ class Fitness:
     """Number of prompts."""
     scores: tuple[Number, ...] = field(default=(), repr=False)
     """Score of each prompt, in panel order, the same panel for every agent; empty when only the mean is known."""
-    costs: Mapping[str, "Fitness"] = field(default_factory=dict)
-    """Further objectives by name, of the same prompts, each the better the lower (``kl``, ``length``)."""
     training: Number = math.nan
     """Mean reward of the agent's samples since the last selection, which decides between equal means; NaN: unknown."""
 
@@ -59,13 +54,8 @@ class Fitness:
 
     @property
     def is_finite(self) -> bool:
-        """Whether the agent may be ranked among the others and may be a parent: every objective is finite."""
-        return math.isfinite(self.mean) and all(math.isfinite(cost.mean) for cost in self.costs.values())
-
-    @property
-    def vector(self) -> tuple[float, ...]:
-        """The objectives, each to be maximised: the mean, and the negative costs in the order of their names."""
-        return (self.mean, *(-self.costs[name].mean for name in sorted(self.costs)))
+        """Whether the agent may be ranked among the others and may be a parent."""
+        return math.isfinite(self.mean)
 
     @property
     def value(self) -> float:
@@ -80,26 +70,21 @@ class Fitness:
     def state(self) -> dict[str, Any]:
         """Return all of it as plain data, numbers that are not finite included."""
         values = {"mean": self.mean, "stderr": self.stderr, "n": self.n, "scores": list(self.scores)}
-        costs = {name: cost.state() for name, cost in self.costs.items()}
-        values |= {"training": self.training} if math.isfinite(self.training) else {}
-        return {**values, "costs": costs} if costs else values
+        return values | ({"training": self.training} if math.isfinite(self.training) else {})
 
     @classmethod
     @checked
     def from_state(cls, values: Mapping[str, Any]) -> "Fitness":
         """Return the fitness that :meth:`state` gave; raises ConfigError for anything else."""
         try:
-            costs = {name: cls.from_state(cost) for name, cost in values.get("costs", {}).items()}
-            return cls(**{**values, "costs": costs})
-        except (TypeError, AttributeError) as error:
+            return cls(**values)
+        except TypeError as error:
             raise ConfigError(f"Fitness: expected what state() returned, found {shown(values)}: {error}") from error
 
     def to_dict(self) -> dict[str, Any]:
-        """Return mean, stderr and n for a JSON line, and the costs if any; numbers that are not finite become None."""
-        known = {"mean": self.mean, "stderr": self.stderr, "n": self.n}
-        values = {name: number if math.isfinite(number) else None for name, number in known.items()}
-        costs = {name: cost.to_dict() for name, cost in self.costs.items()}
-        return {**values, "costs": costs} if costs else values
+        """Return mean, stderr and n for a JSON line; numbers that are not finite become None."""
+        values = {"mean": self.mean, "stderr": self.stderr, "n": self.n}
+        return {name: number if math.isfinite(number) else None for name, number in values.items()}
 
 
 def is_accuracy(mean: float, stderr: float, n: int) -> bool:
@@ -175,37 +160,14 @@ def ranking(fitness: Mapping[int, Fitness]) -> list[int]:
     """Return the agent indices from best to worst; ties are broken by ``training``, then by age (lower index first).
 
     A batch of training has many more answers than an exam, but sampled ones to other questions: so it only breaks ties.
-
-    Vectors are ranked as NSGA-II does (Deb et al. 2002): by non-dominated front, within a front by crowding distance.
-    Ends of a front, which are infinitely far from others, and ties are ordered by the mean: so the first agent is the
-    member of the first front with the best mean. Agents whose fitness is not finite come last, by age.
-    Raises ConfigError if agents have different objectives.
+    Agents whose fitness is not finite come last.
     """
-    vectors = _vectors(fitness)
-    if not vectors:
-        return sorted(fitness, key=lambda index: (-fitness[index].value, *_seniority(fitness, index)))
-    ranked: list[int] = []
-    for front in non_dominated_fronts(vectors):
-        distance = crowding_distance({index: vectors[index] for index in front})
-        ranked += sorted(front, key=lambda index: (-distance[index], -vectors[index][0], *_seniority(fitness, index)))
-    return [*ranked, *sorted(set(fitness) - set(ranked))]
 
+    def place(index: int) -> tuple[float, float, int]:
+        training = fitness[index].training
+        return -fitness[index].value, -training if math.isfinite(training) else math.inf, index
 
-def _seniority(fitness: Mapping[int, Fitness], index: int) -> tuple[float, int]:
-    """Return what decides between equal means: the reward in training if it is known, then age."""
-    training = fitness[index].training
-    return (-training if math.isfinite(training) else math.inf, index)
-
-
-@checked
-def pareto_front(fitness: Mapping[int, Fitness]) -> list[int]:
-    """Return the agents that no other one dominates, best mean first; those whose fitness is not finite are left out.
-
-    With one objective these are the agents of the best mean.
-    """
-    finite = {index: one.vector for index, one in fitness.items() if one.is_finite}
-    fronts = non_dominated_fronts(finite)
-    return sorted(fronts[0], key=lambda index: (-finite[index][0], index)) if fronts else []
+    return sorted(fitness, key=place)
 
 
 @checked
@@ -249,18 +211,14 @@ class Evidence:
     """What an exam says about one agent being better than another."""
 
     probability: float
-    """The largest probability, over the objectives, of being better."""
+    """The probability of being better."""
     needed: float
     """What that must reach."""
-    about: str = ""
-    """The objective of that probability; empty if there is only one."""
-    against: str = ""
-    """An objective in which the agent is worse with enough certainty; empty if there is none."""
 
     @property
     def is_enough(self) -> bool:
         """Whether the agent may take the other's place; a tie never is."""
-        return self.probability >= self.needed and self.probability > 0.5 and not self.against
+        return self.probability >= self.needed and self.probability > 0.5
 
     def about_replacing(self, donor: int) -> str:
         """Return the verdict on an agent that a clone of ``donor`` replaces if this is enough."""
@@ -271,50 +229,17 @@ class Evidence:
         )
 
     def __str__(self) -> str:
-        sign = ">=" if self.probability >= self.needed and self.probability > 0.5 else "<"
-        comparison = f"P = {self.probability:.3f} {sign} "
-        against = f", but worse in {self.against}" if self.against else ""
-        if self.about:
-            return f"{comparison}{self.needed:.3g} in {self.about}{against}"
-        return f"{comparison}{self.needed:.3g}"
+        return f"P = {self.probability:.3f} {'>=' if self.is_enough else '<'} {self.needed:.3g}"
 
 
 @checked
 def evidence(a: Fitness, b: Fitness, confidence: Share, among: Sequence[Fitness] | None = None) -> Evidence:
     """Return the evidence that agent ``a`` is better than ``b``; enough has a probability of ``confidence``.
 
-    With one objective that is ``probability_better``. With K objectives, by the same paired test of each:
-    ``a`` must be better in one of them with 1 - (1 - confidence) / K, since one of K may look better by chance
-    (Bonferroni), and must not be worse in any with ``confidence``. That is dominance as far as the exam can tell: a
-    trade-off, such as a better reward for more KL, is no evidence. ``among``: the exams of all agents, whose
-    ``reliability`` in each objective then shrinks its differences.
+    ``among``: the exams of all agents, whose ``reliability`` then shrinks the difference.
     """
-    if not (a.costs and b.costs and a.is_finite and b.is_finite):
-        trust = 1.0 if among is None else reliability(among)
-        return Evidence(probability_better(a, b, trust), confidence)
-    chances = {}
-    for name in ("reward", *sorted(a.costs)):
-        one, other = (_objective(fitness, name) for fitness in (a, b))
-        trust = 1.0 if among is None else reliability([_objective(f, name) for f in among if f.is_finite])
-        chances[name] = probability_better(one, other, trust)
-    # Of equal chances both take the first, which is the reward.
-    best, worst = max(chances, key=chances.__getitem__), min(chances, key=chances.__getitem__)
-    # A tie is not worse, even at a confidence of 0.5.
-    is_worse = 1 - chances[worst] >= confidence and chances[worst] < 0.5
-    return Evidence(
-        chances[best],
-        1 - (1 - confidence) / len(chances),
-        best,
-        f"{worst} with P = {1 - chances[worst]:.3f}" if is_worse else "",
-    )
-
-
-def _objective(fitness: Fitness, name: str) -> Fitness:
-    """Return one objective alone, to be maximised."""
-    if name == "reward":
-        return replace(fitness, costs={})
-    cost = fitness.costs[name]
-    return Fitness(-cost.mean, cost.stderr, cost.n, tuple(-score for score in cost.scores))
+    trust = 1.0 if among is None else reliability(among)
+    return Evidence(probability_better(a, b, trust), confidence)
 
 
 @checked
@@ -344,69 +269,3 @@ def reliability(fitness: Sequence[Fitness]) -> float:
     else:
         noise = float(np.mean([one.stderr**2 for one in finite]))
     return max(0.0, 1.0 - noise / between) if math.isfinite(noise) else 0.0
-
-
-# -- several objectives: dominance, and how far apart the members of a front are --------------------------------------
-
-
-def non_dominated_fronts(objectives: Mapping[int, Sequence[float]]) -> list[list[int]]:
-    """Return the agents in fronts, best first: no agent is dominated by another in its front or in a later one.
-
-    ``objectives`` maps an agent to its vector, every entry to be maximised (reward, -KL, -length). A vector dominates
-    another if no entry is lower and at least one is higher. Entries that are not finite count as minus infinity.
-    """
-    points = _points(objectives)
-    left = set(points)
-    fronts: list[list[int]] = []
-    while left:
-        front = [
-            a
-            for a in sorted(left)
-            if not any((points[b] >= points[a]).all() and (points[b] > points[a]).any() for b in left)
-        ]
-        fronts.append(front)
-        left.difference_update(front)
-    return fronts
-
-
-def crowding_distance(objectives: Mapping[int, Sequence[float]]) -> dict[int, float]:
-    """Return how far each member of a front is from its neighbours: the crowding distance of NSGA-II.
-
-    The sum over the objectives of the distance between the next lower and the next higher member, as a share of the
-    front's range; infinite for the members at both ends of an objective, of equal ones the oldest (lowest index). An
-    objective in which all are equal adds nothing. Source: Deb et al., IEEE Trans. Evol. Comput. 6 (2002) 182-197.
-    """
-    points = _points(objectives)
-    distance = dict.fromkeys(points, 0.0)
-    for objective in range(len(next(iter(points.values()), ()))):
-        value = {index: float(point[objective]) for index, point in points.items()}
-        order = sorted(points, key=lambda index: (value[index], index))
-        low, high = value[order[0]], value[order[-1]]
-        # An entry that is not finite counts as -inf, whose distance to others means nothing.
-        if not 0 < high - low < math.inf:
-            continue
-        # Each end is its own outer neighbour here, and becomes infinite below.
-        for before, index, after in zip([order[0], *order], order, [*order[1:], order[-1]]):
-            distance[index] += (value[after] - value[before]) / (high - low)
-        for end in (order[0], min(index for index in order if value[index] == high)):
-            distance[end] = math.inf
-    return distance
-
-
-def _points(objectives: Mapping[int, Sequence[float]]) -> dict[int, np.ndarray]:
-    points = {index: np.where(np.isfinite(vector), vector, -np.inf) for index, vector in sorted(objectives.items())}
-    if len({point.shape for point in points.values()}) > 1:
-        raise ConfigError("Multi-objective fitness needs vectors of one length for all agents.")
-    return points
-
-
-def _vectors(fitness: Mapping[int, Fitness]) -> dict[int, tuple[float, ...]]:
-    """Return the vectors of the agents whose fitness is finite; none if there is one objective."""
-    finite = {index: one for index, one in fitness.items() if one.is_finite}
-    names = {tuple(sorted(one.costs)) for one in finite.values()}
-    if len(names) > 1:
-        raise ConfigError(
-            f"Agents are compared by the same objectives, found the costs {', '.join(map(str, sorted(names)))}; give "
-            "the fitness of each agent the same costs."
-        )
-    return {index: one.vector for index, one in finite.items()} if names - {()} else {}

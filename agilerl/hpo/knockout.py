@@ -45,8 +45,6 @@ class PulseSelection(Strategy):
     Raises ConfigError for factors that are not positive or are 1, and probabilities outside [0.5, 1].
     """
 
-    alone = "pulses"
-
     @checked
     def __init__(
         self,

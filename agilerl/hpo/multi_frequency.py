@@ -33,8 +33,6 @@ class MultiFrequencySelection(Strategy):
     refilled by migration. Raises ConfigError for parts or brackets that do not add up, or ratios that do not increase.
     """
 
-    alone = "multi_frequency"
-
     @checked
     def __init__(
         self,

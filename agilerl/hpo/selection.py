@@ -213,8 +213,6 @@ class Strategy:
 
     fixed_size: int | None = None
     """Agents of every population that it plans for; None: any number."""
-    alone: str = ""
-    """Its name, if it compares agents by one number only."""
 
     @checked
     def plan(
@@ -232,12 +230,6 @@ class Strategy:
             raise ConfigError(f"Selection is set up for population_size={self.fixed_size}, found {len(fitness)} agents")
         if next_index <= max(fitness):
             raise ConfigError(f"next_index must be above every agent's index, found {next_index}, agent {max(fitness)}")
-        costs = sorted({cost for one in fitness.values() for cost in one.costs})
-        if costs and self.alone:
-            raise ConfigError(
-                f"The strategy {self.alone} compares agents by one number, found the costs {', '.join(costs)} too; use "
-                "tournament, truncation, halving or a knockout with a floor of 2, or leave the costs out."
-            )
         return self.decide(Contest(fitness, generation, seed, next_index, standing))
 
     def decide(self, contest: Contest) -> Plan:

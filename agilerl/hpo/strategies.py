@@ -34,11 +34,6 @@ COST_TOKENS = ("group_size", "update_epochs", "max_output_tokens")
 SHRINKING = ("knockout", "pulses", "halving")
 """Strategies that leave fewer agents than began."""
 
-UNITS = {"kl": "nats a token", "length": "tokens"}
-"""Units of the costs."""
-OBJECTIVE_STRATEGIES = ("knockout", "tournament", "truncation", "halving", "none")
-"""Strategies that compare agents with several objectives."""
-
 
 def strategy_class(name: str) -> Any:
     """Return the class of a strategy."""

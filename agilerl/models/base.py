@@ -17,7 +17,7 @@ from agilerl.checks.arguments import described, reason, shown
 from agilerl.config.base_model import QuantizationConfig, SharedOptions
 from agilerl.data.tree import token_tree
 from agilerl.errors import ConfigError, EngineError
-from agilerl.functional import linear_collision_entropy, linear_kl, linear_logprobs
+from agilerl.functional import linear_collision_entropy, linear_logprobs
 from agilerl.models.flat import FlatRows, Packed, PromptLine, Rows, flatten, pack
 from agilerl.models.gguf import base_folder
 from agilerl.models.layers import (
@@ -296,10 +296,6 @@ class BaseModel:
         return linear_logprobs(
             hidden, self._head.weight, targets, temperature=temperature, entropy=entropy, **self._head_settings
         )
-
-    def kl(self, hidden: Tensor, reference: Tensor) -> Tensor:
-        """Return KL ``[M]`` in nats of next tokens, as hidden ``[M, H]`` predicts them, from those of ``reference``."""
-        return linear_kl(hidden, reference, self._head.weight, **self._head_settings)
 
     def collision_entropy(self, hidden: Tensor, temperature: Tensor) -> Tensor:
         """Return ``-log sum_v p(v)^2`` ``[M]`` in nats from hidden ``[M, H]`` and temperatures ``[M]``; no gradient."""

@@ -10,10 +10,9 @@ from typing import Any, TypeVar
 
 from agilerl.checks.arguments import counted
 from agilerl.hpo.mutation import LEARNING_RATES
-from agilerl.hpo.strategies import UNITS
 from agilerl.report import life
 from agilerl.report.life import short_value
-from agilerl.report.load import AgentRecord, Exam, RunRecord, Score, front_exams, number, number_or
+from agilerl.report.load import AgentRecord, Exam, RunRecord, Score, number, number_or
 
 T = TypeVar("T")
 Figure = dict[str, Any]
@@ -276,16 +275,21 @@ def overlay_figure(runs: Mapping[str, RunRecord]) -> Figure | None:
     return _figure(data, "iteration", "fitness", height=380, showlegend=True, legend=legend) if data else None
 
 
-def _scatter_figure(
-    run: RunRecord, name: str, x: Callable[[AgentRecord, Exam], float], unit: str = ""
-) -> Figure | None:
-    """Draw each agent's fitness against another number, its last exam full and the earlier ones pale; None if empty."""
+def gene_figure(run: RunRecord, name: str) -> Figure | None:
+    """Draw each exam against the value of a hyperparameter that the agent was trained with; None if it has none.
+
+    An agent's last exam is full, earlier ones are pale.
+    """
+
+    def value(agent: AgentRecord, exam: Exam) -> float:
+        return number(agent.values(exam.generation - 1).get(name))
+
     data = []
     hover = (
         f", generation %{{customdata[0]}}<br>fitness %{{y:.4f}} ± %{{customdata[1]:.4f}}<br>{plain(name)} %{{x:.4g}}"
     )
     for agent in run.agents.values():
-        if exams := _exam_points(agent, partial(x, agent)):
+        if exams := _exam_points(agent, partial(value, agent)):
             earlier, pale = len(exams) - 1, agent_colour(agent.index, 0.45)
             marker = {"size": [6] * earlier + [10], "color": [pale] * earlier + [agent_colour(agent.index)]}
             line = {"color": agent_colour(agent.index, 0.25), "width": 1}
@@ -294,27 +298,7 @@ def _scatter_figure(
     if not data:
         return None
     xaxis = _value_axis([value for trace in data for value in trace["x"]])
-    return _figure(data, f"{plain(name)}{unit}", "fitness", height=300, xaxis=xaxis)
-
-
-def objective_figure(run: RunRecord, cost: str) -> Figure | None:
-    """Draw each agent's exams, fitness against a cost, and mark the front; None if no exam has both."""
-
-    def value(_: AgentRecord, exam: Exam) -> float:
-        return exam.costs[cost].mean if cost in exam.costs else math.nan
-
-    figure = _scatter_figure(run, cost, value, f" ({UNITS.get(cost, '')})")
-    rings = [(e.costs[cost].mean, e.score.mean, i) for i, e in front_exams(run).items() if cost in e.costs]
-    if figure is not None and rings:
-        marker = {"symbol": "circle-open", "size": 18, "color": "#e8a91c", "line": {"width": 3}}
-        names = {"name": "front", "text": [str(ring[2]) for ring in rings], "textposition": "top center"}
-        figure["data"].append(_scatter("markers+text", rings, marker=marker, **names))
-    return figure
-
-
-def gene_figure(run: RunRecord, name: str) -> Figure | None:
-    """Draw each exam against the value of a hyperparameter that the agent was trained with; None if it has none."""
-    return _scatter_figure(run, name, lambda agent, e: number(agent.values(e.generation - 1).get(name)))
+    return _figure(data, plain(name), "fitness", height=300, xaxis=xaxis)
 
 
 def hyperparameter_names(run: RunRecord) -> tuple[list[str], dict[str, Any]]:

@@ -15,8 +15,7 @@ from typing import Any
 from agilerl.checks.arguments import Location, counted, shown
 from agilerl.checks.redaction import without_keys
 from agilerl.errors import CheckpointError, ConfigError
-from agilerl.hpo.fitness import Fitness, is_accuracy, paired_difference, pareto_front, within_range
-from agilerl.hpo.strategies import UNITS
+from agilerl.hpo.fitness import Fitness, is_accuracy, paired_difference, within_range
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.diagnosis import Symptom, advice, by_sentence, symptoms
 from agilerl.runs.directory import as_written
@@ -60,8 +59,6 @@ class Exam:
     generation: int
     step: int
     score: Score
-    costs: dict[str, Score] = field(default_factory=dict)
-    """The other objectives, each the better the lower."""
 
 
 @dataclass
@@ -380,11 +377,9 @@ def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int
             case "elite":
                 elites[generation] = index
             case "fitness":
-                step, costs = int(number_or(line.get("step"), generation)), line.get("costs")
-                items = costs.items() if isinstance(costs, dict) else ()
-                vector = {name: score_of(cost) for name, cost in items if isinstance(cost, dict)}
+                step = int(number_or(line.get("step"), generation))
                 # Of an exam written twice, the last line counts.
-                exams[index][generation] = Exam(generation, step, score_of(line), vector)
+                exams[index][generation] = Exam(generation, step, score_of(line))
                 agent.tokens = {k: number(v) for k, v in (line.get("tokens") or {}).items()}
     for agent in agents.values():
         agent.exams = sorted(exams[agent.index].values(), key=lambda exam: exam.step)
@@ -415,12 +410,7 @@ def _read_exams(lines: Iterable[Line], agents: dict[int, AgentRecord]) -> None:
             continue
         agent = agents.setdefault(index, AgentRecord(index))
         if generation not in {exam.generation for exam in agent.exams}:
-            costs = {
-                name: score_of({**line, "stderr": line.get(f"eval/{name}_stderr"), "n": line.get("eval/n")}, mean=key)
-                for name in UNITS
-                if (key := f"eval/{name}") in line
-            }
-            agent.exams.append(Exam(generation, step, score_of(line, "eval/", "reward_mean"), costs))
+            agent.exams.append(Exam(generation, step, score_of(line, "eval/", "reward_mean")))
     for agent in agents.values():
         agent.exams.sort(key=lambda exam: exam.step)
 
@@ -531,35 +521,6 @@ class Family:
             for generation in self.spans[agent]
             if generation < end
         ]
-
-
-def cost_names(run: RunRecord) -> list[str]:
-    """Return the objectives of the exams besides the reward."""
-    return list(dict.fromkeys(name for agent in run.agents.values() for exam in agent.exams for name in exam.costs))
-
-
-def front_exams(run: RunRecord) -> dict[int, Exam]:
-    """Return the exams on the front of the last generation, best reward first, by agent; empty with one objective."""
-    names = cost_names(run)
-    exams = {i: exam for i, agent in run.agents.items() for exam in agent.exams if set(exam.costs) == set(names)}
-    if not names or not exams:
-        return {}
-    last = max(exam.generation for exam in exams.values())
-    present = {i: exam for i, exam in exams.items() if exam.generation == last}
-    fitness = {
-        i: Fitness(exam.score.mean, costs={name: Fitness(cost.mean) for name, cost in exam.costs.items()})
-        for i, exam in present.items()
-    }
-    # A finished run lists its front, since it knows which agents were sick.
-    members = summary_front(run) or pareto_front(fitness)
-    return {index: present[index] for index in members if index in present}
-
-
-def summary_front(run: RunRecord) -> dict[int, dict[str, Any]]:
-    """Return the members of the front by agent, as the summary has them."""
-    front = run.summary.get("front")
-    members = [member for member in front if isinstance(member, dict)] if isinstance(front, list) else []
-    return {index: member for member in members if (index := _whole(member.get("agent"))) is not None}
 
 
 def _spans(agents: dict[int, AgentRecord]) -> dict[int, list[int]]:

@@ -26,15 +26,12 @@ from agilerl.report.life import short_value
 from agilerl.report.load import (
     RunRecord,
     check_different,
-    cost_names,
     derived,
     differences,
-    front_exams,
     load_run,
     number,
     number_or,
     paired_error,
-    summary_front,
     task_of,
     why_not_comparable,
 )
@@ -158,7 +155,6 @@ def _view(position: int, run: RunRecord) -> dict[str, Any]:
     curves = ((title, figures.curve_figure(run, metric)) for metric, title in figures.CURVES.items())
     genes = ((name, figures.hyperparameter_figure(run, name)) for name in moving)
     scatters = ((name, figures.gene_figure(run, name)) for name in moving)
-    costs = ((name, figures.objective_figure(run, name)) for name in cost_names(run))
     return {
         "position": position,
         "record": run,
@@ -170,10 +166,8 @@ def _view(position: int, run: RunRecord) -> dict[str, Any]:
         "curves": draw_all("curve", curves),
         "hyperparameters": draw_all("hyper", genes),
         "scatters": draw_all("scatter", scatters),
-        "objectives": draw_all("objective", costs),
         "charts": charts,
         "labels": labels,
-        "front": front_table(run),
         "constant": constant,
         "clock": figures.clock(run),
         "tree_width": figures.tree_width(run),
@@ -449,24 +443,6 @@ def phase_table(run: RunRecord) -> list[tuple[str, str, str]]:
     phases = figures.phase_seconds(run)
     total = sum(phases.values()) or 1.0
     return [(phase, f"{seconds:,.4g} s", f"{100 * (seconds / total):.1f} %") for phase, seconds in phases.items()]
-
-
-def front_table(run: RunRecord) -> list[dict[str, Any]]:
-    """Return one row per agent on the front of the last generation, best reward first."""
-    listed = summary_front(run)
-    return [
-        {
-            "agent": index,
-            "colour": agent_colour(index),
-            "winning": index == run.family.winner,
-            "reward": life.plus(exam.score),
-            "costs": [life.plus(exam.costs[name], ".4g", ".2g") for name in cost_names(run)],
-            # An exam comes before the mutations of its generation.
-            "hyperparameters": _genes(run.agents[index].values(exam.generation - 1)),
-            "adapter": str(listed.get(index, {}).get("adapter", "")),
-        }
-        for index, exam in front_exams(run).items()
-    ]
 
 
 def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from agilerl.hpo.fitness import Fitness, pareto_front
+from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.parameters import Value
 from agilerl.hpo.selection import RESTART, Plan
@@ -100,11 +100,8 @@ class ExamDone(Event):
     @property
     def metrics(self) -> dict[int, dict[str, float]]:
         """By agent index, under the names of metrics.jsonl."""
-        several = any(f.costs for f in self.fitness.values())
-        front = pareto_front(self.fitness) if several else []
-        on_front = {index: {"eval/front": int(index in front)} if several else {} for index in self.fitness}
         times = {"time/eval": self.seconds, "time/elapsed": self.elapsed}
-        return {i: {**_result(f), **on_front[i], **times} for i, f in self.fitness.items()}
+        return {i: _result(f) | times for i, f in self.fitness.items()}
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,6 @@ class Evolved(Event):
     def metrics(self) -> dict[str, Value]:
         """Metrics of the population under their names in metrics.jsonl; genes are those of the new one."""
         means = [f.mean for f in self.fitness.values() if f.is_finite]
-        front = {"evo/front": len(pareto_front(self.fitness))} if any(f.costs for f in self.fitness.values()) else {}
         genes = {
             f"evo/hp/{name}/{index}": value
             for index, values in self.hyperparameters.items()
@@ -158,7 +154,6 @@ class Evolved(Event):
             "evo/fitness/mean": float(np.mean(means)) if means else float("nan"),
             "evo/fitness/std": float(np.std(means)) if means else float("nan"),
             "evo/replacements": len(self.plan.births),
-            **front,
             "evo/diversity": self.diversity,
             "time/evolve": self.seconds,
             **genes,
@@ -193,7 +188,4 @@ class RunFinished(Event):
 
 
 def _result(fitness: Fitness) -> dict[str, float]:
-    values = {"eval/reward_mean": fitness.mean, "eval/stderr": fitness.stderr, "eval/n": fitness.n}
-    for name, cost in fitness.costs.items():
-        values |= {f"eval/{name}": cost.mean, f"eval/{name}_stderr": cost.stderr}
-    return values
+    return {"eval/reward_mean": fitness.mean, "eval/stderr": fitness.stderr, "eval/n": fitness.n}

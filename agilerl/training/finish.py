@@ -2,17 +2,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from agilerl.algorithms import LLMAlgorithm
 from agilerl.algorithms.exams import Panels
 from agilerl.algorithms.state import AgentState, soup
 from agilerl.checks.arguments import counted
-from agilerl.hpo.fitness import Fitness, pareto_front, probability_better, ranking
-from agilerl.hpo.guard import quarantined
+from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.population import Population
-from agilerl.runs.checkpoints import agent_folder
 from agilerl.training.evaluation import before_and_after, constant_answer
 from agilerl.training.progress import Kept, Progress
 from agilerl.training.records import RunWriter
@@ -114,26 +111,6 @@ def _chosen(session: Session, progress: Progress, last: Kept) -> tuple[LLMAlgori
     return population.revived(progress.elite), {**choice, "decided_by": decided}
 
 
-def _front(session: Session, progress: Progress) -> list[dict[str, Any]]:
-    """Return the members of the last exam's front, best reward first; none if the exam has one objective."""
-    population = session.population
-    if len(population.objectives) < 2:
-        return []
-    everyone = {agent.index: agent for agent in population.agents}
-    fitness = {index: exam for index, exam in progress.fitness.items() if index in everyone}
-    sick = population.sick(fitness, collapse_guard=False) if fitness else {}
-    checkpoint = Path("checkpoints") / f"{progress.iteration:06d}"
-    return [
-        {
-            "agent": index,
-            "adapter": str(agent_folder(checkpoint, index) / "actor"),
-            **fitness[index].to_dict(),
-            "hyperparameters": dict(everyone[index].hyperparameters),
-        }
-        for index in pareto_front(quarantined(fitness, sick))
-    ]
-
-
 def left_out(population: Population, results: Mapping[Panels, Sequence[Fitness]]) -> list[str]:
     """Return a sentence for each panel of which questions are left out of results, since they got no grade."""
     sentences = []
@@ -158,8 +135,6 @@ def summary_of(session: Session, progress: Progress) -> dict[str, Any]:
         "fitness": {str(index): f.to_dict() for index, f in sorted(progress.fitness.items())},
         "elite": None,
     }
-    if front := _front(session, progress):
-        summary["front"] = front
     if median is not None:
         summary["test"]["median_first_generation"] = {"index": median.index, **median.fitness.to_dict()}
     return summary

@@ -21,8 +21,6 @@ class Scale:
     """The size of an agent's iterations and exams. Lengths are in tokens."""
 
     training: TrainingConfig
-    kl: bool
-    """Whether exams measure the KL."""
     prompts: int
     """Of an iteration."""
     group: int
@@ -42,7 +40,6 @@ class Scale:
         lengths = population.lengths("exam")
         return cls(
             training=training,
-            kl="kl" in population.objectives,
             prompts=population.prompts_per_step,
             group=group,
             questions=len(lengths.prompts),
@@ -69,7 +66,7 @@ class Scale:
         if t.max_tokens is not None:
             iterations = min(iterations, t.max_tokens / (rows * row))
         # The KL takes two forward passes over prompt and completion.
-        examined = self.completion + self.kl * 2 * (self.prompt + self.completion)
+        examined = self.completion
         return iterations, self.questions * t.eval_samples * examined / (rows * row)
 
     @property
@@ -86,7 +83,7 @@ class Scale:
         completion, samples = self.completion / 2, self.training.eval_samples
         # A token of an update counts 3, once forwards and twice backwards; sampling it is one more pass.
         trained = self.prompts * (self.prompt + self.group * completion) * (3 if self.learns_from_data else 4)
-        return (self.prompt + samples * completion + self.kl * 2 * samples * (self.prompt + completion)) / trained
+        return (self.prompt + samples * completion) / trained
 
     def generation(self, *, given: bool) -> tuple[int, int | None]:
         """Return the iterations of a generation and the questions of its exam, None for all, also if it is ``given``.

@@ -262,7 +262,6 @@ def _population(
         eval_samples=t.eval_samples,
         max_error_rate=t.max_error_rate,
         test_prompts=config.environment.test_prompts,
-        objectives=config.selection_strategy.objectives or ("reward",),
         sharing=config.sharing,
     )
     if saved is not None:

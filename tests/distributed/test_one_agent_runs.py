@@ -17,12 +17,6 @@ pytestmark = [pytest.mark.model, pytest.mark.timeout(600)]
 
 def table(run: Path) -> dict[str, Any]:
     summary = json.loads((run / "summary.json").read_text())
-    del summary["front"]
-    for fitness in (*summary["fitness"].values(), summary["test"]["elite"], summary["test"]["median_first_generation"]):
-        # Processes that share an agent add up its gradients in another order, which a KL near 0 shows.
-        kl = fitness["costs"].pop("kl")
-        assert 0 < kl["mean"] < 1
-        fitness["kl"] = pytest.approx(kl["mean"], rel=1e-3, abs=1e-7)
     return {name: summary[name] for name in ("fitness", "test", "tokens", "elite", "iterations")}
 
 
@@ -30,7 +24,7 @@ def table(run: Path) -> dict[str, Any]:
 @pytest.mark.processes
 def test_two_processes_come_to_the_same_table_as_one(agents: int, tmp_path: Path) -> None:
     """Of three agents one process trains two, in step with the other; of one agent both train some rows."""
-    settings = (*QUICK, "algorithm.lr=1e-3", "selection_strategy.objectives=[reward, kl, length]")
+    settings = (*QUICK, "algorithm.lr=1e-3")
     settings = (*settings, f"training.pop_size={agents}", "algorithm.beta=0.01", "training.max_steps=96")
     run_jobs(2, Job(tmp_path / "divided", (*settings, *DIVIDED)))
     assert table(tmp_path / "divided") == table(run_here(tmp_path / "alone", *settings))

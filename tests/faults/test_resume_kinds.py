@@ -58,10 +58,6 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("training.max_steps=240", "selection_strategy={name: knockout, pulses: {every: 2, until: 0.9, guard: 0.5}}"),
     ),
     "halving": (*HOT, "selection_strategy={name: halving, between: truncation, period: 2}", *LONGER),
-    "objectives": (
-        *(*HOT, *LONGER, "algorithm.beta=0.05"),
-        "selection_strategy={name: tournament, gate: 0.6, objectives: [reward, kl, length]}",
-    ),
     "multi-frequency": (*HOT, "selection_strategy={name: multi_frequency}", *LONGER),
     "DPO": (
         "algorithm={name: DPO, lr: 1e-3, beta: 0.1, batch_size: 4, max_output_tokens: 6}",
@@ -82,11 +78,6 @@ KINDS: dict[str, tuple[str, ...]] = {
         "environment={env_type: multiturn, env_id: agilerl/GuessTheNumber-v0, params: {max_number: 9}, "
         "data_batch_size_per_gpu: 2, eval_prompts: 4, test_prompts: 4}",
         "algorithm.max_output_tokens=3",
-    ),
-    "objectives of episodes": (
-        *(*HOT, "algorithm.max_output_tokens=3", "selection_strategy={name: truncation, objectives: [kl, reward]}"),
-        "environment={env_type: multiturn, env_id: agilerl/GuessTheNumber-v0, params: {max_number: 9}, "
-        "data_batch_size_per_gpu: 2, eval_prompts: 4, test_prompts: 4}",
     ),
 }
 

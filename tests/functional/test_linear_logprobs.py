@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agilerl.functional import linear_kl, linear_logprobs, token_entropy, token_logprobs
+from agilerl.functional import linear_logprobs, token_entropy, token_logprobs
 
 ROWS = 64
 HEADS = {"plain": {}, "bias": {"bias": True}, "gemma": {"softcap": 3.0}, "cohere": {"scale": 0.25, "bias": True}}
@@ -202,31 +202,3 @@ def test_bad_input_gives_a_sentence(change, message):
     arguments = {name: x[name] for name in ("hidden", "weight", "targets")} | change
     with pytest.raises(ValueError, match=message):
         linear_logprobs(**arguments)
-
-
-@pytest.mark.parametrize("name", HEADS)
-def test_the_kl_of_two_states_is_that_of_their_whole_distributions(name):
-    x, settings = head(torch.float64), dict(HEADS[name])
-    other = x["hidden"] + 0.3 * torch.randn(x["hidden"].shape, generator=torch.Generator().manual_seed(1)).double()
-    if settings.pop("bias", False):
-        settings["bias"] = x["bias"]
-
-    def distribution(hidden):
-        z = (hidden @ x["weight"].T + settings.get("bias", 0.0)) * settings.get("scale", 1.0)
-        cap = settings.get("softcap")
-        return torch.distributions.Categorical(logits=z if cap is None else cap * torch.tanh(z / cap))
-
-    expected = torch.distributions.kl_divergence(distribution(x["hidden"]), distribution(other))
-    found = linear_kl(x["hidden"], other, x["weight"], **settings)
-    assert torch.allclose(found, expected, atol=1e-12)
-    assert torch.equal(linear_kl(other, other, x["weight"], **settings), torch.zeros(ROWS, dtype=torch.float64))
-
-
-@pytest.mark.usefixtures("_one_thread")
-def test_the_kl_of_a_row_depends_on_no_other_row():
-    x = head()
-    other = x["hidden"].flip(0)
-    whole = linear_kl(x["hidden"], other, x["weight"])
-    assert torch.equal(whole, linear_kl(x["hidden"], other, x["weight"], chunk_rows=16))
-    assert torch.equal(whole[5:8], linear_kl(x["hidden"][5:8], other[5:8], x["weight"]))
-    assert whole.min() >= 0

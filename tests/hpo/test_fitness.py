@@ -10,7 +10,6 @@ from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import (
     Fitness,
     difference_interval,
-    non_dominated_fronts,
     paired_difference,
     probability_better,
     ranking,
@@ -130,15 +129,6 @@ def test_probability_is_calibrated_when_the_prior_is():
     inside = (claimed > 0.8) & (claimed < 0.9)
     assert inside.sum() > 200
     assert 0.78 < np.mean(np.array(truths)[inside]) < 0.93
-
-
-def test_fronts_by_hand():
-    # (reward, -KL): 0 and 1 trade off, 2 is below 1, 3 equals 2, 4 is broken in one entry.
-    objectives = {0: (1.0, -5.0), 1: (0.5, -1.0), 2: (0.4, -2.0), 3: (0.4, -2.0), 4: (0.9, math.nan)}
-    assert non_dominated_fronts(objectives) == [[0, 1], [2, 3, 4]]
-    assert non_dominated_fronts({}) == []
-    with pytest.raises(ConfigError, match="one length"):
-        non_dominated_fronts({0: (1.0,), 1: (1.0, 2.0)})
 
 
 @pytest.mark.parametrize(

@@ -15,19 +15,17 @@ from agilerl.report.figures import (
     gene_figure,
     hyperparameter_figure,
     hyperparameter_names,
-    objective_figure,
     overlay_figure,
     throughput_figure,
     tree_figure,
     tree_width,
 )
 from agilerl.report.life import lives, short_value
-from agilerl.report.load import Score, cost_names, differences, front_exams, load_run
+from agilerl.report.load import Score, differences, load_run
 from agilerl.report.page import (
     comparison,
     configuration,
     facts,
-    front_table,
     lineage_table,
     phase_table,
     render,
@@ -354,48 +352,7 @@ def test_picking_evenly_keeps_both_ends(count, most):
         assert (found[0], found[-1]) == (items[0], items[-1])
 
 
-def vector(agent, generation, mean, kl, **more):
-    costs = {"kl": {"mean": kl, "stderr": 0.01, "n": 20}, **more}
-    return {**fitness(agent, generation, mean), "costs": costs}
-
-
-VECTORS = [
-    *(birth(i, None, 0, lr=0.1 * (i + 1)) for i in range(4)),
-    *(vector(0, 0, 0.9, 0.5), vector(1, 0, 0.8, 0.6), vector(2, 0, 0.5, 0.1), vector(3, 0, 0.7, None)),
-    *(vector(0, 1, 0.6, 0.5), vector(1, 1, 0.8, 0.6), vector(2, 1, 0.5, 0.1), vector(3, 1, 0.4, 0.2)),
-]
-
-
-def test_the_front_is_that_of_the_last_generation(load):
-    run = load(lineage=VECTORS)
-    assert cost_names(run) == ["kl"]
-    assert list(front_exams(run)) == [1, 0, 2]
-    figure = objective_figure(run, "kl")
-    (ring,) = [trace for trace in figure["data"] if trace.get("name") == "front"]
-    assert (ring["x"], ring["y"], ring["text"]) == ([0.6, 0.5, 0.1], [0.8, 0.6, 0.5], ["1", "0", "2"])
-    (path,) = of_agent(figure, 0)
-    assert (path["x"], path["y"]) == ([0.5, 0.5], [0.9, 0.6])
-    assert of_agent(figure, 3)[0]["x"] == [0.2]  # a KL that was not finite is no point
-    rows = front_table(run)
-    assert [(row["agent"], row["reward"], row["costs"]) for row in rows][2] == (2, "0.500 ± 0.100", ["0.1 ± 0.01"])
-    json.dumps(figure, allow_nan=False)
-    # A finished run says who is on it, since it knows who was sick.
-    finished = load(lineage=VECTORS, summary={"status": "finished", "front": [{"agent": 2, "adapter": "here"}]})
-    assert [(row["agent"], row["adapter"]) for row in front_table(finished)] == [(2, "here")]
-
-
-@pytest.mark.parametrize("front", ["much", [3, None], [{"agent": [1]}, {"agent": 99}], [{"adapter": 1}]])
-def test_a_damaged_front_and_odd_costs_still_give_figures(load, front):
-    odd = [vector(0, 0, 0.5, "<b>", **{"<i>x": {"mean": math.inf}}), {**fitness(1, 0, 0.4), "costs": [1]}]
-    run = load(lineage=[*VECTORS[:4], *odd], summary={"front": front})
-    assert front_exams(run).keys() <= {0}
-    assert front_table(run) == []
-    assert [objective_figure(run, name) for name in cost_names(run)] == [None, None]
-
-
 def test_eval_lines_stand_in_for_a_lineage(load):
     line = {"kind": "eval", "agent": 0, "generation": 0, "step": 8, "eval/reward_mean": 0.5, "eval/stderr": 0.1}
-    run = load(metrics=[{**line, "eval/n": 9, "eval/kl": 0.25, "eval/kl_stderr": 0.5}])
-    (exam,) = run.agents[0].exams
-    assert (exam.costs["kl"].mean, exam.costs["kl"].stderr, exam.costs["kl"].n) == (0.25, 0.5, 9)
-    assert load(metrics=[line]).agents[0].exams[0].costs == {}
+    (exam,) = load(metrics=[{**line, "eval/n": 9}]).agents[0].exams
+    assert (exam.score.mean, exam.score.stderr, exam.score.n) == (0.5, 0.1, 9)

@@ -241,15 +241,14 @@ def test_a_question_scores_the_mean_of_its_samples() -> None:
 
 
 def test_sampled_exams_have_the_bits_that_an_agent_has_alone() -> None:
-    people = population(eval_temperature=1.0, eval_samples=3, objectives=("reward", "length"))
+    people = population(eval_temperature=1.0, eval_samples=3)
     for agent in people.agents:
         agent.config = agent.config.model_copy(update={"lr": 1e-2 * (1 + agent.index)})
     people.learn(people.rollout())
     together = people.evaluate()
-    assert together[0].scores != together[1].scores or together[0].costs != together[1].costs
+    assert together[0].scores != together[1].scores
     for agent in people.agents:
         assert people.evaluate(agents=[agent])[agent.index] == together[agent.index]
-    assert all(1 <= mean <= 8 for mean in together[0].costs["length"].scores)  # of one answer, not of three
 
 
 def test_sampled_exams_in_a_manifest() -> None:

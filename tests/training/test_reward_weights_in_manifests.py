@@ -6,13 +6,16 @@ from typing import Any
 
 import pytest
 
+from agilerl.cli.output import console_of_lines
+from agilerl.cli.progress import plan_document, print_plan
+from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
 from agilerl.hpo.parameters import Gene
 from agilerl.hpo.schedule import hyperparameter_schedule
 from agilerl.training.resolved import resolve
-from agilerl.training.setup import check
-from tests.training.small_runs import lines, run_here
+from agilerl.training.setup import build, check
+from tests.training.small_runs import SMALL, lines, run_here
 
 GRADERS = [
     {"name": "task"},
@@ -128,3 +131,29 @@ def test_a_run_whose_weights_evolve(tmp_path: Path) -> None:
     assert json.loads((root / "run.json").read_text())["config"]["algorithm"]["reward_weights"] == {"short": 0.1}
     assert SHORT in (root / "report.html").read_text(encoding="utf-8")
     assert hyperparameter_schedule(lineage, summary["elite"]["index"])["genes"].keys() == {SHORT}
+
+
+TWO_GRADERS = [{"name": "task"}, {"name": "regex", "label": "short", "weight": 0.1, "params": {"pattern": "^.{0,3}$"}}]
+
+
+def test_weights_that_evolve_are_judged_by_a_fixed_grader(tmp_path: Path) -> None:
+    evolving = (
+        *(*SMALL, f"environment.graders={json.dumps(TWO_GRADERS)}"),
+        "mutation.rl_hp_selection={reward_weights.short: {min: 0.01, max: 100, scale: log}}",
+    )
+    with pytest.raises(ConfigError, match=r"needs environment\.fitness_grader"):
+        resolve(load_manifest(None, evolving))
+    session = build(load_manifest(None, [*evolving, "environment.fitness_grader=task"]))
+    population = session.population
+    weights = [agent.hyperparameters["reward_weights.short"] for agent in population.agents]
+    assert len(set(weights)) == 3
+    # The adapters are still at their start: whoever turned a weight up gains nothing by it.
+    exam = population.evaluate()
+    assert len({fitness.scores for fitness in exam.values()}) == 1
+    assert len({tuple(t.rewards[0] for t in own) for own in population.rollout().trajectories.values()}) == 3
+    assert plan_document(session, tmp_path)["exam_grader"] == "exact"
+    said: list[str] = []
+    print_plan(session, tmp_path, console_of_lines(said.append, 200, quiet=False))
+    (line,) = [line for line in said if line.split()[:1] == ["fitness"]]
+    assert "reward_weights.short" in line
+    assert "exact" in line

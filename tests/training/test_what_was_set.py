@@ -242,7 +242,6 @@ OF_SECTIONS = [
     "selection_strategy.soup=0.8",
     "selection_strategy.candidates=3",
     "selection_strategy.equal_tokens=true",
-    "selection_strategy.objectives=[reward, kl]",
     "selection_strategy.pulses={until: 0.5}",
     "selection_strategy.collapse_guard=false",
     "sharing.distillation=0.1",
