@@ -33,8 +33,11 @@ GONE: dict[str, str] = {
     "algebra); call get_... in a file of your own, penalty = get_soft_overlong_punishment(80, 20), and name that",
     "parser=llama": "pass the response template LLAMA of tutorials/tools/response_templates.py as parser",
     "parser=mistral": "pass the response template MISTRAL of tutorials/tools/response_templates.py as parser",
+    "selection_strategy.between": "use name: knockout, which halves the population, or truncation",
     "selection_strategy.objectives": "selection goes by the reward alone; put a KL or a length that counts into "
     "the reward (algorithm.beta, a grader)",
+    "strategies=halving": "use knockout, which halves the population and protects your configuration",
+    "strategies=pulses": "use knockout with training.pop_size=1, which begins with its pulses",
 }
 """By name: a manifest's key or section (``sharing``, ``training.x``), a value of one (``strategies=x``), a command
 (``agilerl x``), an option of all (``--x``) or of one (``agilerl x --y``). Each sentence says what to use instead, and

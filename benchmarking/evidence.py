@@ -117,7 +117,6 @@ ARMS: dict[str, tuple[str, ...]] = {
         "selection_strategy={name: tournament}",
         "mutation.probabilities={no_mut: 1.0, rl_hp_mut: 0.0}",
     ),
-    "halving": ("training.pop_size=4", "selection_strategy={name: halving}"),
     "truncation": ("training.pop_size=4", "selection_strategy={name: truncation}"),
     "tournament": ("training.pop_size=4", "selection_strategy={name: tournament, tournament_size: 2, elitism: true}"),
     # AgileRL's recipe: all start alike, genes move by its factors, exams of 8 questions (there, each agent has others).
@@ -159,6 +158,9 @@ ARMS |= {
     # Up to its end the run of ``ours``; a soup that is more probably better than not is handed over.
     "ours_soup": ("selection_strategy={name: knockout, soup: 0.5}",),
 }
+PAST = ("halving",)
+"""Arms of what has gone: tables show their results, and nothing runs them."""
+NAMES = (*ARMS, *PAST)
 SEARCHES = ("tpe", "cmaes", "short", "asha")
 """Arms that spend half of the tokens on Optuna's trials."""
 CONTINUED = ("short", "asha")
@@ -562,7 +564,7 @@ def _strata(found: Results, against: str) -> str:
             "| CPU s |"
         ]
         lines += ["|---" * 9 + "|"]
-        for arm in ARMS:
+        for arm in NAMES:
             own = {r["seed"]: r for r in group if r["arm"] == arm}
             if not own:
                 continue
@@ -656,7 +658,7 @@ def _axis(found: Results, title: str, against: str) -> list[str]:
                 f"| {spent / 1000:.0f}k | {seconds:.0f} |"
             )
         lines.append("")
-    planned = [arm for arm in ARMS if arm in arms or arm in MODELS[found[0]["model"]].arms]
+    planned = [arm for arm in NAMES if arm in arms or arm in MODELS[found[0]["model"]].arms]
     missing = {arm: len(wanted - set(cells.get(arm, ()))) for arm in planned}
     listed = ", ".join(f"{arm} {count} of {len(wanted)}" for arm, count in missing.items() if count)
     seeds = " ".join(map(str, sorted({r["seed"] for r in found})))
@@ -684,7 +686,7 @@ def seeds(found: Results) -> str:
         return "No results yet."
     usual, *others = (made for made, _ in Counter(r.get("commit") for r in found).most_common())
     marks = {usual: "", **dict(zip(others, string.ascii_lowercase))}
-    arms, lines = list(ARMS), []
+    arms, lines = list(NAMES), []
     for model, tokens, setting in sorted({(r["model"], r["tokens"], r["setting"]) for r in found}):
         runs = [r for r in found if (r["model"], r["tokens"], r["setting"]) == (model, tokens, setting)]
         lines += ["", f"{model}, {tokens // 1000}k tokens" + (f", {setting}" if setting else ""), ""]
@@ -701,7 +703,7 @@ def seeds(found: Results) -> str:
 
 
 def _arms(found: Results) -> list[str]:
-    return [arm for arm in ARMS if arm in {r["arm"] for r in found}]
+    return [arm for arm in NAMES if arm in {r["arm"] for r in found}]
 
 
 LABELS = {
@@ -784,7 +786,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", help="run: where, such as cuda")
     parser.add_argument("--schedule", default="", help="run: what the arm replayed trains with; default: it finds one")
     parser.add_argument("--setting", default="", help="run: KEY=VALUE, changed in the configuration of all runs")
-    parser.add_argument("--against", default="formula_decay", choices=list(ARMS), help="table: the arm to compare with")
+    parser.add_argument("--against", default="formula_decay", choices=NAMES, help="table: the arm to compare with")
     parser.add_argument("--to", type=Path, help="plot: beginning of the files' names; pack: the file")
     parsed = parser.parse_args()
     model = MODELS[parsed.model]

@@ -25,7 +25,6 @@ from agilerl.hpo.selection import (
     NoSelection,
     SelectionStrategy,
     Standing,
-    SuccessiveHalving,
     TruncationSelection,
     apply_plan,
     with_factors,
@@ -168,11 +167,9 @@ ARMS = {
     "knockout without pulses": replace(
         DEFAULT, strategy=lambda size: KnockoutSelection(size, later=PulseSelection(factors=()))
     ),
-    "pulses": replace(DEFAULT, strategy=lambda size: PulseSelection(), size=1),
+    "pulses": replace(DEFAULT, size=1),
     "tournament": Arm(lambda size: TournamentSelection(2, True, size), mutations=MOVES),
     "truncation": Arm(lambda size: TruncationSelection(), mutations=MOVES),
-    "halving": Arm(lambda size: SuccessiveHalving()),
-    "halving + truncation": Arm(lambda size: SuccessiveHalving(2, 1, TruncationSelection()), mutations=MOVES),
     "multi-frequency": Arm(lambda size: MultiFrequencySelection(size), mutations=MOVES),
     "random": Arm(lambda size: NoSelection()),
     "formula": Arm(lambda size: NoSelection(), size=1),

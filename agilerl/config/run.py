@@ -24,11 +24,11 @@ from agilerl.config.search import GeneConfig, MutationConfig, SelectionConfig, S
 from agilerl.config.training import TrainingConfig
 from agilerl.errors import ConfigError
 from agilerl.gone import instead
-from agilerl.hpo.strategies import ANNEALED, COST_TOKENS, SHRINKING, LRSchedule
+from agilerl.hpo.strategies import COST_TOKENS, LRSchedule
 from agilerl.safety.custom_code import names_code
 
 EVO_STEPS = 8
-"""Iterations between selections if a manifest gives none; knockout and pulses go by the budget instead."""
+"""Iterations between selections if a manifest gives none; the knockout goes by the budget instead."""
 ANNEALING = LRSchedule("linear", decay=0.4)
 """The learning rate's course in runs that end with one agent."""
 
@@ -92,8 +92,8 @@ class RunConfig(Section):
                 f"training.replay is for one agent that nothing selects, found training.pop_size={size} and "
                 f"selection_strategy.name={self.selection_strategy.strategy}; set pop_size: 1 and name: none"
             )
-        # The others go by the budget, of which more is known once the base is loaded (Scale.generation).
-        if self.training.evo_steps is None and self.selection_strategy.strategy not in ANNEALED:
+        # The knockout goes by the budget, of which more is known once the base is loaded (Scale.generation).
+        if self.training.evo_steps is None and not self.selection_strategy.narrows:
             self.training = self.training.model_copy(update={"evo_steps": EVO_STEPS})
             # A default does not count as given, so that a later default does not change a recorded one.
             self.training.model_fields_set.discard("evo_steps")
@@ -126,12 +126,12 @@ class RunConfig(Section):
     def genes(self) -> dict[str, GeneConfig]:
         """The hyperparameters that evolve.
 
-        If none is named, the learning rate in knockout and pulses, and with another selection of several agents if
+        If none is named, the learning rate in a knockout, and with another selection of several agents if
         there is no section ``mutation`` at all.
         """
         strategy = self.selection_strategy.strategy
         selects = strategy != "none" and self.training.pop_size > 1 and "mutation" not in self.model_fields_set
-        if "rl_hp_selection" in self.mutation.model_fields_set or not (strategy in ANNEALED or selects):
+        if "rl_hp_selection" in self.mutation.model_fields_set or not (self.selection_strategy.narrows or selects):
             return self.mutation.rl_hp_selection
         # PPO has no rate of that name, but one for its actor and one for its critic.
         names = ("lr_actor", "lr_critic") if self.algorithm["name"] == "PPO" else ("lr",)
@@ -142,13 +142,13 @@ class RunConfig(Section):
         """Whether agents are compared after equally many tokens."""
         given = self.selection_strategy.equal_tokens
         costly = any(name in self.genes for name in COST_TOKENS)
-        return given if given is not None else costly and self.selection_strategy.strategy in ANNEALED
+        return given if given is not None else costly and self.selection_strategy.narrows
 
     @property
     def smallest_population(self) -> int:
         """Agents that selection may leave."""
         section, size = self.selection_strategy, self.training.pop_size
-        return min(section.floor or 1, size) if section.strategy in SHRINKING else size
+        return min(section.floor or 1, size) if section.narrows else size
 
     @property
     def candidates(self) -> int:
@@ -157,14 +157,15 @@ class RunConfig(Section):
         if given is not None:
             return given
         # Of a dataset, another panel would take rows from training.
-        return 3 if self.selection_strategy.strategy in ANNEALED and self.environment.dataset is None else 1
+        return 3 if self.selection_strategy.narrows and self.environment.dataset is None else 1
 
     @property
     def kept_exams(self) -> int:
         """Best exams whose agents are kept with their scores, for selection or a second panel; 0: none."""
-        strategy = self.selection_strategy.strategy
+        strategy = self.selection_strategy
         # Custom code may bring an earlier agent back, as pulses may.
-        return self.candidates if self.candidates > 1 or strategy in ANNEALED or names_code(strategy) else 0
+        kept = self.candidates > 1 or strategy.narrows or names_code(strategy.strategy)
+        return self.candidates if kept else 0
 
     @property
     def restarts(self) -> bool:
@@ -172,7 +173,7 @@ class RunConfig(Section):
         strategy = self.selection_strategy
         # Exams by another grader cannot be compared with the rewards before training.
         alike = self.environment.fitness_grader is None
-        return strategy.collapse_guard and strategy.strategy in ANNEALED and self.kept_exams > 0 and alike
+        return strategy.collapse_guard and strategy.narrows and self.kept_exams > 0 and alike
 
     @property
     def second_panel(self) -> int:
@@ -203,9 +204,8 @@ class RunConfig(Section):
     def without_effect(self) -> list[str]:
         """Sentences about settings that change nothing, those of ``algorithm`` excepted."""
         sentences = [*self._replaced, *grouped(idle(self, "", self, evolving=self.genes))]
-        strategy = self.selection_strategy.strategy
-        if strategy in ANNEALED and not set(self.genes) & {"lr", "lr_actor", "lr_critic"}:
-            sentences.append(f"{strategy}: challengers differ by their learning rate, not a gene here: there are none")
+        if self.selection_strategy.narrows and not set(self.genes) & {"lr", "lr_actor", "lr_critic"}:
+            sentences.append("knockout: challengers differ by their learning rate, not a gene here: there are none")
         return sentences
 
     @property
@@ -216,7 +216,7 @@ class RunConfig(Section):
             given = self.training.replay.lr_schedule
         if given is not None:
             return given.schedule()
-        return ANNEALING if self.selection_strategy.strategy in ANNEALED else LRSchedule()
+        return ANNEALING if self.selection_strategy.narrows else LRSchedule()
 
     @property
     def tournament_size(self) -> int:

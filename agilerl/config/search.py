@@ -10,7 +10,7 @@ from agilerl.checks.validation import Needs
 from agilerl.config import Section
 from agilerl.config.training import Seed, check_known
 from agilerl.config.vllm import server_url
-from agilerl.hpo.strategies import ANNEALED, SETTINGS, defaults_of
+from agilerl.hpo.strategies import SETTINGS, defaults_of
 from agilerl.safety.custom_code import names_code
 
 _CLONES = Needs(
@@ -74,7 +74,7 @@ class MutationConfig(Section):
     probabilities: ProbabilityConfig = Field(default_factory=ProbabilityConfig)
     """Kinds of mutation."""
     rl_hp_selection: dict[str, GeneConfig] = Field(default_factory=dict)
-    """The genes: hyperparameters of the algorithm that evolve. Without any in knockout and pulses, and without the
+    """The genes: hyperparameters of the algorithm that evolve. Without any in knockout, and without the
     whole section in other selections of several agents: the learning rate, in its declared range."""
     mutation_sd: Annotated[float, Field(gt=0), Needs("probabilities.params_mut")] = 0.03
     """Size of adapter noise, relative to the adapter."""
@@ -91,7 +91,7 @@ class MutationConfig(Section):
 
 
 class PulseConfig(Section):
-    """Later rounds of a knockout, once one agent is left, and the whole of ``name: pulses``."""
+    """Later rounds of a knockout, once one agent is left."""
 
     every: Annotated[int, Field(ge=1)] = 3
     """Generations from one fork into challengers to the next."""
@@ -111,9 +111,9 @@ class SelectionConfig(Section):
     """Who survives. Omitted settings have the strategy's own default; settings of another strategy are refused."""
 
     name: Annotated[str | None, AfterValidator(_strategy)] = None
-    """``knockout``, ``pulses``, ``tournament``, ``truncation``, ``halving``, ``multi_frequency``, ``none`` (keep all
-    agents, which is random search), or custom code, ``strategy.py:MySelection``. None: ``tournament`` if
-    ``tournament_size`` or ``elitism`` is given, else the default."""
+    """``knockout``, ``tournament``, ``truncation``, ``multi_frequency``, ``none`` (keep all agents, which is random
+    search), or custom code, ``strategy.py:MySelection``. None: ``tournament`` if ``tournament_size`` or ``elitism`` is
+    given, else the default."""
     tournament_size: Annotated[int, Field(ge=1)] = 2
     """Tournament: agents that compete for one place; if not given, at most as many as there are."""
     elitism: bool = True
@@ -126,11 +126,9 @@ class SelectionConfig(Section):
     """Probability of being better from which on a copy replaces an agent (truncation, 0.8), or an agent displaces the
     user's configuration (knockout, 0.8)."""
     period: Annotated[int | None, Field(ge=1)] = None
-    """Knockout and halving: generations from one halving to the next (1)."""
+    """Knockout: generations from one halving to the next (1)."""
     floor: Annotated[int | None, Field(ge=1)] = None
-    """Knockout and halving: agents that are left in the end (1)."""
-    between: Literal["none", "truncation"] | None = None
-    """Halving: what happens between two halvings (none)."""
+    """Knockout: agents that are left in the end (1)."""
     n_subpopulations: Annotated[int | None, Field(ge=1)] = None
     """Multi-frequency: parts of the population (2)."""
     evolution_frequency_ratios: list[Annotated[int, Field(ge=1)]] | None = None
@@ -144,19 +142,19 @@ class SelectionConfig(Section):
     n_losers: Annotated[int | None, Field(ge=1)] = None
     """Multi-frequency: agents of a part that copies of winners replace (a quarter, at least one)."""
     pulses: PulseConfig | None = None
-    """Knockout and pulses: later rounds."""
+    """Knockout: later rounds."""
     params: dict[str, Any] | None = None
     """Custom code: keywords of its class."""
     candidates: Annotated[int | None, Field(ge=1, le=16)] = None
     """Best exams whose agents take a second panel at the end, as large as the exam, with the best agent of the last
     one. That agent is the elite, unless the panel shows another to be better with a probability of 0.8. 1: the elite is
-    the best exam's agent. None: 3 for knockout and pulses on tasks that make questions, else 1."""
+    the best exam's agent. None: 3 for knockout on tasks that make questions, else 1."""
     soup: Annotated[float | None, Field(ge=0.5, lt=1)] = None
     """Let the soup of the candidates, the mean of their adapters' deltas, take the second panel as well, and make it
     the elite if it is better than the chosen candidate with this probability. None: no soup."""
     equal_tokens: bool | None = None
     """Compare agents after equally many tokens, not iterations: those that spend more skip iterations. None: in
-    knockout and pulses, if a gene is among those that cost tokens (``group_size``, ``update_epochs``,
+    knockout, if a gene is among those that cost tokens (``group_size``, ``update_epochs``,
     ``max_output_tokens``)."""
     collapse_guard: bool = True
     """Replace agents whose entropy, length or reward has fallen far outside what the elite's is."""
@@ -191,17 +189,16 @@ class SelectionConfig(Section):
     @property
     def clones(self) -> bool:
         """Whether it makes clones that mutate."""
-        # Halving clones only if truncation fills the time between two halvings.
-        if self.strategy == "halving":
-            return self.between == "truncation"
-        return self.strategy not in (*ANNEALED, "none")
+        return self.strategy not in ("knockout", "none")
+
+    @property
+    def narrows(self) -> bool:
+        """Whether it ends with one agent, which anneals, and whose best exams take a second panel: the knockout."""
+        return self.strategy == "knockout"
 
     @model_validator(mode="after")
     def _fits_the_strategy(self) -> Self:
         settings = {"params"} if names_code(self.strategy) else set(SETTINGS[self.strategy])
-        # Without truncation between two halvings nothing is copied, so these two would have no effect.
-        if self.strategy == "halving" and self.between != "truncation":
-            settings -= {"fraction", "confidence"}
         # tournament_size and elitism have always been in every run.json, whatever the strategy.
         foreign = (
             self.model_fields_set

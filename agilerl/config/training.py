@@ -144,7 +144,7 @@ class TrainingConfig(Section):
     max_seconds: Annotated[float | None, Field(gt=0)] = None
     """Stop after this many seconds, at the end of an iteration."""
     evo_steps: Annotated[int | None, Field(ge=1)] = None
-    """Iterations (a rollout and an update of every agent) between selections. None: 8, and for knockout and pulses so
+    """Iterations (a rollout and an update of every agent) between selections. None: 8, and for the knockout so
     many that one agent alone would have 32 generations in the whole budget, but fewer where exams would cost much.
     While a knockout has more than four founders, they share the iterations of three: 8 have three eighths of them. If
     it is None, they also have at most a fifth of the budget before their first exam."""
@@ -153,7 +153,7 @@ class TrainingConfig(Section):
     seed: Seed = 42
     """Seed of everything random in the run."""
     lr_schedule: Annotated[LRScheduleConfig | None, BeforeValidator(_named)] = None
-    """Course of the learning rate, or its name alone; None: constant, and for knockout and pulses linear over the last
+    """Course of the learning rate, or its name alone; None: constant, and for the knockout linear over the last
     40 %."""
     replay: ReplayConfig | None = None
     """A schedule of hyperparameters for a run of one agent (``agilerl train --replay FILE``)."""

@@ -388,33 +388,3 @@ class TruncationSelection(Strategy):
             if proof.is_enough:
                 births[index] = Birth(contest.next_index + len(births), donor)
         return contest.replaced(births, verdicts)
-
-
-# -- successive halving: the better half continues, with the budget of both halves ------------------------------------
-
-
-class SuccessiveHalving(Strategy):
-    """Every ``period`` generations the worse half of the agents stops, N -> N/2 -> ... -> ``floor`` (arXiv 1502.07943).
-
-    The plan has fewer slots than before; the tokens per interval stay what they were, so each survivor trains on more.
-    Between the halvings ``between`` plans (a strategy that takes any population size, such as TruncationSelection);
-    without it no agent changes. Agents whose fitness is not finite are the first to stop.
-    Raises ConfigError for a period or floor below one.
-    """
-
-    @checked
-    def __init__(self, period: Count = 1, floor: Count = 1, between: SelectionStrategy | None = None) -> None:
-        self.period = period
-        self.floor = floor
-        self.between = between or NoSelection()
-
-    def decide(self, contest: Contest) -> Plan:
-        """Return a plan with half of the slots, or that of the strategy between two halvings."""
-        agents = len(contest.fitness)
-        if (contest.generation + 1) % self.period or agents <= self.floor:
-            return contest.asked_of(self.between)
-        if not contest.finite:
-            return contest.unchanged()
-        # Broken agents stop even where fewer than half, or than the floor, are left.
-        count = min(max((agents + 1) // 2, self.floor), len(contest.finite))
-        return contest.reduced(contest.ranked[:count], f"halving: {agents} to {count} agents")

@@ -15,40 +15,31 @@ if TYPE_CHECKING:
 
 SETTINGS: Mapping[str, tuple[str, ...]] = {
     "knockout": ("period", "confidence", "floor", "pulses"),
-    "pulses": ("pulses",),
     "tournament": ("tournament_size", "elitism", "gate"),
     "truncation": ("fraction", "confidence"),
-    "halving": ("period", "floor", "between", "fraction", "confidence"),
     "multi_frequency": (
         *("n_subpopulations", "evolution_frequency_ratios"),
         *("n_winners", "n_survivors", "n_open_for_migration", "n_losers"),
     ),
     "none": (),
 }
-"""The settings of each strategy. ``pulses`` are the settings of a knockout's later rounds, and of the strategy of that
-name; halving has those of the truncation that it may use ``between`` its halvings."""
-ANNEALED = ("knockout", "pulses")
-"""Strategies that end with one agent: it anneals, and its best exams take a second panel."""
+"""The settings of each strategy; ``pulses`` are those of a knockout's later rounds."""
 COST_TOKENS = ("group_size", "update_epochs", "max_output_tokens")
 """Genes that decide how many tokens an iteration costs."""
-SHRINKING = ("knockout", "pulses", "halving")
-"""Strategies that leave fewer agents than began."""
 
 
 def strategy_class(name: str) -> Any:
     """Return the class of a strategy."""
     # Imported when used: numpy and scipy take most of a second, which a misspelt manifest should not cost.
-    from agilerl.hpo.knockout import KnockoutSelection, PulseSelection
+    from agilerl.hpo.knockout import KnockoutSelection
     from agilerl.hpo.multi_frequency import MultiFrequencySelection
-    from agilerl.hpo.selection import NoSelection, SuccessiveHalving, TruncationSelection
+    from agilerl.hpo.selection import NoSelection, TruncationSelection
     from agilerl.hpo.tournament import TournamentSelection
 
     classes: dict[str, Any] = {
         "knockout": KnockoutSelection,
-        "pulses": PulseSelection,
         "tournament": TournamentSelection,
         "truncation": TruncationSelection,
-        "halving": SuccessiveHalving,
         "multi_frequency": MultiFrequencySelection,
         "none": NoSelection,
     }
@@ -57,9 +48,7 @@ def strategy_class(name: str) -> Any:
 
 def defaults_of(name: str) -> dict[str, Any]:
     """Return the settings of a strategy with their defaults; None if it takes one from the population."""
-    defaults = {**_keywords(name), "pulses": _keywords("pulses")}
-    if name == "halving":
-        defaults |= {"between": "none", **_keywords("truncation")}
+    defaults = _keywords(strategy_class(name)) | {"pulses": _keywords(_pulses())}
     return {setting: defaults[setting] for setting in SETTINGS[name]}
 
 
@@ -74,20 +63,11 @@ def make_strategy(name: str, population_size: int, settings: Mapping[str, Any]) 
     if unknown := [key for key in settings if key not in SETTINGS[name]]:
         raise ConfigError(f"{name} has no setting {unknown[0]}; it has {', '.join(SETTINGS[name]) or 'none'}")
     given = dict(settings)
-    if name in ("knockout", "pulses"):
-        pulses, known = given.pop("pulses", {}), _keywords("pulses")
-        if not isinstance(pulses, Mapping) or not set(pulses) <= set(known):
-            raise ConfigError(f"pulses: expected a mapping with some of {', '.join(known)}, found {pulses!r}")
-        given["later"] = strategy_class("pulses")(**pulses)
-        if name == "pulses":
-            return given["later"]  # type: ignore[no-any-return]
-    if name == "halving":
-        truncation = {key: given.pop(key) for key in SETTINGS["truncation"] if key in given}
-        between = given.pop("between", "none")
-        if between not in ("none", "truncation"):
-            raise ConfigError(f"between: expected none or truncation, found {between!r}")
-        if between == "truncation":
-            given["between"] = strategy_class("truncation")(**truncation)
+    if name == "knockout":
+        pulses, defaults = given.pop("pulses", {}), _keywords(_pulses())
+        if not isinstance(pulses, Mapping) or not set(pulses) <= set(defaults):
+            raise ConfigError(f"pulses: expected a mapping with some of {', '.join(defaults)}, found {pulses!r}")
+        given["later"] = _pulses()(**pulses)
     if name == "tournament":
         given = {"tournament_size": min(2, population_size), "elitism": True, **given}
     if name in ("knockout", "tournament", "multi_frequency"):
@@ -95,9 +75,15 @@ def make_strategy(name: str, population_size: int, settings: Mapping[str, Any]) 
     return strategy_class(name)(**given)  # type: ignore[no-any-return]
 
 
-def _keywords(name: str) -> dict[str, Any]:
+def _pulses() -> Any:
+    from agilerl.hpo.knockout import PulseSelection
+
+    return PulseSelection
+
+
+def _keywords(strategy: Any) -> dict[str, Any]:
     """Return the keywords of a strategy's class with their defaults."""
-    parameters = inspect.signature(strategy_class(name)).parameters
+    parameters = inspect.signature(strategy).parameters
     return {key: None if one.default is inspect.Parameter.empty else one.default for key, one in parameters.items()}
 
 

@@ -25,7 +25,7 @@ from agilerl.hpo.mutation import LEARNING_RATES, Mutations
 from agilerl.hpo.parameters import Gene, values_of, with_changes
 from agilerl.hpo.selection import SelectionStrategy
 from agilerl.hpo.spread import EMBEDDED_RATE, USUAL_WITHIN, around, lora_rate
-from agilerl.hpo.strategies import ANNEALED, make_strategy
+from agilerl.hpo.strategies import make_strategy
 from agilerl.models.base import EMBEDDED, BaseModel
 from agilerl.safety.bounds import compiled_pattern
 from agilerl.safety.custom_code import names_code
@@ -98,7 +98,7 @@ class Resolved:
 
     def founder_genes(self) -> dict[str, Gene]:
         """Return the ranges in which the first generation starts: a gene's own if the user gave it, else one around."""
-        if self.config.selection_strategy.strategy not in ANNEALED:
+        if not self.config.selection_strategy.narrows:
             return dict(self.genes)
         values = values_of(self.hyperparameters, [name for name in self.genes if name != "algorithm"])
         given = {name for name, gene in self.config.genes.items() if gene.model_fields_set & {"min", "max", "choices"}}
@@ -407,7 +407,7 @@ def _selection(s: SelectionConfig, size: int, tournament_size: int, genes: Conta
     settings = s.settings
     if s.strategy == "tournament":
         settings |= {"tournament_size": tournament_size, "elitism": s.elitism}
-    if s.strategy in ANNEALED and not any(name in genes for name in LEARNING_RATES):
+    if s.narrows and not any(name in genes for name in LEARNING_RATES):
         # A challenger differs by its learning rate alone.
         settings["pulses"] = {**settings.get("pulses", {}), "factors": []}
     try:

@@ -57,7 +57,6 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("algorithm.lr=1e-3", "mutation.rl_hp_selection={lr: {}, group_size: {}}", *LONGER, "training.evo_steps=3"),
         *("training.max_steps=240", "selection_strategy={name: knockout, pulses: {every: 2, until: 0.9, guard: 0.5}}"),
     ),
-    "halving": (*HOT, "selection_strategy={name: halving, between: truncation, period: 2}", *LONGER),
     "multi-frequency": (*HOT, "selection_strategy={name: multi_frequency}", *LONGER),
     "DPO": (
         "algorithm={name: DPO, lr: 1e-3, beta: 0.1, batch_size: 4, max_output_tokens: 6}",

@@ -81,11 +81,9 @@ def test_the_document_has_all_of_it(session: Session) -> None:
     [
         (("mutation.crossover=0.5",), ["mutation.crossover", "knockout"]),
         (("selection_strategy.name=none", "mutation.probabilities={params_mut: 1.0}"), ["params_mut", "none"]),
-        (("selection_strategy.name=halving", "mutation.probabilities={arch_mut: 1.0}"), ["arch_mut", "halving"]),
         (("training.pop_size=1", "sharing.distillation=0.5"), ["sharing", "one agent"]),
         (("mutation.rl_hp_selection={temperature: {}}",), ["learning rate"]),
         (("selection_strategy.name=truncation", "mutation.crossover=0.5"), []),
-        (("selection_strategy={name: halving, between: truncation}", "mutation.crossover=0.5"), []),
         ((), []),
     ],
 )

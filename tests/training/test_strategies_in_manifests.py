@@ -20,10 +20,8 @@ from tests.training.small_runs import SIZES, lines, run_here
 PULSES = {"every": 5, "factors": [2.0, 0.5], "challenge": 0.7, "until": 0.3, "guard": 0.9, "guard_factor": 0.5}
 SETTINGS: dict[str, dict[str, Any]] = {
     "knockout": {"period": 2, "confidence": 0.7, "floor": 2, "pulses": PULSES},
-    "pulses": {"pulses": PULSES},
     "tournament": {"tournament_size": 3, "elitism": False, "gate": 0.9},
     "truncation": {"fraction": 0.5, "confidence": 0.6},
-    "halving": {"period": 3, "floor": 2, "between": "truncation", "fraction": 0.5, "confidence": 0.6},
     "multi_frequency": {
         "n_subpopulations": 2,
         "evolution_frequency_ratios": [1, 3],
@@ -43,14 +41,12 @@ def section(**values: Any) -> list[str]:
 def settings_in(strategy: Any) -> dict[str, Any]:
     """Return what a strategy was made with, by the names of the manifest."""
     found = dict(vars(strategy))
-    later, between = found.pop("later", None), found.pop("between", None)
+    later = found.pop("later", None)
     if later is not None:
         found["pulses"] = vars(later)
-    if type(between).__name__ == "TruncationSelection":
-        found |= {"between": "truncation", **vars(between)}
     if "ratios" in found:
         found["evolution_frequency_ratios"] = list(found["ratios"])
-    return {"pulses": found} if type(strategy).__name__ == "PulseSelection" else found
+    return found
 
 
 def test_the_table_has_every_setting_of_every_strategy() -> None:
@@ -90,9 +86,8 @@ def test_defaults_are_the_strategys_own_and_in_the_document(name: str) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "haling"}, "did you mean 'halving'"),
-        ({"name": "halving", "gate": 0.9}, r"gate .* selection_strategy.name=halving"),
-        ({"name": "halving", "fraction": 0.5}, "fraction is not a setting"),
+        ({"name": "trunkation"}, "did you mean 'truncation'"),
+        ({"name": "truncation", "gate": 0.9}, r"gate .* selection_strategy.name=truncation"),
         ({"name": "truncation", "pulses": {"every": 3}}, "pulses is not a setting"),
         ({"name": "none", "period": 3}, "no other settings"),
         ({"name": "none", "elitism": True}, "elitism is a setting of name: tournament"),
@@ -115,7 +110,6 @@ def test_what_does_not_belong_is_refused(values: dict[str, Any], message: str) -
     [
         ((), ["lr"]),
         (("selection_strategy.name=tournament",), ["lr"]),
-        (("selection_strategy.name=halving",), ["lr"]),
         (("selection_strategy.name=none",), []),
         (("selection_strategy.name=tournament", "training.pop_size=1"), []),
         (("selection_strategy.name=tournament", "mutation={probabilities: {no_mut: 0.5}}"), []),
