@@ -3,8 +3,8 @@
 from pathlib import Path
 
 LEFT_OUT: dict[str, list[str]] = {}
-"""Whole names, from the path below ``tests/`` on, or from ``benchmarking/``; that of a table stands for all its rows but
-the quick ones."""
+"""Whole names, from the path below ``tests/`` on, or from ``benchmarking/``; that of a table stands for all its rows
+but the quick ones."""
 
 _path = ""
 for _line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import Field
 
-from agilerl.checks.arguments import Count, Seed, Whole, checked
+from agilerl.checks.arguments import Seed, Whole, checked
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, evidence, ranking
 from agilerl.hpo.mutation import Evolvable, Member, Mutation, inherited, rescaled
