@@ -217,6 +217,7 @@ class Trackers:
                     self._start(name, tracker, (own or {}).get(name), values)
             except Exception as error:
                 if resumed_at is not None:
+                    self._trackers.pop(name, None)
                     _warn_of(name, error)
                     continue
                 self.finish()
