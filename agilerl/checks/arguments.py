@@ -18,7 +18,7 @@ from functools import cache, reduce, wraps
 from operator import or_
 from typing import Annotated, Any, ParamSpec, TypeVar
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Strict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, GetPydanticSchema, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError, core_schema
 
 from agilerl.checks.redaction import without_keys
@@ -104,16 +104,6 @@ class Hint:
     text: str
 
 
-@dataclass(frozen=True)
-class _Instance:
-    """An object of a class, which pydantic shall neither copy nor build of a mapping."""
-
-    kind: type
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: Any) -> core_schema.CoreSchema:
-        return core_schema.is_instance_schema(self.kind)
-
-
 def _not_empty(value: Any) -> Any:
     text = os.fspath(value)
     # System calls do not accept a zero byte.
@@ -141,6 +131,9 @@ Tokenizer = Annotated[
         ("decode", "eos_token_id", "pad_token_id"),
         "pass AutoTokenizer.from_pretrained(...), or runtime.tokenizer",
     ),
+]
+Accelerator = Annotated[
+    Any, Having("an accelerate.Accelerator", ("process_index", "num_processes"), "pass accelerate.Accelerator()")
 ]
 
 
@@ -270,8 +263,8 @@ _RULES = ConfigDict(strict=True, allow_inf_nan=False)
 _CONTAINERS: dict[Any, tuple[Any, ...]] = {
     list: (Sequence, BeforeValidator(_no_text)),
     Sequence: (Sequence, BeforeValidator(_no_text)),
-    tuple: (tuple, Strict(False)),
-    collections.abc.Collection: (set, Strict(False)),
+    tuple: (tuple, Field(strict=False)),
+    collections.abc.Collection: (set, Field(strict=False)),
     dict: (Mapping,),
     Mapping: (Mapping,),
 }
@@ -304,7 +297,8 @@ def _rule(hint: Any) -> Any:
     if getattr(kind, "_is_protocol", False):
         members = _members(kind)
         return Annotated[Any, Having(f"a {kind.__name__}, which has {', '.join(members)}", members)]
-    return Annotated[Any, _Instance(kind)]
+    # Pydantic would build a dataclass of a mapping.
+    return Annotated[Any, GetPydanticSchema(lambda _source, _handler: core_schema.is_instance_schema(kind))]
 
 
 def _members(protocol: type) -> tuple[str, ...]:

@@ -4,13 +4,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar, cast
+from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from agilerl.checks.arguments import Count, Having, Name, Seed, Tokenizer, Whole, checked, taken
+from agilerl.checks.arguments import Accelerator, Count, Name, Seed, Tokenizer, Whole, checked, taken
 from agilerl.data import RolloutBatch, collate
 from agilerl.envs.core import AnyTask, Row, Split, Task, TrainingOrder, score_completions
 from agilerl.envs.curation import Form, as_messages, check_rows, form_of
@@ -34,9 +34,6 @@ from agilerl.text.padding import decoded, padded
 Batch = TypeVar("Batch")
 Prompt = dict[str, Any]
 """``input_ids`` and ``attention_mask`` [1, P] int64, ``text``, ``question``, ``answer``, and ``row`` (all columns)."""
-Accelerator = Annotated[
-    Any, Having("an accelerate.Accelerator", ("process_index", "num_processes"), "pass accelerate.Accelerator()")
-]
 
 
 class Gym(ABC, Generic[Batch]):

@@ -13,6 +13,7 @@ from agilerl.algorithms import ALGORITHMS, LLMPPO, LLMREINFORCE, LLMAlgorithm
 from agilerl.algorithms.codec import save_llm_checkpoint
 from agilerl.algorithms.config import CosineLRScheduleConfig
 from agilerl.checks.arguments import (
+    Accelerator,
     Count,
     Having,
     Hint,
@@ -24,6 +25,7 @@ from agilerl.checks.arguments import (
     checked,
     described,
     nearest,
+    taken,
 )
 from agilerl.compat.gyms import DataGym, ReasoningGym
 from agilerl.config.base_model import SharedOptions
@@ -71,7 +73,7 @@ def create_population(
     tokenizer: Tokenizer | None = None,
     lora_config: Any = None,
     vllm_config: Any = None,
-    accelerator: Any = None,
+    accelerator: Accelerator | None = None,
     device: str | None = None,
     torch_compiler: str | None = None,
     algo_kwargs: Mapping[str, Any] | None = None,
@@ -212,8 +214,7 @@ def aggregate_metrics_across_gpus(accelerator: Any, metric_tensor: Any = None) -
     """Return the mean of a metric over all processes of an accelerator (None: over the numbers alone)."""
     if metric_tensor is None:  # the accelerator may be left out
         accelerator, metric_tensor = None, accelerator
-    if accelerator is not None and not hasattr(accelerator, "num_processes"):
-        raise ConfigError(f"accelerator: expected an accelerate.Accelerator, found {described(accelerator)}")
+    taken(Accelerator | None, accelerator, "aggregate_metrics_across_gpus", "accelerator")
     try:
         values = torch.as_tensor(metric_tensor)
     except (TypeError, ValueError, RuntimeError):

@@ -6,7 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Self
 
-from agilerl.checks.arguments import Location, Name, checked, described
+from agilerl.checks.arguments import Accelerator, Location, Name, checked
 from agilerl.config.manifest import config_of, load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError, plain_warnings
@@ -46,7 +46,7 @@ class LocalTrainer:
         resume_from_checkpoint: Location | None = None,
         load_weights_from: Location | None = None,
         device: Name = "cpu",
-        accelerator: Any = None,
+        accelerator: Accelerator | None = None,
     ) -> None:
         section = {"name": algorithm} if isinstance(algorithm, str) else dict(algorithm)
         base = dict(network or {}) | {name: section.pop(name) for name in _OF_NETWORK if name in section}
@@ -78,7 +78,7 @@ class LocalTrainer:
         resume_from_checkpoint: Location | None = None,
         load_weights_from: Location | None = None,
         device: Name | None = None,
-        accelerator: Any = None,
+        accelerator: Accelerator | None = None,
     ) -> Self:
         """Make a trainer from a manifest: a YAML file, or what one holds."""
         adapter = None if load_weights_from is None else _adapter(load_weights_from)
@@ -94,8 +94,6 @@ class LocalTrainer:
         return trainer
 
     def _begin(self, config: RunConfig, resume_from: Any, accelerator: Any) -> None:
-        if accelerator is not None and not hasattr(accelerator, "num_processes"):
-            raise ConfigError(f"accelerator: expected an accelerate.Accelerator, found {described(accelerator)}")
         if getattr(accelerator, "num_processes", 1) > 1:
             raise ConfigError(
                 f"LocalTrainer trains in one process, found an accelerator of {accelerator.num_processes}; start "
