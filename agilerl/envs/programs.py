@@ -11,13 +11,13 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO, Any, ClassVar
 
-from agilerl.checks.arguments import Count, Positive, check_fields, checked
+from agilerl.checks.arguments import checked
+from agilerl.config.environment import AgentLimitsConfig
 from agilerl.envs.core import AnyTask, Lengths, Place, Split, TaskWrapper
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import AgileRLError, ConfigError, EnvError, RewardError, how_to_install
@@ -32,23 +32,6 @@ _ERROR_LINES = 20
 _LONGEST_RESULT = 2**20
 
 
-@dataclass(frozen=True)
-class ProgramLimits:
-    """What the program of one episode may use."""
-
-    timeout: Positive = 300.0
-    """Seconds of an episode."""
-    concurrency: Count = 64
-    """Episodes at a time."""
-    max_calls: Count = 64
-    """Most calls of an episode; further ones are refused."""
-    max_tokens: Count | None = None
-    """Most tokens that an episode may generate; None for no limit."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-
-
 class AgentTask(TaskWrapper):
     """The questions and graders of another task, answered by a program.
 
@@ -60,13 +43,13 @@ class AgentTask(TaskWrapper):
     multi_turn: ClassVar[bool] = True
 
     @checked
-    def __init__(self, task: AnyTask, program: Any, limits: ProgramLimits | None = None) -> None:
+    def __init__(self, task: AnyTask, program: Any, limits: AgentLimitsConfig | None = None) -> None:
         """Take the task whose rows and graders are used, and the program.
 
         Raises ConfigError for what is neither a function of two arguments nor a command line.
         """
         super().__init__(task)
-        self.program, self.limits = _checked(program), limits or ProgramLimits()
+        self.program, self.limits = _checked(program), limits or AgentLimitsConfig()
         self.models: Callable[[], Mapping[str, int | None]] = dict
         """The adapter slots by the names of models that programs may ask for, beside that of their episode."""
 

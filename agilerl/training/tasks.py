@@ -24,7 +24,7 @@ from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.examples import Mistake, PreferenceTask, SFTTask, UnpairedTask
 from agilerl.envs.graded import GradedTask, TaskGrader, check_parts
 from agilerl.envs.procedural import Curriculum, ReasoningGymTask
-from agilerl.envs.programs import AgentTask, ProgramLimits
+from agilerl.envs.programs import AgentTask
 from agilerl.envs.sources import Rows, mix, read_dataset
 from agilerl.envs.upstream import known_tasks
 from agilerl.errors import ConfigError, EnvError
@@ -82,7 +82,7 @@ def task(config: RunConfig, *, allow_code: bool = False, all_rows: bool = False)
     if not allow_code:
         raise not_allowed("environment.agent", str(e.agent))
     program = load_code("environment.agent", e.agent, allowed=True) if isinstance(e.agent, str) else e.agent
-    return AgentTask(built, program, ProgramLimits(**e.agent_limits.model_dump()))
+    return AgentTask(built, program, e.agent_limits)
 
 
 def _procedural(e: EnvironmentConfig, seed: int, name: str, second: int) -> _TemplateTask:
@@ -191,8 +191,7 @@ def _of_verifiers(config: EnvironmentConfig, seed: int, allow_code: bool, test_p
         raise not_allowed("environment.env_id", env_id)
     if config.max_turns is not None:
         params["agent"] = {**dict(params.get("agent") or {}), "max_turns": config.max_turns}
-    limits = ProgramLimits(**config.agent_limits.model_dump())
-    return make_taskset(name, params, limits=limits, exam=config.exam_panel, test=test_prompts, seed=seed)
+    return make_taskset(name, params, limits=config.agent_limits, exam=config.exam_panel, test=test_prompts, seed=seed)
 
 
 def _check_id(env_id: str) -> None:

@@ -21,11 +21,12 @@ import pytest
 import torch
 
 from agilerl import GRPO, Population, Runtime
+from agilerl.config.environment import AgentLimitsConfig
 from agilerl.data import Completion
 from agilerl.envs.core import Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.games import GuessTheNumber
-from agilerl.envs.programs import AgentTask, ProgramLimits, run_program
+from agilerl.envs.programs import AgentTask, run_program
 from agilerl.envs.prompts import ChatFormat
 from agilerl.errors import ConfigError, EngineError, EnvError
 from agilerl.rollouts.endpoint.collect import _answer, _arrived
@@ -117,7 +118,7 @@ def test_bits_do_not_depend_on_what_arrives_when() -> None:
 
 @pytest.mark.parametrize("concurrency", [1, 64])
 def test_an_update_has_the_same_bits_at_any_concurrency(concurrency: int) -> None:
-    task = AgentTask(Letters(), asks_once, ProgramLimits(concurrency=concurrency))
+    task = AgentTask(Letters(), asks_once, AgentLimitsConfig(concurrency=concurrency))
     trained = population(task)
     for _ in range(2):
         rollout = trained.rollout()
@@ -125,7 +126,7 @@ def test_an_update_has_the_same_bits_at_any_concurrency(concurrency: int) -> Non
         metrics = trained.learn(rollout)
     assert all(values["outcome"] == "ok" if "outcome" in values else True for values in metrics.values())
     theta = trained.agents[0].runtime.store.theta.clone()
-    again = population(AgentTask(Letters(), asks_once, ProgramLimits(concurrency=8)))
+    again = population(AgentTask(Letters(), asks_once, AgentLimitsConfig(concurrency=8)))
     for _ in range(2):
         again.learn(again.rollout())
     assert torch.equal(theta, again.agents[0].runtime.store.theta)
@@ -256,7 +257,7 @@ def test_a_failing_program_is_a_failed_episode(program: Any, kind: str, message:
             return sync_once(client, row)
         return run_program(program, row, "http://127.0.0.1:1/v1", "key", 1.0)
 
-    trained = population(AgentTask(Letters(), sometimes, ProgramLimits(timeout=1.0)))
+    trained = population(AgentTask(Letters(), sometimes, AgentLimitsConfig(timeout=1.0)))
     rollout = trained.rollout()
     failures = [*chain(*rollout.failures.values())]
     assert {failure.kind for failure in failures} == {kind}
@@ -298,7 +299,7 @@ def test_the_last_answer_is_graded_if_a_program_returns_nothing() -> None:
 
 
 def test_calls_are_bounded() -> None:
-    trained = population(AgentTask(Letters(), asks_without_end, ProgramLimits(max_calls=3)))
+    trained = population(AgentTask(Letters(), asks_without_end, AgentLimitsConfig(max_calls=3)))
     rollout = trained.rollout()
     episodes = rollout.trajectories[0]
     assert not rollout.failures
@@ -348,7 +349,7 @@ def test_calls_side_by_side_share_the_tokens_of_an_episode(choices: int) -> None
             for _ in range(20):
                 await client.chat.completions.create(model="policy", messages=question, max_tokens=1)
 
-    rollout = population(AgentTask(Letters(), at_once, ProgramLimits(max_tokens=19)), 1).rollout()
+    rollout = population(AgentTask(Letters(), at_once, AgentLimitsConfig(max_tokens=19)), 1).rollout()
     assert not rollout.failures
     episodes: dict[Any, int] = {}
     for t in rollout.trajectories[0]:
@@ -453,7 +454,7 @@ def test_a_broken_engine_ends_the_rollout_at_once() -> None:
         await asyncio.sleep(0.3 * (row["index"] % 2))
         await asks_once(client, row)
 
-    trained = population(AgentTask(Letters(), waits, ProgramLimits(timeout=60.0)))
+    trained = population(AgentTask(Letters(), waits, AgentLimitsConfig(timeout=60.0)))
     trained.agents[0].runtime.engine = Breaks()  # type: ignore[assignment]
     begun = time.monotonic()
     with pytest.raises(EngineError, match="out of order"):
@@ -487,7 +488,7 @@ class Served:
         )
         ask = Ask(self.agent.slot, Place({}), 1, self.agent.sampling, self.agent.context_length, 0, key=(0, 0, 0))
         for sample in range(episodes):
-            self.sessions.append(Session(ask, sample, ProgramLimits(**limits), self.endpoint.chat_of))
+            self.sessions.append(Session(ask, sample, AgentLimitsConfig(**limits), self.endpoint.chat_of))
         self.ended = threading.Event()
 
     def __enter__(self) -> "Served":

@@ -8,8 +8,9 @@ from itertools import islice
 from threading import Lock, Thread
 from typing import Any, Self
 
+from agilerl.config.environment import AgentLimitsConfig
 from agilerl.envs.core import Row, Split, Task, TrainingOrder, fewer, warn_of_fewer
-from agilerl.envs.programs import MODEL, AgentTask, ProgramLimits, client
+from agilerl.envs.programs import MODEL, AgentTask, client
 from agilerl.errors import AgileRLError, ConfigError, EnvError, how_to_install
 from agilerl.safety.custom_code import contained
 
@@ -120,7 +121,7 @@ class TasksetTask(Task):
 
 
 def make_taskset(
-    name: str, params: Mapping[str, Any], *, limits: ProgramLimits, exam: int, test: int, seed: int
+    name: str, params: Mapping[str, Any], *, limits: AgentLimitsConfig, exam: int, test: int, seed: int
 ) -> AgentTask:
     """Return the tasks of an installed taskset with the harness that plays them.
 

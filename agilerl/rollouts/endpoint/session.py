@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any
 
+from agilerl.config.environment import AgentLimitsConfig
 from agilerl.data import Completion, EpisodeOutcome, Trajectory
 from agilerl.envs.episode_task import TrainingRow
-from agilerl.envs.programs import ProgramLimits
 from agilerl.envs.prompts import ChatFormat
 from agilerl.errors import AgileRLError
 from agilerl.rollouts.engine import Ask, Conversation, GenerationRequest
@@ -81,7 +81,7 @@ class Session:
 
     ask: Ask
     sample: int
-    limits: ProgramLimits
+    limits: AgentLimitsConfig
     chat_of: Callable[[str], "Rendering"]
     """From tools, as JSON, to how conversations with them are rendered."""
     keeps: bool = True
