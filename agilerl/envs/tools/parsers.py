@@ -159,7 +159,7 @@ class QwenCoderParser(HermesParser):
 
 
 class TemplateParser:
-    """Calls as transformers' ``parse_response`` reads them with a response template, in its field ``tool_calls``.
+    """Calls as transformers reads them with a response template, in its field ``tool_calls``.
 
     It reads all calls of a completion or none: one that cannot be read makes the whole completion a malformed call.
     """
@@ -174,7 +174,8 @@ class TemplateParser:
         self._tokenizer, self._template = tokenizer, dict(template)
         try:
             tokenizer.get_response_parser(self._template, prefix="")
-            calls = template["fields"]["tool_calls"]
+            fields = template["fields"]
+            calls = fields["tool_calls"]
         except (AttributeError, LookupError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"expected a response template of transformers with the field tool_calls, found {shown(template)}: "
@@ -183,6 +184,7 @@ class TemplateParser:
         self._spelled = _tokens_in(template, tokenizer)
         self.tags = _tokens_in(calls, tokenizer)
         self._openings = _tokens_in([calls.get("open"), calls.get("open_pattern")], tokenizer)
+        self._texts = {name for name, field in fields.items() if not {"open", "open_pattern"} & set(field)}
         question = [{"role": "user", "content": "x"}]
         # It may begin the model's message, for example open its thinking.
         self._prefix = render_text(tokenizer, question) if has_template(tokenizer) else ""
@@ -191,8 +193,12 @@ class TemplateParser:
         """Return the calls of the completion, or what prevents them from being read."""
         written = _written(self._tokenizer, token_ids, self._spelled)
         try:
-            message = self._tokenizer.parse_response(written, self._template, prefix=self._prefix)
-            if any(tag in str(message.get("content")) for tag in self._openings):
+            parser = self._tokenizer.get_response_parser(self._template, prefix=self._prefix)
+            events = parser.feed(written)
+            message, last = parser.finalize()
+            # A message has only the last of its texts, and a call that the template does not match is in any of them.
+            texts = [e["value"] for e in (*events, *last) if e["type"] == "region_close" and e["field"] in self._texts]
+            if any(tag in str(text) for tag in self._openings for text in texts):
                 raise ValueError("its beginning does not match the response template")
             read = json.loads(json.dumps(message.get("tool_calls"), ensure_ascii=False).replace(MARK, "")) or []
         except (LookupError, RecursionError, TypeError, ValueError) as error:

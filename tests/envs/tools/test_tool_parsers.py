@@ -79,6 +79,7 @@ MALFORMED = [
     ("mistral", "[TOOL_CALLS]add[ARGS]1, 2</s>", "Extra data"),
     ("mistral", "[TOOL_CALLS]add[ARGS][1]</s>", '"arguments"'),
     ("mistral", "[TOOL_CALLS][ARGS]{}</s>", "does not match"),
+    ("mistral", "[TOOL_CALLS] add [THINK]so[/THINK] 3</s>", "does not match"),
     ("mistral", '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]sub[ARGS]{"a": 5</s>', "delimiter"),
     ("mistral_list", "[TOOL_CALLS] add 1 and 2</s>", "Expecting value"),
     ("mistral_list", '[TOOL_CALLS][{"arguments": {}}]</s>', '"name"'),
