@@ -167,7 +167,6 @@ def workload(found: dict[str, Any]) -> Workload:
         group=load["group"],
         prompt=load["prompt"],
         completion=load["longest"],
-        longest=load["longest"],
         window=load["prompts"] * load["group"],
         reference=True,
         row_multiple=CPU_ROWS if found["device"] == "cpu" else 1,

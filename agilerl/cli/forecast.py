@@ -59,7 +59,6 @@ def workload(session: Session, completion: int) -> Workload:
         prompt=scale.prompt,
         common=common_tokens(places),
         completion=completion,
-        longest=completion,
         window=agent.window_rows,
         epochs=values["update_epochs"],
         reference=bool(values.get("beta")) and not scale.learns_from_data,

@@ -579,21 +579,16 @@ class View:
             if self.session.config.candidates > 1 and population.places("second"):
                 rival = "it was at the end" if exams and ranking(exams)[0] == index else "the best of the last exam"
                 return f"{sentence}: by a second panel of questions it was better than {rival}"
-            panel = "" if self.session.config.candidates > 1 else "; selection_strategy.candidates=3 makes one"
             won, last = (number(elite["decided_by"][which]) for which in ("elite", "last"))
-            return (
-                f"{sentence}: best exam of the run, {won:.3f} against {last:.3f} of the last (no second panel{panel})"
-            )
+            return f"{sentence}: best exam of the run, {won:.3f} against {last:.3f} of the last"
         sentence += ", the best of the last exam"
         best = exams.pop(index, None)
         others = {i: f for i, f in exams.items() if f.is_finite}
         near = [] if best is None else sorted(i for i, f in others.items() if probability_better(best, f) < _CLEAR)
         if best is None or not near:
             return sentence
-        first = "the higher reward in training" if math.isfinite(best.training) else "age"
-        tie = f"; {first} decides between equal means" * any(others[i].mean == best.mean for i in near)
         rivals = f"agent{'s' * (len(near) > 1)} {', '.join(map(str, near))} (P < {_CLEAR:g} that it is better)"
-        return f"{sentence}, whose {best.n} questions do not tell it apart from {rivals}{tie}"
+        return f"{sentence}, whose {best.n} questions do not tell it apart from {rivals}"
 
     def table(self, most: int | None = None) -> Table:
         """Return a row for each agent: first those that live, then the last ones that left, dimmed."""

@@ -97,12 +97,10 @@ class Workload:
     """Completions per prompt."""
     prompt: float
     """Mean length of a prompt."""
-    common: float = field(default=0, kw_only=True)
+    common: int = field(default=0, kw_only=True)
     """Tokens with which all prompts begin: a forward pass computes them once."""
-    completion: float
-    """Mean length of a completion."""
-    longest: int
-    """Length of the longest completion, which is the number of decoding steps."""
+    completion: int
+    """Length of a completion, which is the number of decoding steps."""
     window: int
     """Rows per optimizer step."""
     epochs: int = 1
@@ -240,7 +238,7 @@ def _decode(shape: ModelShape, load: Workload, rows_of_agent: int, group: int) -
         return Work()
     batches = max(1, ceil(rows / rows_at_once(rows, load.agents, load.max_rows)))
     # On average a token sees half of its completion besides the prompt.
-    steps, half = batches * load.longest, load.completion / 2
+    steps, half = batches * load.completion, load.completion / 2
     padding = load.row_multiple
     tokens = batches * (ceil(rows / batches / padding) * padding if padding > 1 else rows / batches) * load.completion
     flops = tokens * (2 * (shape.linear + shape.head + d) + 4 * shape.layers * shape.query_width * (load.prompt + half))

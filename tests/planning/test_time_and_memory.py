@@ -30,7 +30,7 @@ SHAPE = ModelShape(
     linear_bytes=400,
     adapted=6,
 )
-LOAD = Workload(agents=2, rank=5, prompts=1, group=2, prompt=32, completion=32, longest=32, window=1, exam_prompts=3)
+LOAD = Workload(agents=2, rank=5, prompts=1, group=2, prompt=32, completion=32, window=1, exam_prompts=3)
 # D = 6 * 5 = 30, P_head = 4 * 10 = 40, kappa = 2 * 2 * 2 * 4 = 32, P w = 140 * 4 = 560.
 
 
