@@ -78,7 +78,7 @@ CEILINGS = {
     "hpo": 2_610,
     "models": 3_815,
     "planning": 525,
-    "report": 1_930,
+    "report": 1_905,
     "rewards": 2_670,
     "rollouts": 4_075,
     "runs": 2_155,

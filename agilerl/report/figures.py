@@ -4,7 +4,6 @@ import html
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
@@ -12,7 +11,7 @@ from agilerl.checks.arguments import counted
 from agilerl.hpo.mutation import LEARNING_RATES
 from agilerl.report import life
 from agilerl.report.life import short_value
-from agilerl.report.load import AgentRecord, Exam, RunRecord, Score, number, number_or
+from agilerl.report.load import AgentRecord, RunRecord, Score, number, number_or
 
 T = TypeVar("T")
 Figure = dict[str, Any]
@@ -140,12 +139,12 @@ def _last_before(run: RunRecord, agent: AgentRecord, points: Points, x: float) -
     return None
 
 
-def _exam_points(agent: AgentRecord, x: Callable[[Exam], float] = lambda exam: exam.step) -> list[Point]:
-    """Return (x, mean, generation, standard error, n) of an agent's exams, where the first two are finite."""
+def _exam_points(agent: AgentRecord) -> list[Point]:
+    """Return (step, mean, generation, standard error, n) of an agent's exams with a finite mean."""
     return [
-        (x(e), e.score.mean, e.generation, number_or(e.score.stderr, 0.0), e.score.n)
+        (e.step, e.score.mean, e.generation, number_or(e.score.stderr, 0.0), e.score.n)
         for e in agent.exams
-        if e.score.is_finite and math.isfinite(x(e))
+        if e.score.is_finite
     ]
 
 
@@ -273,32 +272,6 @@ def overlay_figure(runs: Mapping[str, RunRecord]) -> Figure | None:
             data.append(_scatter("lines+markers", points, meta={"run": position}, **more))
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
     return _figure(data, "iteration", "fitness", height=380, showlegend=True, legend=legend) if data else None
-
-
-def gene_figure(run: RunRecord, name: str) -> Figure | None:
-    """Draw each exam against the value of a hyperparameter that the agent was trained with; None if it has none.
-
-    An agent's last exam is full, earlier ones are pale.
-    """
-
-    def value(agent: AgentRecord, exam: Exam) -> float:
-        return number(agent.values(exam.generation - 1).get(name))
-
-    data = []
-    hover = (
-        f", generation %{{customdata[0]}}<br>fitness %{{y:.4f}} ± %{{customdata[1]:.4f}}<br>{plain(name)} %{{x:.4g}}"
-    )
-    for agent in run.agents.values():
-        if exams := _exam_points(agent, partial(value, agent)):
-            earlier, pale = len(exams) - 1, agent_colour(agent.index, 0.45)
-            marker = {"size": [6] * earlier + [10], "color": [pale] * earlier + [agent_colour(agent.index)]}
-            line = {"color": agent_colour(agent.index, 0.25), "width": 1}
-            marks = {"marker": marker, "line": line, "customdata": [exam[2:] for exam in exams]}
-            data.append(_of_agent(agent, run, exams, hover, mode="lines+markers", **marks))
-    if not data:
-        return None
-    xaxis = _value_axis([value for trace in data for value in trace["x"]])
-    return _figure(data, plain(name), "fitness", height=300, xaxis=xaxis)
 
 
 def hyperparameter_names(run: RunRecord) -> tuple[list[str], dict[str, Any]]:

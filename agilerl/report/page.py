@@ -154,7 +154,6 @@ def _view(position: int, run: RunRecord) -> dict[str, Any]:
     draw("throughput", "Tokens per second by iteration", figures.throughput_figure(run))
     curves = ((title, figures.curve_figure(run, metric)) for metric, title in figures.CURVES.items())
     genes = ((name, figures.hyperparameter_figure(run, name)) for name in moving)
-    scatters = ((name, figures.gene_figure(run, name)) for name in moving)
     return {
         "position": position,
         "record": run,
@@ -165,7 +164,6 @@ def _view(position: int, run: RunRecord) -> dict[str, Any]:
         "phases": phase_table(run),
         "curves": draw_all("curve", curves),
         "hyperparameters": draw_all("hyper", genes),
-        "scatters": draw_all("scatter", scatters),
         "charts": charts,
         "labels": labels,
         "constant": constant,

@@ -12,7 +12,6 @@ from agilerl.report.figures import (
     curve_figure,
     evenly,
     fitness_figure,
-    gene_figure,
     hyperparameter_figure,
     hyperparameter_names,
     overlay_figure,
@@ -104,17 +103,6 @@ def test_the_axis_fits_the_values(load, values, kind):
     figure = hyperparameter_figure(run, "x")
     assert figure["layout"]["yaxis"].get("type") == kind
     assert "a<b" not in json.dumps(figure)
-
-
-def test_fitness_is_drawn_against_the_value_that_was_trained_with(load):
-    change = {"event": "mutation", "agent": 0, "generation": 0, "changes": [{"gene": "lr", "old": 1e-3, "new": 1e-2}]}
-    run = load(lineage=[birth(0, None, 0, lr=1e-3), fitness(0, 0, 0.5), change, fitness(0, 1, 0.75)])
-    figure = gene_figure(run, "lr")
-    (dots,) = of_agent(figure, 0)
-    assert (dots["x"], dots["y"]) == ([1e-3, 1e-2], [0.5, 0.75])
-    assert figure["layout"]["xaxis"]["type"] == "log"
-    assert hyperparameter_figure(run, "lr")["data"][-1]["y"] == [1e-3, 1e-2]
-    assert gene_figure(run, "unknown") is None
 
 
 def test_the_clock_counts_the_tokens_of_all_agents_once(load):
