@@ -8,8 +8,8 @@ GONE: dict[str, str] = {
     "processes that Ray Train starts",
     "distributed.processes_per_island": "all processes work together, on whole agents or, with fewer agents than "
     "processes, on the rows of each; leave it out",
-    "distributed.vllm_servers": "start a server with vllm serve, and name it as algorithm.vllm_config.base_url",
-    "distributed.gpus_per_server": "start a server with vllm serve, and name it as algorithm.vllm_config.base_url",
+    "distributed.vllm_servers": "start a server with vllm serve, and name it as network.vllm_config.base_url",
+    "distributed.gpus_per_server": "start a server with vllm serve, and name it as network.vllm_config.base_url",
     "--optuna": "lineage.jsonl in the run, and agilerl lineage RUN --json, have every agent with its values and exams",
     "--price": "multiply the duration in the report, or seconds in summary.json, by the price",
     "training.price_per_hour": "multiply the duration in the report, or seconds in summary.json, by the price",

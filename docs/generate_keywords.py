@@ -57,7 +57,9 @@ class AgentKeywords(TypedDict, total=False):
     clone: bool
     calc_position_embeddings: bool
     reduce_memory_peak: bool | None
+    use_liger_loss: bool
     model_config: Any
+    fused_loss_chunk_rows: int | None
 '''
 
 

@@ -17,7 +17,6 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from agilerl.algorithms import ALGORITHMS
-from agilerl.config.base_model import SharedOptions
 from agilerl.config.run import RunConfig
 from agilerl.hpo.parameters import genes_from
 
@@ -99,7 +98,6 @@ def _algorithms() -> Iterator[str]:
         scope = textwrap.fill(f"{lists[0]}{', '.join(lists[1])}.", 120, break_on_hyphens=False) if missing else ""
         special = _lines({key: row for key, row in rows[name].items() if row != common.get(key)})
         yield "\n\n".join(filter(None, [f"### name: {name}", inspect.getdoc(algorithm), scope, special]))
-    yield f"### of the base, whatever the algorithm\n\n{inspect.getdoc(SharedOptions)}\n\n{_list(SharedOptions)}"
 
 
 def _list(model: type[BaseModel]) -> str:

@@ -137,4 +137,4 @@ def test_answers_that_do_not_fit_stop_the_run_before_it_starts(monkeypatch: pyte
     # Of this task, a row far away is a quarter of the time of a small run.
     monkeypatch.setattr(core, "_MOST_SKIPPED", 8)
     with pytest.raises(EnvError, match=r"none of 8 .*at most 9 tokens"):
-        build(config("SFT", "sft", network={"max_context_length": 9}))
+        build(config("SFT", "sft", algorithm={"max_model_len": 9}))

@@ -70,10 +70,10 @@ MORE = {
         *("algorithm.name=GSPO", "training.dtype=bfloat16", "algorithm.beta=0.01"),
         *(
             "network.lora_config.lora_dropout=0.1",
-            "algorithm.gradient_checkpointing=true",
+            "network.gradient_checkpointing=true",
         ),
     ),
-    "packed": (*RUNS["default"], "network.attn_implementation=eager", "algorithm.use_sequence_packing=true"),
+    "packed": (*RUNS["default"], "network.attn_implementation=eager", "network.use_sequence_packing=true"),
 }
 LATER = ["packed", *RUNS]
 

@@ -46,7 +46,7 @@ from agilerl.algorithms.state import (
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
 from agilerl.checks.arguments import Count, Hint, Location, Name, Positive, Whole, checked, described, nearest
 from agilerl.checks.validation import validated
-from agilerl.config.base_model import SharedOptions, split_options
+from agilerl.config.base_model import SharedOptions
 from agilerl.data import RolloutBatch
 from agilerl.data.batch import union
 from agilerl.data.checks import check_context, check_vocabulary
@@ -108,6 +108,8 @@ class LLMAlgorithm(Learner):
     """The adapter that the agent's answers and log-probs are of; ``base`` is the base model alone."""
     implied: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     """Keywords that need no action, each with the values that say how the shared base works anyway."""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Other names of keywords."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -145,7 +147,9 @@ class LLMAlgorithm(Learner):
         **arguments: Any,
     ) -> None:
         # Settings: the agent's own, and those of the base that it shares.
-        keywords, shared = split_options(arguments)
+        keywords = {self.aliases.get(name, name): value for name, value in arguments.items()} | arguments
+        keywords = {name: value for name, value in keywords.items() if name not in self.aliases}
+        shared = {name: keywords.pop(name) for name in SharedOptions.model_fields if name in keywords}
         for name, accepted in self.implied.items():
             if name in keywords and not any((value := keywords[name]) is a or value == a for a in accepted):
                 expected = " or ".join(map(repr, accepted))

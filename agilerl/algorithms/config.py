@@ -165,12 +165,12 @@ class SurrogateConfig(ReferenceConfig, LLMConfig):
     vllm_importance_sampling_correction: bool = True
     """Weight tokens by exp(old - sampled) if another engine sampled them (vLLM)."""
     vllm_importance_sampling_cap: Annotated[
-        float, Field(gt=0), Needs("use_vllm"), Needs("vllm_importance_sampling_correction")
+        float, Field(gt=0), Needs("network.use_vllm"), Needs("vllm_importance_sampling_correction")
     ] = 2.0
     """Cap of that weight."""
     vllm_importance_sampling_mode: Annotated[
         Literal["token_truncate", "token_mask", "seq_truncate", "seq_mask"],
-        Needs("use_vllm"),
+        Needs("network.use_vllm"),
         Needs("vllm_importance_sampling_correction"),
     ] = "token_truncate"
     """What happens to weights above the cap, and whether each token or each sequence has one."""

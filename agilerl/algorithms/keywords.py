@@ -35,7 +35,9 @@ class AgentKeywords(TypedDict, total=False):
     clone: bool
     calc_position_embeddings: bool
     reduce_memory_peak: bool | None
+    use_liger_loss: bool
     model_config: Any
+    fused_loss_chunk_rows: int | None
     quantization_config: Any
     config_overrides: Any
     attn_implementation: Literal["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"] | None
@@ -44,11 +46,9 @@ class AgentKeywords(TypedDict, total=False):
     activation_offload: bool
     torch_compiler: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] | None
     use_liger_kernel: bool
-    use_liger_loss: bool
     use_sequence_packing: bool
     cast_logprobs_to_fp32: bool
     fused_logprobs_chunk_rows: int | None
-    fused_loss_chunk_rows: int | None
     hf_generate_chunk_size: int | None
     stop_sequences: list[str] | None
     use_vllm: bool

@@ -163,9 +163,9 @@ class Needs:
     why: str = ""
     off: Any = None
 
-    def unmet(self, section: BaseModel, where: str, whole: object, beside: object = None) -> str:
-        """Return why a setting of this section has no effect; empty if it has one. ``beside`` has the same path."""
-        scope = next((one for one in (section, beside, whole) if hasattr(one, self.setting.partition(".")[0])), None)
+    def unmet(self, section: BaseModel, where: str, whole: object) -> str:
+        """Return why a setting of this section has no effect; empty if it has one."""
+        scope = section if hasattr(section, self.setting.partition(".")[0]) else whole
         value = attrgetter(self.setting)(scope)
         listed = value if isinstance(value, list | tuple) else [value]
         if any(one in self.values for one in listed) if self.values else value:
@@ -179,12 +179,10 @@ class Needs:
         return f"only with {name}, which is {state}"
 
 
-def idle(
-    section: BaseModel, where: str, whole: object, beside: object = None, evolving: Collection[str] = ()
-) -> dict[str, str]:
+def idle(section: BaseModel, where: str, whole: object, evolving: Collection[str] = ()) -> dict[str, str]:
     """Return why settings of a section, and of those in it, that differ from their defaults have no effect, by path.
 
-    ``whole`` is the manifest, ``beside`` another section of this path. What is ``evolving`` may become anything.
+    ``whole`` is the manifest. What is ``evolving`` may become anything.
     """
     reasons: dict[str, str] = {}
     for name, field in type(section).model_fields.items():
@@ -195,9 +193,7 @@ def idle(
         if value == field.get_default(call_default_factory=True, validated_data={}):
             continue
         needs = [one for one in field.metadata if isinstance(one, Needs) and one.setting not in evolving]
-        if unmet := next(
-            filter(None, (one.unmet(section, where, whole, beside) for one in needs if value != one.off)), ""
-        ):
+        if unmet := next(filter(None, (one.unmet(section, where, whole) for one in needs if value != one.off)), ""):
             reasons[path] = unmet
     return reasons
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from agilerl.checks.arguments import nearest, shown
 from agilerl.cli.running import configuration, manifests_in
-from agilerl.config.base_model import SharedOptions
+from agilerl.config.base_model import NetworkConfig
 from agilerl.config.environment import EnvironmentConfig
-from agilerl.config.manifest import config_of_run
+from agilerl.config.manifest import config_of_run, key_of
 from agilerl.config.named_files import check_unchanged, named_files
 from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError
@@ -23,7 +23,7 @@ from agilerl.runs.directory import ADAPTER_CONFIG, run_date
 from agilerl.runs.strict_json import read_json
 from agilerl.safety.addresses import addresses_in
 
-_ALGORITHM = ("name", "max_output_tokens", "max_model_len", *SharedOptions.model_fields)
+_ALGORITHM = ("name", "max_output_tokens", "max_model_len")
 _TRAINING = (
     *("seed", "eval_max_new_tokens", "threads", "device", "dtype"),
     *("max_tokens_in_flight", "max_rows_in_flight", "max_error_rate"),
@@ -73,7 +73,7 @@ def subject(
     manifests = manifests_in(arguments)
     overrides = [argument for argument in arguments if argument not in manifests]
     # A dict, and not a set, keeps their order: the error names the first wrong one.
-    keys = {override.partition("=")[0].strip(): None for override in overrides}
+    keys = {key_of(override): None for override in overrides}
     _check_keys(keys)
     all_rows = "environment.dataset" in keys and "environment.dataset_test" not in keys
     # Rows that the user names are all asked, so the test is as large as it can be.
@@ -100,7 +100,7 @@ def subject(
         if examined:
             _check_unseen(config, begun, named="environment.dataset" in keys)
             if not allow_addresses:
-                _check_addresses(config.environment, config.algorithm, config.typed_addresses)
+                _check_addresses(config.environment, config.network, config.typed_addresses)
     else:
         if examined and not manifests and not any(one.startswith("environment.") for one in overrides):
             raise ConfigError(
@@ -162,7 +162,7 @@ def _about(folder: Path, config: RunConfig, *, given_base: bool, examined: bool)
             )
         document["network"]["pretrained_model_name_or_path"] = base
     for key in () if examined else _OF_SAMPLING:
-        document["algorithm"].pop(key, None)
+        document["network"].pop(key, None)
     document["algorithm"]["name"] = str(agent["algorithm"] if agent else config.algorithm["name"])
     document["training"] |= {"pop_size": 1, "init": "same"}
     document["selection_strategy"]["candidates"] = config.candidates
@@ -206,9 +206,10 @@ def _check_unseen(config: RunConfig, begun: RunConfig, *, named: bool) -> None:
         )
 
 
-def _check_addresses(e: EnvironmentConfig, algorithm: Mapping[str, Any], typed: Collection[str]) -> None:
+def _check_addresses(e: EnvironmentConfig, network: NetworkConfig, typed: Collection[str]) -> None:
     """Raise ConfigError if an evaluation would contact an address that the run names and the user did not type."""
-    named = [*addresses_in(e.model_dump(mode="json")), *addresses_in(dict(algorithm))]
+    sampling = network.vllm_config.model_dump(mode="json") if network.vllm_config else {}
+    named = [*addresses_in(e.model_dump(mode="json")), *addresses_in(sampling)]
     env_id = e.env_id or ""
     named += [env_id] if env_id.startswith("openenv:") else []
     # A judge whose settings name no address has a default one.

@@ -26,7 +26,7 @@ _LONGEST_NAME = 255
 """Most bytes of a name on common file systems; otherwise its parent folders would be made before the error."""
 REMEDIES = {
     "nonfinite": "a loss or gradient that was not finite: lower algorithm.lr",
-    "oom": "too little memory for a single row: lower network.max_context_length or algorithm.max_output_tokens",
+    "oom": "too little memory for a single row: lower algorithm.max_model_len or max_output_tokens",
     "reward_error": "no sample graded: fix the grader or the environment",
     "timeout": "a timeout in grading: raise the grader's timeout, or make it faster",
 }

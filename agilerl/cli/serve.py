@@ -170,7 +170,7 @@ def _differences(adapter: Subject) -> Iterator[str]:
     """Yield in words what the run did with prompts and answers that a server does not do by itself."""
     from agilerl.envs.answer_format import AnswerFormat
 
-    environment, algorithm, network = adapter.config.environment, adapter.config.algorithm, adapter.config.network
+    environment, network = adapter.config.environment, adapter.config.network
     for message in environment.conversation_template or ():
         if message.get("role") == "system":
             text = shown(" ".join(message.get("content", "").split()))
@@ -179,11 +179,11 @@ def _differences(adapter: Subject) -> Iterator[str]:
         yield f"the run's questions end with an instruction, which a client has to send: {shown(instruction)}"
     if not environment.apply_chat_template:
         yield "the run's prompts have no chat template: ask client.completions, not client.chat"
-    if stops := algorithm.get("stop_sequences") or (algorithm.get("vllm_config") or {}).get("stop_sequences"):
+    if stops := network.stop_sequences or (network.vllm_config and network.vllm_config.stop_sequences):
         yield f"the run ended its answers at {shown(stops)}: send that as stop"
     if network.chat_template_path is not None and _template(adapter.run) is None:
         yield "the run has a chat template of its own, which will be in its elite/: name it after --, --chat-template"
-    if overrides := algorithm.get("config_overrides"):
+    if overrides := network.config_overrides:
         yield f"the run changed the base's configuration: -- --hf-overrides {shlex.quote(json.dumps(overrides))}"
 
 

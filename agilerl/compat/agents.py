@@ -28,7 +28,10 @@ _IMPLIED: dict[str, tuple[Any, ...]] = {
     "clone": (False, True),
     "calc_position_embeddings": (True,),
     "reduce_memory_peak": (True, False, None),
+    "use_liger_loss": (True, False),
 }
+# Pydantic keeps the name model_config for itself.
+_ALIASES = {"model_config": "config_overrides", "fused_loss_chunk_rows": "fused_logprobs_chunk_rows"}
 
 
 class _Sampling:
@@ -326,4 +329,4 @@ def extend(agent_class: "type[LLMAlgorithm]") -> None:
         # __doc__, __module__ and the like are those of the class of agents.
         if not name.startswith("__"):
             setattr(agent_class, name, member)
-    agent_class.implied = _IMPLIED
+    agent_class.implied, agent_class.aliases = _IMPLIED, _ALIASES

@@ -48,7 +48,6 @@ _OF_LOOPS = {
     *("env_name", "ENV_NAME", "DATASET", "MODEL_PATH", "ZERO_STAGE", "MAX_REWARD", "DATA_BATCH_SIZE_PER_GPU"),
 }
 """Keys of INIT_HP that are no agent's."""
-_OF_AGENTS = ("seed", "calc_position_embeddings", "reduce_memory_peak", "model_name")
 _LORA = {
     "LORA_R": "r",
     "LORA_ALPHA": "lora_alpha",
@@ -117,7 +116,7 @@ def create_population(
 
 def _agent_keywords(cls: type[LLMAlgorithm], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords of an agent that ``INIT_HP`` means."""
-    known = {*cls.Config.model_fields, *SharedOptions.model_fields, *_OF_AGENTS}
+    known = {*cls.Config.model_fields, *SharedOptions.model_fields, *cls.implied, *cls.aliases, "model_name"}
     keywords: dict[str, Any] = {}
     unknown = []
     for key, value in given.items():

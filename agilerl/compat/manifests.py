@@ -6,29 +6,39 @@ from collections.abc import Mapping
 from typing import Any
 
 from agilerl.checks.arguments import shown
+from agilerl.config.base_model import SharedOptions
 from agilerl.config.manifest import LEARNS_FROM
 from agilerl.errors import ConfigError
 
 Section = dict[str, Any]
 
 _ALGORITHMS = {"LLMPPO": "PPO", "LLMREINFORCE": "REINFORCE"}
-_SECTIONS = {"tournament_selection": "selection_strategy"}
-_NAMES = {
-    "algorithm": {"chunk_rows": "fused_logprobs_chunk_rows", "action_granularity": "advantage_granularity"},
-    "training": {"max_wall_seconds": "max_seconds", "population_size": "pop_size"},
-    "environment": {
-        "env_config": "params",
-        "rubric_file_path": "reward_file_path",
-        "rubric_name": "reward_fn_name",
-    },
-    "network.lora_config": {"lora_r": "r"},
+_DOCUMENTED = {
+    "tournament_selection": "selection_strategy",
+    "algorithm.action_granularity": "algorithm.advantage_granularity",
+    "algorithm.chunk_rows": "network.fused_logprobs_chunk_rows",
+    "algorithm.fused_loss_chunk_rows": "network.fused_logprobs_chunk_rows",
+    "algorithm.model_config": "network.config_overrides",
+    "algorithm.quantization": "network.quantization_config",
+    "environment.chat_template_kwargs": "network.chat_template_kwargs",
+    "environment.env_config": "environment.params",
+    "environment.rubric_file_path": "environment.reward_file_path",
+    "environment.rubric_name": "environment.reward_fn_name",
+    "network.lora_config.lora_r": "network.lora_config.r",
+    "network.max_context_length": "algorithm.max_model_len",
+    "training.max_wall_seconds": "training.max_seconds",
+    "training.population_size": "training.pop_size",
 }
+"""Keys that AgileRL documents, with their name here."""
 _EARLIER: dict[str, str] = {
+    **{f"algorithm.{name}": f"network.{name}" for name in SharedOptions.model_fields},
+    "network.quantization": "network.quantization_config",
     "distributed.cpus_per_island": "distributed.cpus_per_worker",
     "distributed.gpus_per_island": "distributed.gpus_per_worker",
 }
 """Keys that had another name in earlier manifests of this package, with their name of today."""
 _IDLE = {
+    "algorithm.use_liger_loss": "there is one fused loss, which is always used",
     "algorithm.reduce_memory_peak": "a pass holds what memory holds; algorithm.micro_batch_size_per_gpu bounds it",
     "training.eval_loop": "an exam is environment.eval_prompts questions, each answered training.eval_samples times",
     "environment.max_reward": "rewards are logged as they are, and nothing stops at a perfect one",
@@ -56,17 +66,9 @@ def translated(manifest: Mapping[str, Any]) -> dict[str, Any]:
             "INIT_HP and MUTATION_PARAMS are settings of a Python program, found them as sections of a manifest; pass "
             "them to create_population, or write the sections algorithm, training and mutation"
         )
-    values: Section = {}
-    for name, section in manifest.items():
-        _put(values, _SECTIONS.get(name, name), _copied(section), name)
-    for path, names in _NAMES.items():
-        section = _section(values, path)
-        for old, new in names.items():
-            if old in section:
-                _put(section, new, section.pop(old), f"{path}.{old}")
-    for path, reason in _IDLE.items():
-        if _take(values, path) is not _NOTHING:
-            warnings.warn(f"{path} has no meaning here: {reason}", stacklevel=4)
+    values, sentences = renamed(manifest)
+    for sentence in sentences:
+        warnings.warn(sentence, stacklevel=4)
     for path, accepted in _IMPLIED.items():
         given = _take(values, path)
         if given is not _NOTHING and given not in accepted:
@@ -77,26 +79,40 @@ def translated(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def renamed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return a copy of settings under today's keys, and a sentence for each that was there under an earlier name.
+    """Return a copy of settings under today's keys, and a sentence for each that had another name or has no meaning.
 
-    Raises ConfigError for one that is there under both of its names, with different values.
+    A null under another name is left out: it stands for the default. Raises ConfigError for a key that is there under
+    two of its names, with different values.
     """
     values: Section = _copied(settings)
     sentences = []
-    for old, new in _EARLIER.items():
+    for old, new in (_DOCUMENTED | _EARLIER | dict.fromkeys(_IDLE)).items():
         if (value := _take(values, old)) is _NOTHING:
             continue
-        sentences.append(f"{old} is called {new} now; it was read as that")
-        home, section = new.split("."), values
-        for name in home[:-1]:
-            section = section.setdefault(name, {})
-        _put(section, home[-1], value, old)
+        if new is None:
+            sentences.append(f"{old} has no meaning here: {_IDLE[old]}")
+        elif value is not None:
+            home, name = _home(values, new)
+            _put(home, name, value, old)
+            if old in _EARLIER:
+                sentences.append(f"{old} is called {new} now; it was read as that")
         # A section of which nothing is left.
         parent = old.rpartition(".")[0]
         while parent and not _section(values, parent):
             _take(values, parent)
             parent = parent.rpartition(".")[0]
     return values, sentences
+
+
+def _home(values: Section, path: str) -> tuple[Section, str]:
+    """Return the section that a key belongs to, made if it is not there, and the key's name in it."""
+    *parents, name = path.split(".")
+    for parent in parents:
+        values[parent] = {} if values.get(parent) is None else values[parent]
+        values = values[parent]
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path}: expected {parent} to be a mapping of settings, found {shown(values)}")
+    return values, name
 
 
 _NOTHING = object()
@@ -122,7 +138,7 @@ def _take(values: Section, path: str) -> Any:
 
 
 def _put(section: Section, key: str, value: Any, alias: str) -> None:
-    if key in section and section[key] != value:
+    if section.get(key) not in (None, value):
         raise ConfigError(f"{alias} and {key} mean the same but differ; give one of them")
     section[key] = value
 
@@ -132,9 +148,9 @@ def _algorithm(values: Section) -> None:
     name = section.get("name")
     if isinstance(name, str):
         section["name"] = _ALGORITHMS.get(name, name)
-    given = section.pop("quantization", None)
-    if given not in (None, "none"):
-        _put(section, "quantization_config", given, "algorithm.quantization")
+    network = _section(values, "network")
+    if network.get("quantization_config") == "none":
+        network.pop("quantization_config")
 
 
 def _environment(values: Section) -> None:
@@ -162,10 +178,6 @@ def _environment(values: Section) -> None:
         section["env_type"] = "multiturn"
     if "env_id" not in section and section.get("max_turns") == 1:
         section.pop("max_turns")  # how 2.58 says that a rollout has one answer
-    if given := section.pop("chat_template_kwargs", None):
-        network = values.setdefault("network", {})
-        if isinstance(network, dict):
-            _put(network, "chat_template_kwargs", given, "environment.chat_template_kwargs")
     # Graders of the user's
     if "reward_file_path" in section or "reward_fn_name" in section:
         path, function = section.pop("reward_file_path", None), section.pop("reward_fn_name", None)

@@ -91,7 +91,7 @@ class SharedOptions(_Options):
     The language-model head and the embeddings keep their type."""
     config_overrides: _Settings = None
     """Settings of the model's own configuration to change while it is loaded by name (``dtype``,
-    ``rope_scaling``, ...); also called ``model_config``."""
+    ``rope_scaling``, ...)."""
     attn_implementation: AttentionKind | None = None
     """How attention is computed; None: what transformers chooses, SDPA if the model has it."""
     lora_target_scope: str | None = None
@@ -104,17 +104,12 @@ class SharedOptions(_Options):
     """Mode of ``torch.compile`` for the body of the base in training forwards; None: not compiled."""
     use_liger_kernel: bool = False
     """Liger's Triton kernels for RMSNorm, rotary embeddings and SwiGLU; they need a CUDA device."""
-    use_liger_loss: bool = False
-    """Asks for Liger's fused loss. The native one is used, with a warning that says so: it is the same loss, never
-    holds the logits of a batch either, and knows every setting of every algorithm."""
     use_sequence_packing: bool = False
     """Concatenate an agent's rows without padding, each attending to itself alone. SDPA needs none: it pads no rows."""
     cast_logprobs_to_fp32: bool = True
     """Reduce logits to log-probs in fp32; False does so in the type of the head, with its rounding."""
     fused_logprobs_chunk_rows: Annotated[int | None, Field(ge=16)] = None
     """Most rows of logits that exist at a time; None: 256 MB of fp32."""
-    fused_loss_chunk_rows: Annotated[int | None, Field(ge=16)] = None
-    """The same under the name that it has beside Liger's loss; ``fused_logprobs_chunk_rows`` wins."""
     hf_generate_chunk_size: Annotated[int | None, Field(ge=1)] = None
     """Prompts decoded at once by the torch engine, all agents together; None: ``max_rows_in_flight`` alone decides."""
     stop_sequences: Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1)] | None = None
@@ -130,16 +125,6 @@ class SharedOptions(_Options):
 
 LOADING = ("quantization_config", "config_overrides", "attn_implementation", "lora_target_scope")
 """Options that have to be known when the base is loaded, or its adapters' bank is made."""
-
-
-def split_options(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the arguments without the shared options, and those; ``model_config`` is ``config_overrides``."""
-    rest, options = dict(arguments), {}
-    # In this order, so that config_overrides wins. Pydantic keeps the name model_config for itself.
-    for name in ("model_config", *SharedOptions.model_fields):
-        if name in rest:
-            options["config_overrides" if name == "model_config" else name] = rest.pop(name)
-    return rest, options
 
 
 def contradiction(name: str, present: Any, given: Any) -> ConfigError:
@@ -173,8 +158,8 @@ class LoraSection(Section):
     """Share of an adapter's inputs that its training leaves out at random; sampling and exams use all of them."""
 
 
-class NetworkConfig(Section):
-    """The base model."""
+class BaseSection(Section):
+    """Which base model, with which tokenizer and adapters."""
 
     # vllm serve gets the name as an argument, and would take a leading hyphen for an option of its own.
     pretrained_model_name_or_path: Annotated[str, Field(pattern="^[^-]")] = "embedded"
@@ -187,16 +172,10 @@ class NetworkConfig(Section):
     """File with a chat template instead of the tokenizer's own, in the folder of the manifest or below."""
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Values that the chat template reads by name: ``{enable_thinking: false}``."""
-    max_context_length: Annotated[int | None, Field(ge=2)] = None
-    """Most tokens of prompt and completion; None takes the model's own limit."""
     adapter: str | None = None
     """Folder of a PEFT adapter that every agent starts from and is compared with as its reference policy."""
     lora_config: LoraSection = Field(default_factory=LoraSection)
     """The adapters."""
-    quantization: Annotated[QuantizationConfig | None, BeforeValidator(quantization_settings)] = None
-    """``nf4``, ``fp4``, ``int8`` or the settings of a BitsAndBytesConfig: as ``algorithm.quantization_config``."""
-    attn_implementation: AttentionKind | None = None
-    """How attention is computed; the same as ``algorithm.attn_implementation``."""
 
     @property
     def of_tokenizer(self) -> dict[str, Any]:
@@ -207,3 +186,13 @@ class NetworkConfig(Section):
             "chat_template_path": self.chat_template_path,
             "chat_template_kwargs": self.chat_template_kwargs,
         }
+
+
+class NetworkConfig(SharedOptions, BaseSection):
+    """The base model and its adapters, how it is loaded and computed, and what samples from it."""
+
+    @property
+    def options(self) -> SharedOptions:
+        """How the base is loaded, computed and sampled from, as far as it was set."""
+        names = self.model_fields_set & SharedOptions.model_fields.keys()
+        return SharedOptions(**{name: getattr(self, name) for name in names})

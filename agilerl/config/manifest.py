@@ -1,8 +1,8 @@
 """The manifest: read from a file, overridden, checked."""
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
-from functools import reduce
 from importlib import resources
 from pathlib import Path
 from typing import Any, cast
@@ -87,6 +87,8 @@ def config_of_run(document: Mapping[str, Any], overrides: Sequence[str] = ()) ->
 def _override(values: dict[str, Any], overrides: Sequence[str]) -> tuple[str, ...]:
     """Put ``key.path=value`` into a manifest; return the addresses among the values."""
     changed = [_split(override) for override in overrides]
+    for sentence in (text for override in overrides for text in _renamed(override.partition("=")[0])[1]):
+        warnings.warn(sentence, stacklevel=4)
     environment = values.get("environment")
     if isinstance(environment, dict):
         for name in (name for keys, _ in changed for name in _REPLACED.get(".".join(keys), ())):
@@ -157,13 +159,11 @@ def _refuse_meaningless(config: RunConfig) -> None:
     if 0 < evolving < moved:
         raise ConfigError(f"mutation.genes_per_mutation={moved} is more than rl_hp_selection has, {evolving}; lower it")
     # Numbers alone: other types are for the checks of the algorithm, which come later.
-    longest = config.algorithm.get("max_output_tokens")
-    for key, limit in (
-        ("algorithm.max_model_len", config.algorithm.get("max_model_len")),
-        ("network.max_context_length", config.network.max_context_length),
-    ):
-        if isinstance(longest, int) and isinstance(limit, int) and longest > limit:
-            raise ConfigError(f"algorithm.max_output_tokens={longest} is above {key}={limit}, prompt included")
+    longest, limit = config.algorithm.get("max_output_tokens"), config.algorithm.get("max_model_len")
+    if isinstance(longest, int) and isinstance(limit, int) and longest > limit:
+        raise ConfigError(
+            f"algorithm.max_output_tokens={longest} is above algorithm.max_model_len={limit}, prompt included"
+        )
 
 
 def _read(path: Path | None) -> dict[str, Any]:
@@ -217,19 +217,32 @@ def is_set(key: str, overrides: Sequence[str]) -> bool:
 
 def _split(override: str) -> tuple[list[str], Any]:
     key, separator, text = override.partition("=")
-    keys = key.strip().split(".")
-    if not separator or not all(keys):
+    if not separator or not all(key.strip().split(".")):
         raise ConfigError(f"expected key.path=value, found {shown(override)}")
-    return keys, parse_yaml(text, f"the value of {shown(key)}")
+    return _renamed(key)[0], parse_yaml(text, f"the value of {shown(key)}")
 
 
-def _within(value: Any, key: str) -> dict[str, Any]:
-    return {key: value}
+def _renamed(key: str) -> tuple[list[str], list[str]]:
+    """Return the path of a key under its name of today, with a sentence if it had another one."""
+    written, today = key.strip().split("."), list[str]()
+    inner: Any = ""
+    for name in reversed(written):
+        inner = {name: inner}
+    inner, sentences = hooks.rename(inner)
+    while inner:
+        ((name, inner),) = inner.items()
+        today.append(name)
+    # What has no meaning here stays, and is answered with all settings.
+    return (today, sentences) if today else (written, [])
+
+
+def key_of(override: str) -> str:
+    """Return the key of ``key.path=value`` under its name of today."""
+    return ".".join(_renamed(override.partition("=")[0])[0])
 
 
 def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
-    # A key with another name today is put where it was, to be renamed with the others.
-    if keys[0] not in RunConfig.model_fields and not hooks.rename(reduce(_within, reversed(keys), value))[1]:
+    if keys[0] not in RunConfig.model_fields:
         raise ConfigError(f"unknown key {shown(keys[0])}; {unknown_section('.'.join(keys))}")
     for depth, key in enumerate(keys[:-1], 1):
         # A section without content is None in YAML.

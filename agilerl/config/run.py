@@ -16,7 +16,7 @@ from agilerl import hooks
 from agilerl.checks.arguments import checked, nearest, shown
 from agilerl.checks.validation import grouped, idle, validated
 from agilerl.config import Section
-from agilerl.config.base_model import NetworkConfig, SharedOptions
+from agilerl.config.base_model import NetworkConfig
 from agilerl.config.declared import HYPERPARAMETERS
 from agilerl.config.distributed import DistributedConfig
 from agilerl.config.environment import EnvironmentConfig
@@ -242,9 +242,7 @@ class RunConfig(Section):
 def addresses_of(name: str, *, nearly: bool = False) -> list[str]:
     """Return ``section.name`` for each section that has a setting of this name, or ``nearly`` of this name."""
     sections = {
-        section: [*HYPERPARAMETERS, *SharedOptions.model_fields]
-        if section == "algorithm"
-        else getattr(field.annotation, "model_fields", ())
+        section: HYPERPARAMETERS if section == "algorithm" else getattr(field.annotation, "model_fields", ())
         for section, field in RunConfig.model_fields.items()
     }
     known = [each for names in sections.values() for each in names]

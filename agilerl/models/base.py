@@ -52,10 +52,6 @@ from agilerl.text.templates import settings_of, with_chat_template
 EMBEDDED = "embedded"
 """The name of the tiny model that is shipped with the package."""
 
-_LIGER_LOSS = (
-    "use_liger_loss=True: the native loss is used. It is the same loss (tests/oracle compares values and gradients), "
-    "fused with the language-model head in tiles as Liger's is, for all agents and settings"
-)
 RouteOf = Callable[[Packed], AbstractContextManager[None]]
 
 
@@ -202,8 +198,6 @@ class BaseModel:
         choose_attention(self.model, options.attn_implementation, self.device)
         if options.use_liger_kernel and not self.options.use_liger_kernel:
             apply_liger_kernels(self.model, self.device)
-        if options.use_liger_loss and not self.options.use_liger_loss:
-            warnings.warn(_LIGER_LOSS, stacklevel=2)
         if options.activation_offload and not self.options.activation_offload and self.device.type != "cuda":
             warnings.warn(f"activation_offload=True has no effect on {self.device.type!r}: it needs CUDA", stacklevel=2)
         configure_layers(self.body, options, self.store)
@@ -307,7 +301,7 @@ class BaseModel:
             "bias": getattr(self._head, "bias", None),
             "softcap": self._softcap,
             "scale": self._scale,
-            "chunk_rows": self.options.fused_logprobs_chunk_rows or self.options.fused_loss_chunk_rows,
+            "chunk_rows": self.options.fused_logprobs_chunk_rows,
             "wide": self.options.cast_logprobs_to_fp32,
         }
 

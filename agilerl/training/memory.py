@@ -24,17 +24,17 @@ _TOKEN_BYTES, _ROW_BYTES = 100, 2000
 """A sampled token and a completion as Python objects, and as tensors of a batch."""
 _PANELS: tuple[Split, ...] = ("exam", "test")
 _CURES = {
-    "base": "choose a smaller network.pretrained_model_name_or_path, network.quantization=nf4, or "
+    "base": "choose a smaller network.pretrained_model_name_or_path, network.quantization_config=nf4, or "
     "training.dtype=bfloat16",
     "adapters": "lower training.pop_size, network.lora_config.r or mutation.rank_range",
     "decode_cache": "lower training.max_rows_in_flight or algorithm.max_output_tokens",
     "training_activations": "lower training.max_tokens_in_flight and algorithm.micro_batch_size_per_gpu, or set "
-    "algorithm.gradient_checkpointing=true",
+    "network.gradient_checkpointing=true",
     "rollouts": "lower environment.data_batch_size_per_gpu, algorithm.group_size or training.pop_size",
     **dict.fromkeys(
         ("vllm", "vllm_awake", "vllm_alone"),
-        "lower algorithm.vllm_config.gpu_memory_utilization (on a CPU kv_cache_memory_bytes), or on a GPU set "
-        "vllm_config.sleep_mode=true",
+        "lower network.vllm_config.gpu_memory_utilization (on a CPU kv_cache_memory_bytes), or on a GPU set "
+        "network.vllm_config.sleep_mode=true",
     ),
 }
 

@@ -170,9 +170,9 @@ class Bases:
 
     def of(self, resolved: Resolved) -> Runtime:
         """Return the base that these settings ask for."""
-        t, network = resolved.config.training, resolved.config.network.model_dump()
+        t = resolved.config.training
         sizes = (t.seed, t.device, t.dtype, t.threads, t.max_tokens_in_flight, t.max_rows_in_flight)
-        key = (network, resolved.options, sizes)
+        key = (resolved.config.network, sizes)
         if self.runtime is None or self.key != key:
             self.runtime = None  # first, so that memory never holds two
             self.key, self.runtime = key, load_runtime(resolved)

@@ -14,7 +14,7 @@ from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.sharing import check_borrows
 from agilerl.checks.arguments import checked, nearest, shown
 from agilerl.checks.validation import grouped, idle, validated
-from agilerl.config.base_model import NetworkConfig, SharedOptions, split_options
+from agilerl.config.base_model import SharedOptions
 from agilerl.config.run import RunConfig
 from agilerl.config.search import MutationConfig, SelectionConfig
 from agilerl.config.training import ReplayConfig
@@ -55,8 +55,6 @@ class Resolved:
     """The class of ``algorithm.name``; for ``choice[GRPO, CISPO]``, which is a gene, each of them."""
     hyperparameters: AlgorithmConfig
     """Of the first algorithm, with the run's seed unless set; pydantic records which fields were set."""
-    options: SharedOptions
-    """Options of the base: those under ``algorithm``, and their equivalents under ``network``."""
     genes: Mapping[str, Gene]
     """What evolves: the ranges of ``mutation.rl_hp_selection``, else those that the algorithms declare."""
     mutations: Mutations
@@ -67,6 +65,11 @@ class Resolved:
     def algorithm(self) -> type[LLMAlgorithm]:
         """The algorithm that every agent starts with, or the first of several."""
         return self.algorithms[0]
+
+    @property
+    def options(self) -> SharedOptions:
+        """How the base is loaded, computed and sampled from."""
+        return self.config.network.options
 
     @property
     def bounds_completions(self) -> bool:
@@ -92,8 +95,7 @@ class Resolved:
         """Sentences about settings that change nothing."""
         reasons = dict[str, str]()
         if "algorithm" not in self.genes:  # agents of other algorithms may use what the first one does not
-            reasons = idle(self.hyperparameters, "algorithm", self.config, self.options, self.genes)
-            reasons |= idle(_own_options(self.config.algorithm), "algorithm", self.config, evolving=self.genes)
+            reasons = idle(self.hyperparameters, "algorithm", self.config, self.genes)
         return [*self.config.without_effect, *grouped(reasons)]
 
     def founder_genes(self) -> dict[str, Gene]:
@@ -198,9 +200,8 @@ class Resolved:
 
     def given(self) -> dict[str, Any]:
         """Return what was set, as plain data, without defaults: an explicit default can mean something else."""
-        values = self.hyperparameters.model_dump(mode="json", include=set(split_options(self.config.algorithm)[0]))
-        shared = _own_options(self.config.algorithm).model_dump(mode="json", exclude_unset=True)
-        algorithm = {"name": self.config.algorithm["name"], **values, **shared}
+        values = self.hyperparameters.model_dump(mode="json", include=set(self.config.algorithm))
+        algorithm = {"name": self.config.algorithm["name"], **values}
         # Not how many processes there were: any number of them can resume the run.
         whole = self.config.model_dump(mode="json", exclude_unset=True, exclude={"distributed"})
         return {**whole, "algorithm": algorithm}
@@ -223,7 +224,6 @@ def resolve(config: RunConfig | Resolved) -> Resolved:
         return config
     algorithms = _algorithms(config.algorithm["name"], config.environment.env_type)
     starts = list[AlgorithmConfig]()
-    options = _options(config.algorithm, config.network)
     genes: dict[str, Gene] = {}
     for algorithm in algorithms:
         # The last result holds for all: a range that an algorithm does not declare is taken from the first.
@@ -251,7 +251,7 @@ def resolve(config: RunConfig | Resolved) -> Resolved:
                 "one of the two"
             )
     selection = _selection(config.selection_strategy, config.training.pop_size, config.tournament_size, config.genes)
-    return Resolved(config, algorithms, starts[0], options, genes, _mutations(config.mutation), selection)
+    return Resolved(config, algorithms, starts[0], genes, _mutations(config.mutation), selection)
 
 
 def _algorithms(written: str, env_type: str) -> tuple[type[LLMAlgorithm], ...]:
@@ -286,24 +286,18 @@ def _algorithms(written: str, env_type: str) -> tuple[type[LLMAlgorithm], ...]:
 def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> AlgorithmConfig:
     """Return the checked hyperparameters of an algorithm; the default seed is the run's."""
     model = algorithm.Config
-    values = {key: value for key, value in split_options(config.algorithm)[0].items() if key != "name"}
+    values = {key: value for key, value in config.algorithm.items() if key != "name"}
     for key in values:
         # Those of GRPO pass: an algorithm's own Config says why it does not use one of them.
         if key not in model.model_fields and key not in GRPO.Config.model_fields:
-            known = [*model.model_fields, *SharedOptions.model_fields]
+            known = [*model.model_fields, *(f"network.{name}" for name in SharedOptions.model_fields)]
             hint = instead(f"algorithm.{key}") or nearest(key, known)
             raise ConfigError(f"unknown key {shown(f'algorithm.{key}')}; {hint}")
     values.setdefault("seed", config.training.seed)
     # A least length may be above the default limit, and a limit of the context is one.
-    bounded = {"max_model_len", "min_output_tokens"} & values.keys() or config.network.max_context_length
+    bounded = {"max_model_len", "min_output_tokens"} & values.keys()
     if "max_output_tokens" in model.model_fields and not bounded:
         values.setdefault("max_output_tokens", COMPLETION)
-    limit = config.network.max_context_length
-    if limit is not None and values.setdefault("max_model_len", limit) != limit:
-        raise ConfigError(
-            f"network.max_context_length={limit} and algorithm.max_model_len={shown(values['max_model_len'])} mean the "
-            "same but differ; set only one of them"
-        )
     given = values.get("reward_weights", {})
     if "reward_weights" in model.model_fields and isinstance(given, Mapping):
         weights = own_weights(config.environment, given, config.genes)
@@ -336,26 +330,6 @@ def _replayed(schedule: ReplayConfig | None, name: str, start: AlgorithmConfig) 
     return begun
 
 
-def _own_options(algorithm: Mapping[str, Any]) -> SharedOptions:
-    return validated(SharedOptions, split_options(algorithm)[1], "algorithm")
-
-
-def _options(algorithm: Mapping[str, Any], network: NetworkConfig) -> SharedOptions:
-    """Return the options under ``algorithm`` with their equivalents under ``network``, unless they conflict."""
-    options = _own_options(algorithm)
-    same = {"quantization": "quantization_config", "attn_implementation": "attn_implementation"}
-    for name, option in same.items():
-        value, present = getattr(network, name), getattr(options, option)
-        if value is not None and present not in (None, value):
-            raise ConfigError(
-                f"network.{name}={shown(value)} and algorithm.{option}={shown(present)} mean the same but differ; set "
-                "only one of them"
-            )
-        if value is not None:
-            options = options.model_copy(update={option: value})
-    return options
-
-
 def _document(config: RunConfig, algorithms: tuple[type[LLMAlgorithm], ...], start: AlgorithmConfig) -> dict[str, Any]:
     values = start.model_dump(mode="json", exclude_unset=True)
     # Algorithms have different defaults, so with several of them defaults are not written out. Neither are they if one
@@ -375,8 +349,7 @@ def _document(config: RunConfig, algorithms: tuple[type[LLMAlgorithm], ...], sta
     resolved["training"]["lr_schedule"] = asdict(config.lr_schedule)
     # One of the two decides.
     del resolved["training"]["num_epochs" if config.training.num_epochs is None else "max_steps"]
-    shared = _own_options(config.algorithm).model_dump(mode="json")
-    return {**resolved, "algorithm": {"name": config.algorithm["name"], **values, **shared}}
+    return {**resolved, "algorithm": {"name": config.algorithm["name"], **values}}
 
 
 def document_of(config: RunConfig) -> dict[str, Any]:

@@ -18,7 +18,7 @@ def check_sampling(config: RunConfig, options: SharedOptions, processes: int = 1
     settings = options.vllm_config or VLLMConfig()
     servers = {"sharing.teacher_url": (TEACHER_KEY, config.sharing.teacher_url)}
     if options.use_vllm:
-        servers["algorithm.vllm_config.base_url"] = (API_KEY, settings.base_url)
+        servers["network.vllm_config.base_url"] = (API_KEY, settings.base_url)
     for where, (key, url) in servers.items():
         if url is not None and os.environ.get(key):
             # Settings hold a server's address without /v1; whoever allows either means that server.
@@ -30,16 +30,16 @@ def check_sampling(config: RunConfig, options: SharedOptions, processes: int = 1
     rank, most = config.largest_rank, settings.max_lora_rank
     if most is not None and rank > most:
         raise ConfigError(
-            f"algorithm.vllm_config.max_lora_rank={most} is less than the rank {rank} that adapters may reach "
+            f"network.vllm_config.max_lora_rank={most} is less than the rank {rank} that adapters may reach "
             "(network.lora_config.r, mutation.rank_range); raise it, or narrow mutation.rank_range"
         )
     # Called for its error alone, beyond the largest rank that vLLM holds.
     lora_capacity(rank)
     if processes > 1 and settings.tensor_parallel_size > 1:
         raise ConfigError(
-            f"algorithm.vllm_config.tensor_parallel_size={settings.tensor_parallel_size} in {processes} processes: "
+            f"network.vllm_config.tensor_parallel_size={settings.tensor_parallel_size} in {processes} processes: "
             "each of them starts its own vLLM on its own GPU, so none can use the others'; set it to 1, or start a "
-            "server and name it as algorithm.vllm_config.base_url"
+            "server and name it as network.vllm_config.base_url"
         )
 
 
@@ -75,7 +75,7 @@ def check_room(population: Population, settings: VLLMConfig, room: int) -> None:
         asked.append((exam, min(population.eval_max_new_tokens or limit - exam, most - exam)))
     prompt, completion = max(asked, key=sum, default=(0, 0))
     if prompt + completion > room:
-        where = "algorithm.vllm_config.max_model_len" if settings.base_url is None else "the server's --max-model-len"
+        where = "network.vllm_config.max_model_len" if settings.base_url is None else "the server's --max-model-len"
         raise ConfigError(
             f"vLLM's context holds {room} tokens (max_model_len), but prompts have up to {prompt} and completions "
             f"up to {completion} tokens, together {prompt + completion}; raise {where} to that, or lower "

@@ -188,7 +188,7 @@ def test_adapters_of_another_base_are_told_where_runs_start_from_them(saved: Pat
 def test_a_merged_model_has_the_overrides_of_its_base(tmp_path: Path) -> None:
     agent = agent_on(base(options=SharedOptions(config_overrides=OVERRIDES)))
     agent.save_checkpoint(tmp_path / "a")
-    config = load_manifest(None, [f"algorithm.config_overrides={json.dumps(OVERRIDES)}"])
+    config = load_manifest(None, [f"network.config_overrides={json.dumps(OVERRIDES)}"])
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model, _ = merged_model(tmp_path / "a" / "actor", config)

@@ -75,7 +75,7 @@ def test_mistakes_found_before_the_model_is_loaded(mistake: str, agilerl: Agiler
 
 WITH_THE_MODEL = {
     "prompt longer than the context": (
-        ["network.max_context_length=8", "algorithm.max_output_tokens=4"],
+        ["algorithm.max_model_len=8", "algorithm.max_output_tokens=4"],
         "expected a prompt of at most 7 tokens",
     ),
     "no such layers": (["network.lora_config.target_modules=[nothing]"], "matches no layer of the model"),

@@ -93,7 +93,7 @@ def test_the_time_of_episodes_is_not_known() -> None:
 def test_quantised_bases_are_counted_as_they_lie_in_memory() -> None:
     plain, four, eight = (
         shape_of(session(*overrides).population.runtime)
-        for overrides in ((), ("network.quantization=nf4",), ("network.quantization=int8",))
+        for overrides in ((), ("network.quantization_config=nf4",), ("network.quantization_config=int8",))
     )
     assert plain.linear == four.linear == eight.linear == 276_480
     assert plain.linear_bytes == 4 * 276_480

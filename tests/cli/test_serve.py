@@ -142,7 +142,7 @@ def test_what_a_run_did_differently_is_handed_over_or_said(run: Path, agilerl: A
     changed(
         run,
         network={"pretrained_model_name_or_path": "me/model", "chat_template_path": str(run.parent / "chat.jinja")}
-        | {"chat_template_kwargs": {"enable_thinking": False}},
+        | {"chat_template_kwargs": {"enable_thinking": False}, "stop_sequences": ["</answer>"]},
         training={"dtype": "bfloat16"},
         environment={
             "answer_format": "boxed",
@@ -151,7 +151,6 @@ def test_what_a_run_did_differently_is_handed_over_or_said(run: Path, agilerl: A
                 {"role": "user", "content": "{question}"},
             ],
         },
-        algorithm={"stop_sequences": ["</answer>"]},
     )
     done = agilerl("serve", str(run), "--dry-run")
     assert done.code == 0, done.errors

@@ -96,7 +96,7 @@ SETTINGS = [
     *("environment.graders=[{name: env.py:nothing}]", "environment.env_type=multiturn", "environment.reward=x"),
     *("network.pretrained_model_name_or_path=folder", "network.pretrained_model_name_or_path=rows.txt"),
     *("network.adapter=folder", "network.adapter=nowhere", "network.lora_config.r=0", "network.lora_config.r=2.5"),
-    *("network.lora_config.target_modules='('", "network.max_context_length=0"),
+    *("network.lora_config.target_modules='('", "algorithm.max_model_len=0"),
     *("algorithm.name=x", "algorithm.name=[]", "algorithm.name=[GRPO,x]", "algorithm.lr=0", "algorithm.lr=1e39"),
     *("algorithm.adv_clip_range=1e39", "algorithm.kl_clamp_value=1e39", "algorithm.delta=1e308"),
     *("algorithm.temperature=0", "algorithm.top_p=2", "algorithm.group_size=1", "algorithm.batch_size=0"),

@@ -223,7 +223,7 @@ def vllm(scene: Scene, **settings: Any) -> dict[str, Any]:
 
 
 def resumed_with_vllm(scene: Scene) -> list[str]:
-    change_config(scene.copied_run(), lambda config: config["algorithm"].update(vllm(scene)))
+    change_config(scene.copied_run(), lambda config: config["network"].update(vllm(scene)))
     return ["resume", "run"]
 
 
@@ -454,13 +454,13 @@ REFUSED: dict[str, Attack] = {
     ),
     "config: a type by an odd name": model_json("config.json", dtype="__import__('os')"),
     "overrides: attention out of a repository": lambda scene: scene.manifest(
-        algorithm={"config_overrides": {"_attn_implementation": "kernels-community/flash-attn"}}
+        network={"config_overrides": {"_attn_implementation": "kernels-community/flash-attn"}}
     ),
     "overrides: attention by its other name": lambda scene: scene.manifest(
-        algorithm={"config_overrides": {"attn_implementation": "kernels-community/flash-attn"}}
+        network={"config_overrides": {"attn_implementation": "kernels-community/flash-attn"}}
     ),
-    "overrides: a method": lambda scene: scene.manifest(algorithm={"config_overrides": {"to_dict": 5}}),
-    "overrides: a class": lambda scene: scene.manifest(algorithm={"config_overrides": {"__class__": 5}}),
+    "overrides: a method": lambda scene: scene.manifest(network={"config_overrides": {"to_dict": 5}}),
+    "overrides: a class": lambda scene: scene.manifest(network={"config_overrides": {"__class__": 5}}),
     "config: deep": model_file("config.json", deep("a")),
     "config: code": model_json("config.json", auto_map={"AutoConfig": "evil.Evil"}, model_type="evil"),
     "model: a pipe as config.json": model_file("config.json", os.mkfifo),
@@ -489,7 +489,7 @@ REFUSED: dict[str, Attack] = {
         "config.json", quantization_config={"quant_method": "gptq", "bits": 4}
     ),
     "overrides: a billion layers": lambda scene: scene.manifest(
-        algorithm={"config_overrides": {"num_hidden_layers": 10**9}}
+        network={"config_overrides": {"num_hidden_layers": 10**9}}
     ),
     "weights: an index that names a device": index_of("/dev/zero"),
     "weights: an index that names a file outside": index_of("../1.safetensors", whole_weights),
@@ -592,7 +592,7 @@ REFUSED: dict[str, Attack] = {
         "run",
     ),
     # Keys.
-    "key: to the server of a manifest": lambda scene: scene.manifest(algorithm=vllm(scene)),
+    "key: to the server of a manifest": lambda scene: scene.manifest(network=vllm(scene)),
     "key: to the server of a run": resumed_with_vllm,
     "key: to the judge of a manifest": lambda scene: judge(scene, base_url=scene.url),
     "key: another one, to OpenAI": lambda scene: judge(scene, api_key_env="AWS_SECRET_ACCESS_KEY"),
@@ -712,8 +712,8 @@ def test_a_key_goes_to_an_address_that_the_user_allows(
     expected = way in ("environment", "command line", "above")
 
     def attack(scene: Scene) -> list[str]:
-        command = scene.manifest(algorithm=vllm(scene))
-        return [*command, *([f"algorithm.vllm_config.base_url={scene.url}"] if way == "command line" else [])]
+        command = scene.manifest(network=vllm(scene))
+        return [*command, *([f"network.vllm_config.base_url={scene.url}"] if way == "command line" else [])]
 
     listener.answer = 404, {}, b""
     found = executed(attack, attacked, listener, unfinished, tmp_path, AGILERL_ALLOWED_ADDRESSES=allowed.get(way, ""))
@@ -783,7 +783,7 @@ def test_a_key_does_not_follow_a_redirection(
         thread.start()
         listener.answer = 307, {"Location": f"http://127.0.0.1:{thief.server_port}/health"}, b""
         found = executed(
-            lambda scene: scene.manifest(algorithm=vllm(scene)),
+            lambda scene: scene.manifest(network=vllm(scene)),
             attacked,
             listener,
             unfinished,

@@ -97,7 +97,7 @@ def assert_nowhere(folder: Path) -> None:
             for setting in (
                 "environment.graders=[{name: judge, params: {model: m, base_url: 'ADDRESS'}}]",
                 "environment.graders=[{name: 'code.py:Local', params: {of: [{endpoint: 'ADDRESS'}]}}]",
-                "algorithm.vllm_config.base_url='ADDRESS'",
+                "network.vllm_config.base_url='ADDRESS'",
                 "environment.env_id='openenv:ADDRESS'",
                 "sharing.teacher_url='ADDRESS'",
                 "training.max_steps='ADDRESS'",

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from agilerl.algorithms import CISPO, GRPO, LLMAlgorithm
-from agilerl.config.base_model import SharedOptions
 from agilerl.data import LossInputs
 from agilerl.functional import MetricReducer, linear_logprobs
 from agilerl.runtime import Runtime
@@ -79,14 +78,3 @@ def test_the_fused_losses_are_one(
     torch.testing.assert_close(loss, other, atol=1e-6, rtol=1e-6, check_dtype=False)
     assert ours.grad is not None
     torch.testing.assert_close(ours.grad, leaf.grad, atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.model
-def test_the_switch_says_so_and_changes_nothing() -> None:
-    from tests.models.two_agents import make_runtime, train_pass
-
-    expected = train_pass(make_runtime(random_model()))
-    with pytest.warns(UserWarning, match=r"^use_liger_loss=True: "):
-        runtime = make_runtime(random_model(), use_liger_loss=True)
-    assert runtime.options == SharedOptions(use_liger_loss=True)
-    assert train_pass(runtime).same_bits(expected)

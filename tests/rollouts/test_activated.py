@@ -276,7 +276,7 @@ def test_what_does_not_know_them_is_refused(run: Path, tmp_path: Path) -> None:
     for command in (["merge", str(run), str(tmp_path / "merged")], ["serve", str(run), "--dry-run"]):
         with pytest.raises(ConfigError, match=r"is activated \(alora_invocation_tokens\)"):
             CliRunner().invoke(app, command, catch_exceptions=False)
-    for wrong in ("algorithm.use_vllm=true", "algorithm.attn_implementation=eager"):
+    for wrong in ("network.use_vllm=true", "network.attn_implementation=eager"):
         with pytest.raises(ConfigError, match=r"activated adapters|vLLM"):
             build(load_manifest(None, [*SMALL, ACTIVATED, wrong]))
     ordinary = run_here(tmp_path / "ordinary")

@@ -163,7 +163,7 @@ TINY = ("training.max_steps=48", "training.evo_steps=1", "environment.test_promp
 
 
 def test_stops_in_a_manifest_end_rollouts_and_exams() -> None:
-    session = build(load_manifest(None, [*TINY, "algorithm.stop_sequences=[e]"]))
+    session = build(load_manifest(None, [*TINY, "network.stop_sequences=[e]"]))
     population = session.population
     said = [t for rows in population.rollout().trajectories.values() for t in rows]
     assert all("e" not in population.tokenizer.decode(t.token_ids[:-1]) for t in said)
@@ -172,7 +172,7 @@ def test_stops_in_a_manifest_end_rollouts_and_exams() -> None:
 
 
 def test_a_run_with_stops_and_sampled_exams_resumes_to_the_bit(tmp_path: Path) -> None:
-    settings = ["algorithm.stop_sequences=[e]", "training.eval_temperature=0.8", "training.eval_samples=2"]
+    settings = ["network.stop_sequences=[e]", "training.eval_temperature=0.8", "training.eval_samples=2"]
     config = load_manifest(None, [*SMALL, *settings, "training.pop_size=2", "training.checkpoint_steps=1"])
     for _ in train(build(config), tmp_path / "whole"):
         pass
@@ -190,7 +190,7 @@ def test_a_run_with_stops_and_sampled_exams_resumes_to_the_bit(tmp_path: Path) -
 
 
 def test_the_plan_and_the_result_say_it(tmp_path: Path) -> None:
-    settings = [*TINY, "algorithm.stop_sequences=[e]", "training.eval_temperature=0.5", "training.eval_samples=2"]
+    settings = [*TINY, "network.stop_sequences=[e]", "training.eval_temperature=0.5", "training.eval_samples=2"]
     done = CliRunner().invoke(app, ["train", *settings, "--out", str(tmp_path / "run")])
     assert done.exit_code == 0, done.output
     said = " ".join(done.output.split())
@@ -200,11 +200,11 @@ def test_the_plan_and_the_result_say_it(tmp_path: Path) -> None:
 
 
 def test_run_json_has_these_settings() -> None:
-    plain = resolve(load_manifest(None, ["algorithm.use_vllm=true", "algorithm.vllm_config={}"])).document()
+    plain = resolve(load_manifest(None, ["network.use_vllm=true", "network.vllm_config={}"])).document()
     assert plain["algorithm"]["stop_sequences"] is None
     assert plain["algorithm"]["vllm_config"]["engine_kwargs"] == {}
-    given = ["algorithm.stop_sequences=[e]", "algorithm.use_vllm=true"]
-    config = load_manifest(None, [*given, "algorithm.vllm_config.engine_kwargs.block_size=32"])
+    given = ["network.stop_sequences=[e]", "network.use_vllm=true"]
+    config = load_manifest(None, [*given, "network.vllm_config.engine_kwargs.block_size=32"])
     document = resolve(config).document()["algorithm"]
     assert (document["stop_sequences"], document["vllm_config"]["engine_kwargs"]) == (["e"], {"block_size": 32})
 

@@ -338,7 +338,7 @@ def test_agents_of_one_base_agree_on_the_engine(monkeypatch: pytest.MonkeyPatch)
 
 def refusal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *overrides: str) -> str:
     """Return what the command line says when it refuses to train."""
-    monkeypatch.setattr(sys, "argv", ["agilerl", "train", "--dry-run", "algorithm.use_vllm=true", *overrides])
+    monkeypatch.setattr(sys, "argv", ["agilerl", "train", "--dry-run", "network.use_vllm=true", *overrides])
     with pytest.raises(SystemExit) as exit_:
         main()
     text = capsys.readouterr().err
@@ -359,10 +359,10 @@ def test_a_mutation_beyond_max_lora_rank_is_refused_before_the_run(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("agilerl.training.sampling.check_installed", lambda *_: None)
-    small = "algorithm.vllm_config={max_lora_rank: 16}"
+    small = "network.vllm_config={max_lora_rank: 16}"
     text = refusal(capsys, monkeypatch, small, "mutation.probabilities.arch_mut=0.5")
     assert "max_lora_rank=16 is less than the rank 64" in text
-    assert "did you mean 'max_num_seqs'" in refusal(capsys, monkeypatch, "algorithm.vllm_config={max_num_seq: 4}")
+    assert "did you mean 'max_num_seqs'" in refusal(capsys, monkeypatch, "network.vllm_config={max_num_seq: 4}")
 
 
 @pytest.mark.processes

@@ -248,6 +248,7 @@ AGENT: dict[str, Entry] = {
     "clone": NoOp("a clone is made by `agent.clone()`"),
     "calc_position_embeddings": NoOp("positions are always computed; False is refused"),
     "reduce_memory_peak": NoOp("the size of a pass follows from the memory"),
+    "use_liger_loss": NoOp("there is one fused loss, which is always used"),
     # AdamW, and how an update is cut
     "lr": to(1e-3),
     "batch_size": to(4),
@@ -376,11 +377,9 @@ SHARED: dict[str, Entry] = {
     "activation_offload": Warned(True),
     "torch_compiler": Proven("models/test_compiled.py::test_a_machine_that_cannot_compile_is_told"),
     "use_liger_kernel": Refused(True),
-    "use_liger_loss": Warned(True),
     "use_sequence_packing": to(True, attn_implementation="eager"),
     "cast_logprobs_to_fp32": to(False, _bf16=True),
     "fused_logprobs_chunk_rows": to(16),
-    "fused_loss_chunk_rows": to(16),
     "hf_generate_chunk_size": to(1),
     "use_vllm": Refused(True),
     "vllm_config": Proven("surface/test_agents_arguments.py::test_a_setting_of_vllm_acts"),
@@ -398,7 +397,7 @@ def facts_of(algorithm: str) -> Callable[..., Any]:
     return partial(agent_facts, ALGORITHMS[algorithm])
 
 
-ACCEPTED = ("wrap", "clone", "calc_position_embeddings", "reduce_memory_peak")
+ACCEPTED = ("wrap", "clone", "calc_position_embeddings", "reduce_memory_peak", "use_liger_loss")
 """Documented keywords of agents that are taken and are no parameters."""
 
 

@@ -96,7 +96,6 @@ def test_a_resumed_run_has_the_same_exams(tmp_path: Path) -> None:
         (["algorithm.max_output_tokens=7"], 7),
         (["algorithm.max_output_tokens=null", "algorithm.max_model_len=100"], None),
         (["algorithm.max_model_len=100"], None),
-        (["network.max_context_length=100"], None),
     ],
 )
 def test_completions_are_bounded_unless_they_or_the_context_are(overrides: list[str], limit: int | None) -> None:

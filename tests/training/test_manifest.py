@@ -16,7 +16,8 @@ from agilerl.training.tasks import task
 MANIFESTS = Path(__file__).resolve().parents[2] / "tutorials" / "manifests"
 FULL = """
 algorithm:
-  {name: GRPO, lr: 5e-6, beta: 0.001, group_size: 4, batch_size: 8, max_output_tokens: 16, clip_coef: [0.8, 1.3]}
+  {name: GRPO, lr: 5e-6, beta: 0.001, group_size: 4, batch_size: 8, max_output_tokens: 16, max_model_len: 256,
+   clip_coef: [0.8, 1.3]}
 environment:
   env_type: reasoning
   task: "reasoning_gym:gcd"
@@ -45,7 +46,6 @@ mutation:
 selection_strategy: {name: tournament, tournament_size: 2, elitism: true}
 network:
   pretrained_model_name_or_path: embedded
-  max_context_length: 256
   lora_config: {r: 8, lora_alpha: 16, target_modules: [q_proj, v_proj], use_rslora: true}
 """
 
@@ -118,7 +118,7 @@ def test_a_new_task_drops_the_old_ones_parameters_in_any_order() -> None:
 
 
 def test_the_resolved_document_gives_the_same_configuration() -> None:
-    config = load_manifest(None, ["algorithm.clip_coef=[0.8, 1.3]", "network.max_context_length=64"])
+    config = load_manifest(None, ["algorithm.clip_coef=[0.8, 1.3]", "algorithm.max_model_len=64"])
     resolved = json.loads(json.dumps(resolve(config).document()))
     assert resolved["algorithm"]["temperature"] == 1.0  # defaults included
     assert resolve(RunConfig.from_dict(resolved)).document() == resolve(config).document()
@@ -163,7 +163,7 @@ OUT_OF_RANGE = {
     "algorithm.lr=0": "algorithm.lr: input should be greater than 0, found 0",
     "algorithm.clip_coef=2": "clip_coef=2.0 gives the ratio bounds [-1, 3]",
     "environment.eval_prompts=1": "environment.eval_prompts: input should be greater than or equal to 2",
-    "network.max_context_length=1": "network.max_context_length: input should be greater than or equal to 2",
+    "algorithm.max_model_len=1": "algorithm.max_output_tokens=10 is above algorithm.max_model_len=1",
     "network.lora_config.r=0": "network.lora_config.r: input should be greater than or equal to 1",
     "selection_strategy.tournament_size=0": "selection_strategy.tournament_size: input should be greater than or equal",
     "mutation.probabilities.rl_hp_mut=-1": "mutation.probabilities.rl_hp_mut: input should be greater than",
@@ -236,10 +236,6 @@ def test_one_wrong_setting(override: str, message: str) -> None:
         (
             ["mutation.probabilities.arch_mut=1", "mutation.rank_range=[32, 64]"],
             "excludes the start, network.lora_config.r",
-        ),
-        (
-            ["network.max_context_length=64", "algorithm.max_model_len=32"],
-            "network.max_context_length=64 and algorithm.max_model_len=32",
         ),
         (["algorithm.loss_norm=fixed-length", "algorithm.max_output_tokens="], "set it"),
         (["training.popsize=4", "training.seeed=4"], "unknown key 'training.popsize'"),

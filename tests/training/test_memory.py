@@ -72,8 +72,8 @@ def test_a_layer_saves_what_is_counted(dtype: torch.dtype) -> None:
 def test_the_estimate_follows_the_settings() -> None:
     plain = parts()
     less = {
-        "training_activations": "algorithm.gradient_checkpointing=true",
-        "base": "network.quantization=nf4",
+        "training_activations": "network.gradient_checkpointing=true",
+        "base": "network.quantization_config=nf4",
         "adapters": "training.pop_size=2",
         "decode_cache": "training.max_rows_in_flight=8",
         "rollouts": "algorithm.group_size=2",
@@ -88,7 +88,7 @@ def test_the_estimate_follows_the_settings() -> None:
 @pytest.mark.parametrize(
     ("largest", "cure"),
     [
-        ("base", "network.quantization=nf4"),
+        ("base", "network.quantization_config=nf4"),
         ("training_activations", "gradient_checkpointing=true"),
         ("adapters", "lower training.pop_size"),
         ("decode_cache", "lower training.max_rows_in_flight"),

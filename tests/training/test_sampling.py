@@ -41,14 +41,14 @@ def test_a_context_that_would_cut_completions_is_refused_with_both_numbers() -> 
 def test_settings_are_refused_before_vllm_is_started(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # There is neither a vLLM nor a server: a start would be another error.
     monkeypatch.setattr(colocated, "installed_vllm", lambda: ("vllm", "0.32.0"))
-    settings = f"algorithm.vllm_config={{max_model_len: 12{where}}}"
+    settings = f"network.vllm_config={{max_model_len: 12{where}}}"
     with pytest.raises(ConfigError, match=r"12 tokens \(max_model_len\)"):
-        build(config("algorithm.use_vllm=true", settings))
+        build(config("network.use_vllm=true", settings))
 
 
 def test_no_process_of_several_spreads_its_vllm_over_the_others_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(colocated, "installed_vllm", lambda: ("vllm", "0.32.0"))
-    wanted = config("algorithm.use_vllm=true", "algorithm.vllm_config={tensor_parallel_size: 2}")
+    wanted = config("network.use_vllm=true", "network.vllm_config={tensor_parallel_size: 2}")
     wanted = wanted.model_copy(update={"training": wanted.training.model_copy(update={"device": "cuda"})})
     check_sampling(wanted, resolve(wanted).options)
     with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 in 2 processes"):

@@ -47,7 +47,7 @@ def passed_whole() -> set[str]:
 
     For each strategy's settings see ``test_strategies_in_manifests.py``.
     """
-    whole = ("LoraSection", "QuantizationConfig", "PulseConfig", "SelectionConfig")
+    whole = ("LoraSection", "QuantizationConfig", "VLLMConfig", "PulseConfig", "SelectionConfig")
     return {name for s in sections(RunConfig) if s.__name__ in whole for name in s.model_fields}
 
 
@@ -91,7 +91,7 @@ def default_session() -> Session:
             lambda s: max(len(re.findall(r"\d+", s.task.row("train", i)["question"])) for i in range(9)),
             3,
         ),
-        ("network.max_context_length=50", lambda s: s.population.context_length, 50),
+        ("algorithm.max_model_len=50", lambda s: s.population.context_length, 50),
         ("network.lora_config.r=4", lambda s: s.population.agents[0].rank, 4),
         ("network.lora_config.lora_alpha=8", lambda s: float(s.population.runtime.store.scaling[0]), 0.5),
         ("network.lora_config.use_rslora=true", lambda s: float(s.population.runtime.store.scaling[0]), 8.0),

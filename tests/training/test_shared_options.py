@@ -2,6 +2,8 @@
 
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from agilerl.algorithms import GRPO, PPO
 from agilerl.checks.validation import validated
 from agilerl.config.base_model import SharedOptions
-from agilerl.config.manifest import load_manifest
+from agilerl.config.manifest import config_of, load_manifest
 from agilerl.errors import ConfigError
 from agilerl.models.layers import apply_liger_kernels
 from agilerl.runtime import Runtime
@@ -40,6 +42,8 @@ def test_the_first_agent_decides_and_the_others_agree() -> None:
         one.clean_up()
     agent(runtime, fused_logprobs_chunk_rows=64)  # nobody is left who wanted 32
     assert runtime.options.fused_logprobs_chunk_rows == 64
+    agent(runtime, fused_loss_chunk_rows=16)  # the name that AgileRL has beside Liger's loss
+    assert runtime.options.fused_logprobs_chunk_rows == 16
 
 
 @pytest.mark.model
@@ -137,8 +141,8 @@ def test_prompts_are_decoded_in_chunks_to_the_same_tokens() -> None:
     assert (sizes[1], sizes[-1]) == (5 * 16, 16)  # the rows of one decoding step
 
 
-def test_manifests_have_them_under_algorithm() -> None:
-    config = load_manifest(None, ["algorithm.gradient_checkpointing=true", "network.quantization=nf4"])
+def test_manifests_have_them_under_network() -> None:
+    config = load_manifest(None, ["network.gradient_checkpointing=true", "network.quantization_config=nf4"])
     options = resolve(config).options
     assert options.gradient_checkpointing
     assert options.quantization_config is not None
@@ -149,14 +153,11 @@ def test_manifests_have_them_under_algorithm() -> None:
 
 
 def test_what_manifests_contradict_is_a_sentence() -> None:
-    wrong = load_manifest(None, ["network.quantization=nf4", "algorithm.quantization_config=int8"])
-    with pytest.raises(ConfigError, match=r"network\.quantization=.*algorithm\.quantization_config="):
-        resolve(wrong)
-    same = load_manifest(None, ["network.quantization=nf4", "algorithm.quantization_config=nf4"])
-    assert resolve(same).options == resolve(load_manifest(None, ["network.quantization=nf4"])).options
-    with pytest.raises(ConfigError, match=r"algorithm.torch_compiler: .*'default'"):
-        resolve(load_manifest(None, ["algorithm.torch_compiler=fast"]))
-    with pytest.raises(ConfigError, match=r"'algorithm.gradient_checkpoint'.*'gradient_checkpointing'"):
+    with pytest.raises(ConfigError, match=r"algorithm\.quantization_config and quantization_config mean the same"):
+        config_of({"algorithm": {"quantization_config": "int8"}, "network": {"quantization_config": "nf4"}})
+    with pytest.raises(ConfigError, match=r"network.torch_compiler: .*'default'"):
+        resolve(load_manifest(None, ["network.torch_compiler=fast"]))
+    with pytest.raises(ConfigError, match=r"'algorithm.gradient_checkpoint'.*'network.gradient_checkpointing'"):
         build(load_manifest(None, ["algorithm.gradient_checkpoint=true"]))
 
 
@@ -164,17 +165,45 @@ def test_what_manifests_contradict_is_a_sentence() -> None:
 @pytest.mark.parametrize(
     ("override", "name", "value"),
     [
-        ("algorithm.gradient_checkpointing=true", "gradient_checkpointing", True),
-        ("algorithm.use_sequence_packing=true", "use_sequence_packing", True),
+        ("network.gradient_checkpointing=true", "gradient_checkpointing", True),
+        ("network.use_sequence_packing=true", "use_sequence_packing", True),
         ("network.attn_implementation=eager", "attn_implementation", "eager"),
-        ("algorithm.lora_target_scope=self_attn", "lora_target_scope", "self_attn"),
-        ("algorithm.model_config={rms_norm_eps: 0.1}", "config_overrides", {"rms_norm_eps": 0.1}),
+        ("network.lora_target_scope=self_attn", "lora_target_scope", "self_attn"),
+        ("network.config_overrides={rms_norm_eps: 0.1}", "config_overrides", {"rms_norm_eps": 0.1}),
     ],
 )
 def test_a_runs_options_reach_its_base(override: str, name: str, value: Any) -> None:
     runtime = build(load_manifest(None, [*SMALL, override])).population.runtime
     assert getattr(runtime.options, name) == value
     assert runtime.base.options == runtime.options
+
+
+def test_what_was_under_algorithm_is_read_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text(
+        "algorithm: {name: GRPO, use_vllm: true, vllm_config: {exams: torch}, stop_sequences: null}\n"
+        "network: {quantization: nf4, max_context_length: 96}\n"
+    )
+    overrides = ["network.use_vllm=false", "algorithm.vllm_config.probe_tokens=0", "training.eval_loop=1"]
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        config = load_manifest(tmp_path / "old.yaml", overrides)
+    sentences = {str(one.message).partition(";")[0].partition(":")[0] for one in said}
+    assert sentences == {
+        "algorithm.use_vllm is called network.use_vllm now",
+        "algorithm.vllm_config is called network.vllm_config now",
+        "network.quantization is called network.quantization_config now",
+        "training.eval_loop has no meaning here",
+    }
+    # What the command line says wins over the file, whichever of the two has the earlier name.
+    options = resolve(config).options
+    assert not options.use_vllm
+    assert options.vllm_config is not None
+    assert (options.vllm_config.exams, options.vllm_config.probe_tokens) == ("torch", 0)
+    assert "stop_sequences" not in options.model_fields_set
+    assert config.algorithm == {"name": "GRPO", "max_model_len": 96}
+    now = {"network": {"max_context_length": None}, "algorithm": {"use_liger_loss": False, "max_model_len": 1024}}
+    with pytest.warns(UserWarning, match=r"algorithm\.use_liger_loss has no meaning here"):
+        assert config_of(now).algorithm == {"name": "GRPO", "max_model_len": 1024}
 
 
 @pytest.mark.processes

@@ -156,7 +156,7 @@ def use(folder: Path) -> str:
 
 
 def test_a_local_model_with_its_own_tokenizer(llama_folder: Path, tmp_path: Path) -> None:
-    root = run_here(tmp_path / "run", *TINY, use(llama_folder), "network.max_context_length=120")
+    root = run_here(tmp_path / "run", *TINY, use(llama_folder), "algorithm.max_model_len=120")
     tokenizer = AutoTokenizer.from_pretrained(root / "elite")
     assert len(tokenizer) == 98
     base = AutoModelForCausalLM.from_pretrained(llama_folder, dtype=torch.float32)

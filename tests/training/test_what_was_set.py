@@ -251,7 +251,7 @@ OF_SECTIONS = [
     "network.lora_config.lora_dropout=0.1",
     "network.lora_config.init_lora_weights=gaussian",
     "network.pad_token_id=7",
-    "algorithm.stop_sequences=[e]",
+    "network.stop_sequences=[e]",
     "environment.curriculum={prompts_per_level: 8}",
     "environment.holdout=any",
 ]

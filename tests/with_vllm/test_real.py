@@ -60,6 +60,6 @@ def test_the_elite_is_served_as_it_was_trained(run: Path, url: str, monkeypatch:
 
 
 def test_a_run_samples_with_it(place: Path) -> None:
-    summary = json.loads((train(place, "sampled", "algorithm.use_vllm=true") / "summary.json").read_text())
+    summary = json.loads((train(place, "sampled", "network.use_vllm=true") / "summary.json").read_text())
     assert summary["status"] == "finished"
     assert summary["iterations"] > 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 SMALL = (
-    *("algorithm.use_vllm=true", "algorithm.lr=2e-3", "training.pop_size=2", "training.max_steps=12800"),
+    *("network.use_vllm=true", "algorithm.lr=2e-3", "training.pop_size=2", "training.max_steps=12800"),
     *("training.evo_steps=5", "environment.eval_prompts=100", "environment.test_prompts=400"),
 )
 
@@ -44,8 +44,8 @@ def _flat(row: Any) -> list[tuple[str, Any]]:
 
 
 def test_an_adapter_that_may_outgrow_the_room_stops_before_training(tmp_path: Path) -> None:
-    settings = ("algorithm.vllm_config={max_lora_rank: 16}", "mutation.probabilities.arch_mut=0.5")
+    settings = ("network.vllm_config={max_lora_rank: 16}", "mutation.probabilities.arch_mut=0.5")
     done = train(tmp_path / "run", *settings)
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("error: algorithm.vllm_config.max_lora_rank=16 is less than")
+    assert done.stderr.strip().splitlines()[-1].startswith("error: network.vllm_config.max_lora_rank=16 is less than")
     assert not (tmp_path / "run").exists()
