@@ -25,6 +25,13 @@ GONE: dict[str, str] = {
     "environments=agilerl/Python-v0": "make a tool of agilerl.rewards.run_python (docs/tools.md)",
     "environments=agilerl/Search-v0": "use tutorials/tools/search.py:search_env with --allow-code",
     "environments=agilerl/TicTacToe-v0": "use agilerl/GuessTheNumber-v0, or a class of your own (docs/environments.md)",
+    "environment.chat_template_kwargs": "use network.chat_template_kwargs",
+    "environment.env_packages": "install packages before the run",
+    "environment.env_url": "use environment.env_id: openenv:URL",
+    "environment.objective": "environment.env_type is sft or preference",
+    "environment.request_timeout_s": "use environment.step_timeout",
+    "environment.rubric_file_path": "use environment.graders: [{name: file.py:function}]",
+    "environment.rubric_name": "use environment.graders: [{name: file.py:function}]",
     "agilerl check": "agilerl train MANIFEST --dry-run checks a manifest, and the environment that it names; in Python "
     "agilerl.envs.check.check_env checks an environment",
     "agilerl env": "agilerl --version prints the versions, and run.json in a run has the hardware as well",

@@ -1,4 +1,4 @@
-"""Compare what docs/differences.md says of AgileRL's defaults with its packages: ``python docs/check_sources.py``.
+"""Compare what docs/comparison.md says of AgileRL's defaults with its packages: ``python docs/check_sources.py``.
 
 Needs the package index. Nothing is installed or imported: wheels are downloaded, and their source is parsed.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 DOCS = Path(__file__).resolve().parent
-SOURCES = DOCS / "sources.md"
+SOURCES = DOCS / "comparison.md"
 FILES = {"GRPO": "grpo", "PPO": "ppo_llm", "REINFORCE": "reinforce_llm", "DPO": "dpo", "SFT": "sft"}
 """Where AgileRL has the algorithms of the table."""
 
@@ -27,12 +27,12 @@ def rows(text: str, heading: str) -> list[list[str]]:
 def sources() -> dict[tuple[str, str], tuple[str, str, str]]:
     """Return when each version of each project was released and read, and where."""
     text = SOURCES.read_text(encoding="utf-8")
-    return {(project, version): (day, read, where) for project, version, day, read, where in rows(text, "# Sources")}
+    return {(project, version): (day, read, where) for project, version, day, read, where in rows(text, "## Sources")}
 
 
 def defaults() -> dict[tuple[str, str], tuple[Any, ...]]:
     """Return, by algorithm and argument, the defaults of the versions of AgileRL in the table, and those here."""
-    text, found = (DOCS / "differences.md").read_text(encoding="utf-8"), {}
+    text, found = SOURCES.read_text(encoding="utf-8"), {}
     for argument, of, *values, _ in rows(text, "## Defaults"):
         for algorithm in FILES if of == "*" else of.split(", "):
             found[algorithm, argument.strip("`")] = tuple(map(_value, values))
@@ -41,7 +41,8 @@ def defaults() -> dict[tuple[str, str], tuple[Any, ...]]:
 
 def versions() -> list[str]:
     """Return the versions of AgileRL at the head of the table."""
-    return re.findall(r"AgileRL (\d\S+)", (DOCS / "differences.md").read_text(encoding="utf-8").split("| --- ", 1)[0])
+    text = SOURCES.read_text(encoding="utf-8").split("## Defaults", 1)[1]
+    return re.findall(r"AgileRL (\d\S+)", text.split("| --- ", 1)[0])
 
 
 def theirs(wheel: Path, algorithm: str) -> dict[str, Any]:

@@ -68,9 +68,9 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 CEILINGS = {
     ".": 2_340,
     "algorithms": 6_330,
-    "checks": 700,
+    "checks": 690,
     "cli": 4_175,
-    "compat": 2_475,
+    "compat": 2_380,
     "config": 2_245,
     "data": 645,
     "envs": 6_720,
@@ -84,7 +84,7 @@ CEILINGS = {
     "runs": 2_155,
     "safety": 795,
     "text": 305,
-    "training": 4_570,
+    "training": 4_500,
     "utils": 40,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises

@@ -1,7 +1,7 @@
 """The documented surface: names, parameters and defaults that users of AgileRL know.
 
 Tables, not code: each line is a fact of AgileRL's documentation. Where a default is another one here, ``CHANGED`` has
-ours, and docs/differences.md the reason. That arguments act is in ``tests/surface/test_agents_arguments.py``.
+ours, and docs/comparison.md the reason. That arguments act is in ``tests/surface/test_agents_arguments.py``.
 """
 
 import importlib
@@ -293,7 +293,7 @@ def test_mutations_by_position_are_in_agilerls_order() -> None:
 
 
 def test_every_default_that_is_another_one_is_in_the_docs() -> None:
-    page = (ROOT / "docs" / "differences.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+)[`=]", page))
     assert set(CHANGED["GRPO"]) | set(REFUSED) <= named
     ours = set(GRPO.Config.model_fields) - set(GRPO_DEFAULTS)

@@ -582,17 +582,6 @@ def test_the_readmes_links_are_absolute_on_a_package_index(tmp_path: Path) -> No
         assert not (path == target and target.startswith("https://host")), target
 
 
-@pytest.mark.parametrize("trainer", ["agilerl", "harmony", "trl", "tunix"])
-def test_what_is_better_is_tested(trainer: str) -> None:
-    page = (ROOT / "docs" / f"coming_from_{trainer}.md").read_text(encoding="utf-8")
-    section = page.split("## What is better here\n", 1)[1].split("\n## ", 1)[0]
-    statements = [line for line in section.splitlines() if line.startswith("| ")][2:]
-    assert statements
-    for statement in statements:
-        (file, test) = re.findall(r"`(tests/\S+\.py)::(\w+)` \|$", statement)[0]
-        assert re.search(rf"^def {test}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), statement
-
-
 def test_silent_failures_name_tests_that_exist() -> None:
     page = (ROOT / "docs" / "silent_failures.md").read_text(encoding="utf-8")
     statements = [line for line in page.splitlines() if line.startswith("| **")]

@@ -1,4 +1,4 @@
-"""Statements about other projects: each page says of which version, and docs/sources.md when and where it was read."""
+"""Statements about other projects: of which version each is, and when and where it was read (docs/comparison.md)."""
 
 import datetime
 import inspect
@@ -29,7 +29,7 @@ def test_what_is_said_of_other_projects_has_a_source(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     known = sources()
     if page != SOURCES and (about(text) or re.search(rf"\b({NAMED})\b \d+\.\d", text)):
-        assert "sources.md)" in text, f"{page.name} speaks of {about(text)} and does not link to sources.md"
+        assert "comparison.md#sources)" in text, f"{page.name} speaks of {about(text)} without a link to the sources"
     for project, version in re.findall(rf"\b({NAMED})\b[^\w.,;:|(]{{1,2}}(\d+\.\d+(?:\.\d+)?)", text):
         rows = [row for name, row in known if name == project]
         assert any(f"{row}.".startswith(f"{version}.") for row in rows), f"{project} {version} is none of {rows}"
@@ -51,6 +51,6 @@ def test_defaults_of_this_project_are_as_listed() -> None:
 
 
 def test_the_tables_are_read_as_written() -> None:
-    assert defaults()["GRPO", "lr"] == (5e-7, 5e-7, 1e-5)
+    assert defaults()["GRPO", "lr"] == (5e-7, 1e-5)
     assert about("# Coming from TRL\n") == {"TRL"}
     assert about("text\n| topic | Tunix 0.1 |\n| --- | --- |\n| TRL | 1 |\n") == {"Tunix"}

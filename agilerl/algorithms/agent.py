@@ -106,10 +106,6 @@ class LLMAlgorithm(Learner):
     """Token ids of the last batch that ``learn`` trained on."""
     _selected: str = "actor"
     """The adapter that the agent's answers and log-probs are of; ``base`` is the base model alone."""
-    implied: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Keywords that need no action, each with the values that say how the shared base works anyway."""
-    aliases: ClassVar[Mapping[str, str]] = {}
-    """Other names of keywords."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -118,9 +114,8 @@ class LLMAlgorithm(Learner):
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; a new one with nearly the name of a hyperparameter is set as well, with a warning."""
         known = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        close = () if known else _close_to(self.Config, name)
-        for one in close:
-            hint = f"did you mean {one!r}?"
+        if not known and (close := _close_to(self.Config, name)):
+            hint = f"did you mean {close[0]!r}?"
             warnings.warn(f"{name} is not a hyperparameter, so setting it changes nothing; {hint}", stacklevel=2)
         super().__setattr__(name, value)
 
@@ -147,15 +142,8 @@ class LLMAlgorithm(Learner):
         **arguments: Any,
     ) -> None:
         # Settings: the agent's own, and those of the base that it shares.
-        keywords = {self.aliases.get(name, name): value for name, value in arguments.items()} | arguments
-        keywords = {name: value for name, value in keywords.items() if name not in self.aliases}
-        shared = {name: keywords.pop(name) for name in SharedOptions.model_fields if name in keywords}
-        for name, accepted in self.implied.items():
-            if name in keywords and not any((value := keywords[name]) is a or value == a for a in accepted):
-                expected = " or ".join(map(repr, accepted))
-                raise ConfigError(f"{name}={keywords[name]!r} is not available; expected {expected}")
-            keywords.pop(name, None)
-        options = validated(SharedOptions, shared)
+        keywords = hooks.keywords(arguments)
+        options = validated(SharedOptions, {n: keywords.pop(n) for n in SharedOptions.model_fields if n in keywords})
         self.config = self._merge(config, keywords)  # type: ignore[assignment]
         self.hp_config = hp_config
         # Where it comes from, and how it has done so far.

@@ -22,10 +22,16 @@ def _rename(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return renamed(settings)
 
 
+def _keywords(keywords: dict[str, Any]) -> dict[str, Any]:
+    from agilerl.compat.agents import translated
+
+    return translated(keywords)
+
+
 def _extend(agent_class: type) -> None:
     from agilerl.compat.agents import extend
 
     extend(agent_class)
 
 
-hooks.translate, hooks.rename, hooks.extend = _translate, _rename, _extend
+hooks.translate, hooks.rename, hooks.keywords, hooks.extend = _translate, _rename, _keywords, _extend

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from agilerl.algorithms.config import CosineLRScheduleConfig, lr_factor
 from agilerl.checks.arguments import Having, Location, checked, shown, taken
-from agilerl.errors import CheckpointError
+from agilerl.errors import CheckpointError, ConfigError
 from agilerl.models import adapters
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ else:
     LLMAlgorithm = object  # the members are given to it, so it need not be imported
 
 # Accepted with exactly these values, because that is how the shared base works already.
-_IMPLIED: dict[str, tuple[Any, ...]] = {
+IMPLIED: dict[str, tuple[Any, ...]] = {
     "wrap": (True, False),
     "clone": (False, True),
     "calc_position_embeddings": (True,),
@@ -31,7 +31,7 @@ _IMPLIED: dict[str, tuple[Any, ...]] = {
     "use_liger_loss": (True, False),
 }
 # Pydantic keeps the name model_config for itself.
-_ALIASES = {"model_config": "config_overrides", "fused_loss_chunk_rows": "fused_logprobs_chunk_rows"}
+ALIASES = {"model_config": "config_overrides", "fused_loss_chunk_rows": "fused_logprobs_chunk_rows"}
 
 
 class _Sampling:
@@ -323,10 +323,22 @@ class DocumentedSurface(LLMAlgorithm):
         )
 
 
+def translated(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return keywords of an agent under this package's names, without those that say how it works anyway.
+
+    Raises ConfigError for one that would need an action. A name of this package wins over AgileRL's.
+    """
+    for name, accepted in IMPLIED.items():
+        if name in keywords and not any((value := keywords[name]) is a or value == a for a in accepted):
+            expected = " or ".join(map(repr, accepted))
+            raise ConfigError(f"{name}={keywords[name]!r} is not available; expected {expected}")
+    renamed = {ALIASES[name]: value for name, value in keywords.items() if name in ALIASES}
+    return renamed | {name: value for name, value in keywords.items() if name not in (*IMPLIED, *ALIASES)}
+
+
 def extend(agent_class: "type[LLMAlgorithm]") -> None:
-    """Give agents the members of :class:`DocumentedSurface`, and the keywords of AgileRL that need no action here."""
+    """Give agents the members of :class:`DocumentedSurface`."""
     for name, member in vars(DocumentedSurface).items():
         # __doc__, __module__ and the like are those of the class of agents.
         if not name.startswith("__"):
             setattr(agent_class, name, member)
-    agent_class.implied, agent_class.aliases = _IMPLIED, _ALIASES

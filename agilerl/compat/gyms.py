@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar, Generic, Literal, Self, TypeVar, cast
+from typing import Any, ClassVar, Generic, Self, TypeVar, cast
 
 import numpy as np
 import torch
@@ -483,32 +483,3 @@ class UnpairedGym(DataGym):
         if self._tasks[self._split].labelled:
             return super()._examples(row)
         return super()._examples({**row, "label": True}) + super()._examples({**row, "label": False})
-
-
-class DatasetEnv:
-    """``SFTGym`` or ``PreferenceGym`` under the name of AgileRL 2.58; a call returns one of them."""
-
-    @checked
-    def __new__(  # type: ignore[misc]
-        cls,
-        train_dataset: Any,
-        test_dataset: Any,
-        tokenizer: Tokenizer,
-        *,
-        objective: Literal["preference", "sft"],
-        response_column: Name = "target",
-        data_batch_size_per_gpu: Count = 8,
-        accelerator: Accelerator | None = None,
-        max_context_length: Count | None = None,
-        seed: Seed = 42,
-    ) -> DataGym:
-        """Make an environment of two datasets, of demonstrations (``sft``) or of pairs (``preference``)."""
-        options: dict[str, Any] = {
-            "data_batch_size_per_gpu": data_batch_size_per_gpu,
-            "accelerator": accelerator,
-            "max_context_length": max_context_length,
-            "seed": seed,
-        }
-        if objective == "preference":
-            return PreferenceGym(train_dataset, test_dataset, tokenizer, **options)
-        return SFTGym(train_dataset, test_dataset, tokenizer, response_column=response_column, **options)

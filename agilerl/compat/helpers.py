@@ -27,6 +27,7 @@ from agilerl.checks.arguments import (
     nearest,
     taken,
 )
+from agilerl.compat.agents import ALIASES, IMPLIED
 from agilerl.compat.gyms import DataGym, ReasoningGym
 from agilerl.config.base_model import SharedOptions
 from agilerl.envs.core import Task
@@ -116,7 +117,7 @@ def create_population(
 
 def _agent_keywords(cls: type[LLMAlgorithm], given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keywords of an agent that ``INIT_HP`` means."""
-    known = {*cls.Config.model_fields, *SharedOptions.model_fields, *cls.implied, *cls.aliases, "model_name"}
+    known = {*cls.Config.model_fields, *SharedOptions.model_fields, *IMPLIED, *ALIASES, "model_name"}
     keywords: dict[str, Any] = {}
     unknown = []
     for key, value in given.items():

@@ -34,7 +34,7 @@ from agilerl.checks.arguments import (
     nearest,
     taken,
 )
-from agilerl.compat.gyms import DataGym, Gym, PreferenceGym, ReasoningGym, SFTGym
+from agilerl.compat.gyms import DataGym, Gym, PreferenceGym, ReasoningGym, SFTGym, UnpairedGym
 from agilerl.compat.tokenized import TokenObservationWrapper
 from agilerl.data import Trajectory
 from agilerl.envs.datasets import CuratedTask, DatasetTask
@@ -49,7 +49,7 @@ from agilerl.training.custom_selection import reported
 from agilerl.training.events import Event, Evolved, ExamDone, IterationDone
 from agilerl.training.loop import Loop, evolve
 from agilerl.training.progress import Progress
-from agilerl.training.trackers import CSVFile, Trackers, check_trackers
+from agilerl.training.trackers import Trackers, check_trackers
 
 Finetuned = tuple[list[Any], list[float]]
 """The population, and the fitness of each of its agents, NaN for one that took no exam."""
@@ -107,12 +107,6 @@ class LoopOptions:
     """Log to TensorBoard."""
     tensorboard_log_dir: Location | None = None
     """Where; each run has a folder in it, by its time. None: ``tensorboard_logs``, or the run directory."""
-    csv: bool = False
-    """Log to a file with the columns step, name and value; ``agilerl train`` writes metrics.jsonl as well."""
-    csv_log_dir: Location | None = None
-    """Where; each run has a file in it, by its time. None: ``csv_logs``."""
-    io_timeout_s: Positive | None = 60.0
-    """Seconds for one step of an environment; an episode that needs more has no grade."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -138,7 +132,7 @@ class LoopOptions:
                 warnings.warn(f"{name} has no effect without {needed}=True", stacklevel=5)
 
 
-_NEEDS = {"wandb_api_key": "wb", "wandb_kwargs": "wb", "tensorboard_log_dir": "tensorboard", "csv_log_dir": "csv"}
+_NEEDS = {"wandb_api_key": "wb", "wandb_kwargs": "wb", "tensorboard_log_dir": "tensorboard"}
 """Arguments that concern a tracker, with the argument that asks for it."""
 
 
@@ -188,7 +182,7 @@ def finetune_llm_reasoning(
     With ``env`` the agents share one stream of questions and take its batches in turns; with ``env_fn``, called once,
     each agent reads all of them.
     """
-    agents, gym = _checked(pop, "reasoning"), _gym(ReasoningGym, env, env_fn)
+    agents, gym = _checked(pop, "reasoning"), _gym((ReasoningGym,), env, env_fn)
     # A copy: the length of this loop's exams must not change the user's environment.
     task, rows = copy.copy(gym.task), gym.data_batch_size_per_gpu
     if isinstance(task, DatasetTask) and not isinstance(task, CuratedTask):
@@ -199,14 +193,17 @@ def finetune_llm_reasoning(
 @documented_loop()
 def finetune_llm_preference(
     pop: Sequence[LLMAlgorithm],
-    env: PreferenceGym | None = None,
-    env_fn: Callable[[], PreferenceGym] | None = None,
+    env: PreferenceGym | UnpairedGym | None = None,
+    env_fn: Callable[[], PreferenceGym | UnpairedGym] | None = None,
     init_hp: Mapping[str, Any] | None = None,
     *,
     options: LoopOptions,
 ) -> Finetuned:
-    """Train DPO agents as :func:`finetune_llm_reasoning`; fitness: share of held-out pairs that they order rightly."""
-    return _from_data(PreferenceGym, pop, env, env_fn, init_hp, options)
+    """Train DPO agents, or KTO agents with an ``UnpairedGym``, as :func:`finetune_llm_reasoning`.
+
+    The fitness of DPO is the share of held-out pairs that they order rightly.
+    """
+    return _from_data((PreferenceGym, UnpairedGym), pop, env, env_fn, init_hp, options)
 
 
 @documented_loop()
@@ -219,7 +216,7 @@ def finetune_llm_sft(
     options: LoopOptions,
 ) -> Finetuned:
     """Train SFT agents as :func:`finetune_llm_reasoning`; fitness is the mean log-prob of held-out demonstrations."""
-    return _from_data(SFTGym, pop, env, env_fn, init_hp, options)
+    return _from_data((SFTGym,), pop, env, env_fn, init_hp, options)
 
 
 @documented_loop(max_steps=32768, evaluation_interval=50)
@@ -263,7 +260,6 @@ def finetune_llm_multiturn(
         exam_episodes=options.eval_loop or EXAM,
         test_episodes=0,
         seed=agents[0].config.seed,
-        step_timeout=options.io_timeout_s,
         **settings,
     )
     for limit in filter(None, limits):
@@ -275,34 +271,6 @@ def finetune_llm_multiturn(
     return _Training(agents, task, tokenizer, options, init_hp=init_hp).run()
 
 
-@documented_loop(max_steps=32768, evaluation_interval=50)
-def train_llm_rollout(
-    pop: Sequence[LLMAlgorithm],
-    max_turns: Count,
-    env_factory: Callable[..., Any],
-    init_hp: Mapping[str, Any] | None = None,
-    *,
-    options: LoopOptions,
-) -> Finetuned:
-    """Train agents by the returns of episodes: :func:`finetune_llm_multiturn` under the name of AgileRL 2.58."""
-    # selection_strategy holds it by now, and both together are refused.
-    given = {one.name: getattr(options, one.name) for one in fields(options)} | {"tournament": None}
-    return finetune_llm_multiturn(pop, max_turns, env_factory, init_hp=init_hp, **given)
-
-
-@documented_loop()
-def train_llm_dataset(
-    pop: Sequence[LLMAlgorithm],
-    env: DataGym | None = None,
-    env_fn: Callable[[], DataGym] | None = None,
-    init_hp: Mapping[str, Any] | None = None,
-    *,
-    options: LoopOptions,
-) -> Finetuned:
-    """Train DPO, KTO or SFT agents on data: the loop of AgileRL 2.58 over a ``DatasetEnv``."""
-    return _from_data(DataGym, pop, env, env_fn, init_hp, options)
-
-
 # -- the agents and the environment -----------------------------------------------------------------------------------
 
 
@@ -312,7 +280,7 @@ def _checked(pop: Sequence[LLMAlgorithm], kind: str) -> list[LLMAlgorithm]:
         raise ConfigError("expected a population of at least one agent as pop, found none")
     wrong = next((agent for agent in pop if agent.env_type != kind), None)
     if wrong is not None:
-        loops = {"reasoning": "finetune_llm_reasoning", "sft": "finetune_llm_sft", "unpaired": "train_llm_dataset"}
+        loops = {"reasoning": "finetune_llm_reasoning", "sft": "finetune_llm_sft"}
         loop = loops.get(wrong.env_type, "finetune_llm_preference")
         raise ConfigError(f"{wrong.algorithm.name} does not learn from this environment; call {loop}")
     runtime = pop[0].runtime
@@ -334,26 +302,27 @@ def _checked(pop: Sequence[LLMAlgorithm], kind: str) -> list[LLMAlgorithm]:
     return agents
 
 
-def _gym(kind: Any, env: Any, env_fn: Any) -> Any:
-    """Return the environment that is given, or made; raises ConfigError unless it is of this kind."""
+def _gym(kinds: tuple[type, ...], env: Any, env_fn: Any) -> Any:
+    """Return the environment that is given, or made; raises ConfigError unless it is of one of these kinds."""
     if (env is None) == (env_fn is None):
         raise ConfigError(f"expected exactly one of env and env_fn, found {'neither' if env is None else 'both'}")
     with reported("env_fn could not make an environment", EnvError):
         gym = env if env is not None else env_fn()
-    if not isinstance(gym, kind):
-        raise ConfigError(f"expected a {kind.__name__} as the environment, found {described(gym)}")
+    if not isinstance(gym, kinds):
+        names = " or ".join(kind.__name__ for kind in kinds)
+        raise ConfigError(f"expected a {names} as the environment, found {described(gym)}")
     return gym
 
 
 def _from_data(
-    kind: Any,
+    kinds: tuple[type, ...],
     pop: Sequence[LLMAlgorithm],
     env: DataGym | None,
     env_fn: Callable[[], DataGym] | None,
     init_hp: Mapping[str, Any] | None,
     options: LoopOptions,
 ) -> Finetuned:
-    gym: DataGym = _gym(kind, env, env_fn)
+    gym: DataGym = _gym(kinds, env, env_fn)
     agents = _checked(pop, gym.kind)
     return _Training(agents, gym.task, gym.tokenizer, options, gym=gym, shared=env is not None, init_hp=init_hp).run()
 
@@ -543,8 +512,6 @@ def trackers(options: LoopOptions) -> dict[str, Any]:
     if options.tensorboard:
         folder = options.tensorboard_log_dir
         wanted["tensorboard"] = {} if folder is None else {"logging_dir": str(folder)}
-    if options.csv:
-        wanted["csv"] = CSVFile(options.csv_log_dir or "csv_logs")
     return wanted
 
 

@@ -20,10 +20,8 @@ _DOCUMENTED = {
     "algorithm.fused_loss_chunk_rows": "network.fused_logprobs_chunk_rows",
     "algorithm.model_config": "network.config_overrides",
     "algorithm.quantization": "network.quantization_config",
-    "environment.chat_template_kwargs": "network.chat_template_kwargs",
     "environment.env_config": "environment.params",
-    "environment.rubric_file_path": "environment.reward_file_path",
-    "environment.rubric_name": "environment.reward_fn_name",
+    "environment.entrypoint": "environment.env_id",
     "network.lora_config.lora_r": "network.lora_config.r",
     "network.max_context_length": "algorithm.max_model_len",
     "training.max_wall_seconds": "training.max_seconds",
@@ -43,7 +41,6 @@ _IDLE = {
     "training.eval_loop": "an exam is environment.eval_prompts questions, each answered training.eval_samples times",
     "environment.max_reward": "rewards are logged as they are, and nothing stops at a perfect one",
     "environment.train_test_split": "exam and test take environment.eval_prompts and environment.test_prompts rows",
-    "environment.env_packages": "install packages before the run",
     "network.lora_config.modules_to_save": "PPO's value head is part of its critic, and nothing else is trained",
 }
 """Keys without a meaning here, with the reason."""
@@ -160,24 +157,11 @@ def _environment(values: Section) -> None:
         known = str(section.pop("env_name"))
         # A name alone is one of GEM's.
         _put(section, "env_id", known if known.startswith(_PREFIXES) else f"gem:{known}", "environment.env_name")
-    _source(section)
     # What is learned from
-    kind, objective = section.get("env_type"), section.pop("objective", None)
-    if kind in ("rollout", "dataset"):
-        section.pop("env_type")
-    if objective is not None:
-        if kind not in (None, "dataset") or objective not in ("sft", "preference"):
-            raise ConfigError(
-                "environment.objective: expected sft or preference, with env_type: dataset, found "
-                f"{shown(objective)} with env_type: {shown(kind)}"
-            )
-        section["env_type"] = objective
     if "env_type" not in section and name in LEARNS_FROM:
         section["env_type"] = LEARNS_FROM[name]
     elif "env_type" not in section and "env_id" in section:
         section["env_type"] = "multiturn"
-    if "env_id" not in section and section.get("max_turns") == 1:
-        section.pop("max_turns")  # how 2.58 says that a rollout has one answer
     # Graders of the user's
     if "reward_file_path" in section or "reward_fn_name" in section:
         path, function = section.pop("reward_file_path", None), section.pop("reward_fn_name", None)
@@ -194,26 +178,6 @@ def _environment(values: Section) -> None:
         if column != "completion":
             _put(columns, "completion", column, "environment.response_column")
             section["columns"] = columns
-
-
-def _source(section: Section) -> None:
-    """Say where episodes come from as ``env_id``: an entry point, or the address of a server."""
-    entrypoint, url = section.pop("entrypoint", None), section.pop("env_url", None)
-    if entrypoint == "gem:make":
-        params = dict(section.get("params") or {})
-        if "env_id" not in params:
-            raise ConfigError("environment.entrypoint='gem:make' needs environment.env_config.env_id, found none")
-        _put(section, "env_id", f"gem:{params.pop('env_id')}", "environment.env_config.env_id")
-        section["params"] = params
-    elif entrypoint is not None:
-        if not isinstance(entrypoint, str) or ":" not in entrypoint:
-            raise ConfigError(f"environment.entrypoint: expected module:name, path.py:name, found {shown(entrypoint)}")
-        _put(section, "env_id", entrypoint, "environment.entrypoint")
-    if url is not None:
-        _put(section, "env_id", f"openenv:{url}", "environment.env_url")
-    if "request_timeout_s" in section:
-        # 0 stands for no limit, which is None here.
-        _put(section, "step_timeout", section.pop("request_timeout_s") or None, "environment.request_timeout_s")
 
 
 def _messages(template: Any) -> Any:

@@ -194,28 +194,6 @@ class TokenObservationWrapper:
         return tail[:length]
 
 
-class RolloutHarness(TokenObservationWrapper):
-    """The wrapper under its name in AgileRL 2.58; tools are those of the environment (``env.tools``)."""
-
-    @property
-    def full_ids(self) -> Tensor | None:
-        """The tokens of the episode so far, ``[1, T]``, prompts included; None before ``reset``."""
-        return None if self._episode is None else torch.tensor([self._episode.prompt_ids], dtype=torch.int64)
-
-    @property
-    def turn_rewards(self) -> list[float]:
-        """The reward of each turn so far."""
-        return [] if self._episode is None else list(self._episode.rewards)
-
-    @classmethod
-    def local(cls, env: Any, tokenizer: Any, max_turns: int, **options: Any) -> "RolloutHarness":
-        """Wrap an environment of this process: ``RolloutEnv.local`` of AgileRL 2.58."""
-        return cls(env, tokenizer, max_turns, **options)
-
-
-RolloutEnv = RolloutHarness
-
-
 def _marked(action_mask: Tensor | None, prompt: int, length: int) -> int | None:
     """Return how many tokens a mask ``[1, length - 1]`` marks after a prompt; None without a mask."""
     if action_mask is None:

@@ -144,8 +144,6 @@ class LocalTrainer:
         tensorboard_log_dir: Location | None = None,
         wandb_api_key: str | None = None,
         wandb_kwargs: Mapping[str, Any] | None = None,
-        csv: bool = False,
-        csv_log_dir: Location | None = None,
         verbose: bool = True,
         allow_code: bool = False,
         consumers: Sequence[Callable[..., Any]] = (),
@@ -153,7 +151,7 @@ class LocalTrainer:
         """Train to the end; return the last population and the fitness of each of its agents.
 
         ``out`` is the run directory, by default ``runs/<task>-<time>``; the elite is in ``out/elite``, and also in
-        ``elite_path`` if one is given. ``wb``, ``tensorboard`` and ``csv`` add to the trackers of the settings.
+        ``elite_path`` if one is given. ``wb`` and ``tensorboard`` add to the trackers of the settings.
         ``allow_code`` runs code that the settings name. ``consumers`` are called with every event of the run.
         """
         from agilerl.algorithms.codec import save_llm_checkpoint
@@ -166,8 +164,6 @@ class LocalTrainer:
             tensorboard_log_dir=tensorboard_log_dir,
             wandb_api_key=wandb_api_key,
             wandb_kwargs=wandb_kwargs,
-            csv=csv,
-            csv_log_dir=csv_log_dir,
         )
         wanted = trackers(options)
         if self.resume_from_checkpoint is None:

@@ -5,9 +5,6 @@ from agilerl.compat.loops import (
     finetune_llm_preference,
     finetune_llm_reasoning,
     finetune_llm_sft,
-    train_llm_dataset,
-    train_llm_rollout,
 )
 
-__all__ = ["finetune_llm_multiturn", "finetune_llm_preference", "finetune_llm_reasoning", "finetune_llm_sft",
-           "train_llm_dataset", "train_llm_rollout"]  # fmt: skip
+__all__ = ["finetune_llm_multiturn", "finetune_llm_preference", "finetune_llm_reasoning", "finetune_llm_sft"]

@@ -5,7 +5,6 @@ talk to the libraries; a library is imported when a run that names it begins. A 
 fails is switched off. A resumed run continues in the library's run of that name or id.
 """
 
-import csv
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from typing import Annotated, Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from agilerl.checks.arguments import Location, checked, nearest, shown
+from agilerl.checks.arguments import checked, nearest, shown
 from agilerl.config.training import TRACKERS
 from agilerl.errors import CheckpointError, ConfigError, how_to_install
 from agilerl.report.life import sentence
@@ -308,28 +307,6 @@ def _read(run: RunLayout) -> dict[str, _Identity]:
     except CheckpointError as error:
         warnings.warn(f"trackers begin new runs, because {run.trackers} is damaged: {error}", stacklevel=2)
         return {}
-
-
-class CSVFile:
-    """The tracker behind ``csv=True``: a file in ``folder``, named after its time, with a row for each value."""
-
-    @checked
-    def __init__(self, folder: Location) -> None:
-        self.path = Path(folder) / f"{datetime.now():%Y%m%d-%H%M%S}.csv"
-
-    def start(self) -> None:
-        """Begin the file with its header; a second run of the same second continues it."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if not self.path.exists():
-            self._write([("step", "name", "value")])
-
-    def log(self, values: Mapping[str, float | str], step: int) -> None:
-        """Append a row for each value."""
-        self._write([(step, name, value) for name, value in values.items()])
-
-    def _write(self, rows: Iterable[Sequence[Any]]) -> None:
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows(rows)
 
 
 # -- accelerate's trackers --------------------------------------------------------------------------------------------

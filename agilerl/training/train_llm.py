@@ -6,9 +6,7 @@ from agilerl.compat.loops import (
     finetune_llm_preference,
     finetune_llm_reasoning,
     finetune_llm_sft,
-    train_llm_dataset,
-    train_llm_rollout,
 )
 
 __all__ = ["finetune_llm_multiturn", "finetune_llm_preference", "finetune_llm_reasoning", "finetune_llm_sft",
-           "save_llm_checkpoint", "train_llm_dataset", "train_llm_rollout"]  # fmt: skip
+           "save_llm_checkpoint"]  # fmt: skip

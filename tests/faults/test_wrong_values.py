@@ -277,9 +277,8 @@ UNCHECKED = {
     "RunDirectory", "RunLayout",  # built by create and open, which are checked
     "check_score", "collect_hardware", "collect_versions", "tool_schema",  # of any value, or of none
     # In tests/faults/test_python_mistakes.py: their arguments are keywords, or those of what they call.
-    "DatasetEnv", "HyperparameterConfig", "aggregate_metrics_across_gpus", "tournament_selection_and_mutation",
+    "HyperparameterConfig", "aggregate_metrics_across_gpus", "tournament_selection_and_mutation",
     "finetune_llm_multiturn", "finetune_llm_preference", "finetune_llm_reasoning", "finetune_llm_sft",
-    "train_llm_dataset", "train_llm_rollout",
 }  # fmt: skip
 UNBOUNDED = {
     "algorithms.exams.Exams.agent: index",
@@ -397,7 +396,6 @@ def test_an_attribute_with_nearly_the_name_of_a_hyperparameter_is_said(world: Wo
         ({"wandb_api_key": "key"}, "wb"),
         ({"wandb_kwargs": {"project": "x"}}, "wb"),
         ({"tensorboard_log_dir": "x"}, "tensorboard"),
-        ({"csv_log_dir": "x"}, "csv"),
     ],
 )
 def test_settings_of_a_tracker_that_was_not_asked_for_are_said(given: dict[str, Any], needed: str) -> None:

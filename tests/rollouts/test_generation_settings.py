@@ -201,11 +201,11 @@ def test_the_plan_and_the_result_say_it(tmp_path: Path) -> None:
 
 def test_run_json_has_these_settings() -> None:
     plain = resolve(load_manifest(None, ["network.use_vllm=true", "network.vllm_config={}"])).document()
-    assert plain["algorithm"]["stop_sequences"] is None
-    assert plain["algorithm"]["vllm_config"]["engine_kwargs"] == {}
+    assert plain["network"]["stop_sequences"] is None
+    assert plain["network"]["vllm_config"]["engine_kwargs"] == {}
     given = ["network.stop_sequences=[e]", "network.use_vllm=true"]
     config = load_manifest(None, [*given, "network.vllm_config.engine_kwargs.block_size=32"])
-    document = resolve(config).document()["algorithm"]
+    document = resolve(config).document()["network"]
     assert (document["stop_sequences"], document["vllm_config"]["engine_kwargs"]) == (["e"], {"block_size": 32})
 
 

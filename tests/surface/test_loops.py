@@ -1,6 +1,5 @@
 """The documented training loops: each argument acts, and the counting is the documented one."""
 
-import csv
 import inspect
 import json
 from pathlib import Path
@@ -30,8 +29,6 @@ from agilerl.training.llm import (
     finetune_llm_preference,
     finetune_llm_reasoning,
     finetune_llm_sft,
-    train_llm_dataset,
-    train_llm_rollout,
 )
 from tests.training.test_trackers import rows_of, scalars
 
@@ -266,8 +263,6 @@ def test_demonstrations_and_pairs(runtime: Runtime, rows: Any) -> None:
         _, fitness = loop(pop, gym, num_epochs=2, **QUIET)
         assert [agent.updates for agent in pop] == [ROWS / BATCH] * 2
         assert fitness[0] > before if cls is SFT else fitness[0] >= before
-        train_llm_dataset(pop, gym, max_steps=1, **QUIET)
-        assert pop[0].updates == ROWS / BATCH + 1
 
 
 def test_one_batch_of_a_loop_is_the_agents_own_update(runtime: Runtime, rows: Any) -> None:
@@ -285,7 +280,7 @@ def test_an_environment_may_come_wrapped(runtime: Runtime) -> None:
         return TokenObservationWrapper(env, runtime.tokenizer, 2, apply_chat_template=False, max_model_len=64)
 
     pop = agents(runtime, 1, max_output_tokens=3)
-    train_llm_rollout(pop, 2, wrapped, {"BATCH_SIZE": 1}, max_steps=1, eval_loop=1, **QUIET)
+    finetune_llm_multiturn(pop, 2, wrapped, init_hp={"BATCH_SIZE": 1}, max_steps=1, eval_loop=1, **QUIET)
     assert (pop[0].updates, pop[0].steps, pop[0].max_model_len) == (1, 4, 64)
 
 
@@ -317,27 +312,15 @@ def test_trackers_get_metrics_of_agents_and_the_selection(
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and key.encode() in path.read_bytes()]
 
 
-@pytest.mark.parametrize("loop", [finetune_llm_sft, train_llm_dataset])
 def test_the_loops_of_data_have_trackers_too(
-    loop: Any, runtime: Runtime, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    runtime: Runtime, rows: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     pop = SFT.population(2, runtime=runtime, batch_size=4)
     gym = SFTGym(*rows, runtime.tokenizer, response_column="answer", data_batch_size_per_gpu=BATCH)
-    loop(pop, gym, max_steps=2 * BATCH, eval_loop=1, tensorboard=True, **QUIET)
+    finetune_llm_sft(pop, gym, max_steps=2 * BATCH, eval_loop=1, tensorboard=True, **QUIET)
     [folder] = (tmp_path / "tensorboard_logs").iterdir()
     assert [step for step, _ in scalars(folder)["population/loss/mean"]] == [1]
-
-
-def test_a_file_has_every_value(runtime: Runtime, rows: Any, tmp_path: Path) -> None:
-    pop = agents(runtime)
-    finetune_llm_reasoning(pop, questions(runtime, rows), max_steps=16, csv=True, csv_log_dir=tmp_path, **QUIET)
-    [file] = tmp_path.iterdir()
-    header, *values = csv.reader(file.read_text().splitlines())
-    assert header == ["step", "name", "value"]
-    found = {(int(step), name): value for step, name, value in values}
-    assert float(found[2, f"agent/{pop[0].index}/reward"]) == pop[0].scores[-1]
-    assert {step for step, _ in found} == {1, 2}
 
 
 # -- mistakes ---------------------------------------------------------------------------------------------------------
@@ -409,7 +392,7 @@ def test_a_loop_has_its_documented_arguments(name: str) -> None:
     assert loop is getattr(llm, name)
     parameters = inspect.signature(loop).parameters
     expected: dict[str, Any] = dict(LOOP)
-    if name in ("finetune_llm_multiturn", "train_llm_rollout"):
+    if name == "finetune_llm_multiturn":
         expected |= {"evaluation_interval": 50, "max_steps": 32768, "max_wall_seconds": None}
         assert list(parameters)[:3] == ["pop", "max_turns", "env_factory"]
     else:

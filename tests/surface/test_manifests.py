@@ -167,61 +167,11 @@ def test_ppos_learning_rate_is_both(place: Path) -> None:
     assert load_manifest(None, ["algorithm={name: PPO, lr: 0.001}"]).algorithm["lr_critic"] == 1e-3
 
 
-def test_release_2_58_says_rollout(place: Path) -> None:
-    environment = {"env_type": "rollout", "dataset": "rows.jsonl", "columns": {"nums": "question"}}
-    assert read({"environment": environment}, place)[0].environment.env_type == "reasoning"
-    packages = {"uv": ["gem-llm==0.1.0"]}
-    environment = {"env_type": "rollout", "entrypoint": "gem:make", "env_packages": packages, "max_turns": 4}
-    config, said = read({"environment": {**environment, "env_config": {"env_id": "game:Sudoku-v0-hard"}}}, place)
-    e = config.environment
-    assert (e.env_type, e.env_id, e.params, e.max_turns) == ("multiturn", "gem:game:Sudoku-v0-hard", {}, 4)
-    assert len(said) == 1
-
-
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        (
-            {"entrypoint": "guess.py:Guess", "env_config": {"target": 7}, "max_turns": 3},
-            {"env_type": "multiturn", "params": {"target": 7}, "max_turns": 3},
-        ),
-        ({"entrypoint": "games.guess:Guess"}, {"env_type": "multiturn", "env_id": "games.guess:Guess"}),
-        (
-            {"env_url": "http://127.0.0.1:8000", "max_turns": 1, "request_timeout_s": 0},
-            {"env_type": "multiturn", "env_id": "openenv:http://127.0.0.1:8000", "max_turns": 1, "step_timeout": None},
-        ),
-        (
-            {"dataset": "rows.jsonl", "max_turns": 1, "rubric_file_path": "reward.py", "rubric_name": "combined"},
-            {"env_type": "reasoning", "max_turns": None},
-        ),
-    ],
-    ids=["file", "module", "server", "rows"],
-)
-def test_rollouts_of_2_58_name_one_source(environment: dict[str, Any], expected: dict[str, Any], place: Path) -> None:
-    e = read({"environment": {"env_type": "rollout", **environment}}, place)[0].environment
-    assert {name: getattr(e, name) for name in expected} == expected
-    if "entrypoint" in environment:
-        assert e.task is None
-        assert str(e.env_id).endswith(environment["entrypoint"])
-    assert [str(grader.name) for grader in e.graders or ()] == (
-        [f"{place}/reward.py:combined"] if "rubric_name" in environment else []
-    )
-
-
-def test_data_of_2_58_has_an_objective(place: Path) -> None:
-    environment = {"env_type": "dataset", "objective": "sft", "dataset": "rows.jsonl", "response_column": "chosen"}
-    assert read({"algorithm": {"name": "SFT"}, "environment": environment}, place)[0].environment.env_type == "sft"
-    environment = {"env_type": "dataset", "objective": "preference", "dataset": "rows.jsonl"}
-    config, _ = read({"algorithm": {"name": "DPO"}, "environment": environment}, place)
-    assert config.environment.env_type == "preference"
-    with pytest.raises(ConfigError, match="env_type"):  # of the other kind
-        resolve(read({"algorithm": {"name": "SFT"}, "environment": environment}, place)[0])
-
-
-def test_values_of_the_template_stand_with_the_environment_in_2_58(place: Path) -> None:
-    environment = {"env_type": "rollout", "dataset": "rows.jsonl", "chat_template_kwargs": {"enable_thinking": False}}
-    assert read({"environment": environment}, place)[0].network.chat_template_kwargs == {"enable_thinking": False}
-    read({"environment": {**environment, "chat_template_kwargs": {}}}, place)
+def test_an_entry_point_is_an_environment(place: Path) -> None:
+    given = {"entrypoint": "guess.py:Guess", "env_config": {"target": 7}, "max_turns": 3}
+    e = read({"environment": given}, place)[0].environment
+    assert (e.env_type, e.params, e.max_turns, e.task) == ("multiturn", {"target": 7}, 3, None)
+    assert str(e.env_id).endswith("guess.py:Guess")
 
 
 def test_a_manifest_may_turn_the_search_off(place: Path) -> None:
@@ -240,12 +190,8 @@ def test_a_manifest_may_turn_the_search_off(place: Path) -> None:
         ({"algorithm": {"name": "GRPO", "calc_position_embeddings": False}}, "calc_position_embeddings"),
         ({"algorithm": {"name": ["GRPO"]}}, "name"),
         ({"environment": {"reward_file_path": "a.py"}}, "reward_fn_name"),
-        ({"environment": {"entrypoint": "gem:make"}}, "env_config.env_id"),
-        ({"environment": {"entrypoint": 3}}, "entrypoint"),
+        ({"environment": {"entrypoint": 3}}, "env_id"),
         ({"environment": {"entrypoint": "a:B", "env_id": "a:C"}}, "entrypoint"),
-        ({"environment": {"objective": "reward", "env_type": "dataset"}}, "objective"),
-        ({"environment": {"objective": "sft", "env_type": "rollout"}}, "objective"),
-        ({"environment": {"chat_template_kwargs": {"a": 1}}, "network": 3}, "chat_template_kwargs|network"),
         ({"environment": {"prompt_template": {"robot_0": "x"}}}, "prompt_template"),
         ({"environment": {"prompt_template": 3}}, "conversation_template"),
         ({"environment": {"env_name": 3, "env_id": "a"}}, "env_name"),

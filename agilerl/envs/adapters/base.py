@@ -136,20 +136,12 @@ class PlainEnv(Adapter):
         if self.draws_globally:
             _warn_of_no_seed(type(inner).__name__)
         super().__init__(inner, max_turns)
-        size = getattr(inner, "dataset_size", 0)
-        # Environments of AgileRL 2.58 that serve the rows of a dataset are told which; equal seeds get equal rows.
-        served = "row_index" in reset.parameters and takes_seed
-        self._rows: int | None = int(size) if served and isinstance(size, int) and size > 0 else None
         self.action_space = getattr(inner, "action_space", self.action_space)
         self.observation_space = getattr(inner, "observation_space", self.observation_space)
 
     def begin(self, seed: int) -> Begun:
         """Return what ``inner.reset`` returns."""
-        if self._rows is None:
-            return self.inner.reset() if self.draws_globally else super().begin(seed)
-        # Seeds of training leave the same remainder when divided by 3, so the remainder alone would miss rows.
-        row = (seed + seed // self._rows) % self._rows
-        return self.inner.reset(seed=seed, row_index=row)  # type: ignore[no-any-return]
+        return self.inner.reset() if self.draws_globally else super().begin(seed)
 
 
 @cache  # once a process for each class
