@@ -31,6 +31,12 @@ _SHORT: dict[str, dict[str, Any]] = {
 }
 _BOOKKEEPING = ("quant_method", "_load_in_4bit", "_load_in_8bit")
 """What transformers adds to the settings of a BitsAndBytesConfig when it writes them down."""
+_FIXED = {
+    "bnb_4bit_quant_storage": "uint8",
+    "llm_int8_enable_fp32_cpu_offload": False,
+    "llm_int8_has_fp16_weight": False,
+}
+"""Settings of a BitsAndBytesConfig that have no other value here."""
 
 
 def quantization_settings(value: Any) -> Any:
@@ -42,7 +48,8 @@ def quantization_settings(value: Any) -> Any:
     value = _plain(value)
     if not isinstance(value, Mapping):
         return value
-    return {name: setting for name, setting in value.items() if name not in _BOOKKEEPING}
+    # A name that is not fixed is compared with the table itself, which no setting equals.
+    return {name: s for name, s in value.items() if name not in _BOOKKEEPING and _FIXED.get(name, _FIXED) != s}
 
 
 class _Options(BaseModel):
@@ -64,17 +71,11 @@ class QuantizationConfig(_Options):
     """Quantise the scales too."""
     bnb_4bit_compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the products; None: that of the base's other weights."""
-    bnb_4bit_quant_storage: Literal["uint8"] = "uint8"
-    """Type of the tensors that hold the bits."""
     llm_int8_threshold: Annotated[float, Field(ge=0)] = 6.0
     """Input columns that hold a larger number are computed in 16 bits; 0: none. Which columns these are depends on the
     whole batch, so that the rows of other agents change an agent's last bits; ``int8`` alone stands for 0."""
     llm_int8_skip_modules: list[str] | None = None
     """Modules that keep their type, besides the language-model head."""
-    llm_int8_enable_fp32_cpu_offload: Literal[False] = False
-    """Not available."""
-    llm_int8_has_fp16_weight: Literal[False] = False
-    """Not available: the base is frozen."""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:

@@ -10,6 +10,7 @@ import pytest
 from agilerl import (
     DPO,
     GRPO,
+    KTO,
     SFT,
     HyperparameterConfig,
     Mutations,
@@ -22,7 +23,7 @@ from agilerl.algorithms import LLMAlgorithm
 from agilerl.compat import loops
 from agilerl.envs import GuessTheNumber
 from agilerl.errors import ConfigError
-from agilerl.llm_envs import PreferenceGym, ReasoningGym, SFTGym, TokenObservationWrapper
+from agilerl.llm_envs import PreferenceGym, ReasoningGym, SFTGym, TokenObservationWrapper, UnpairedGym
 from agilerl.training import llm, train_llm
 from agilerl.training.llm import (
     finetune_llm_multiturn,
@@ -257,6 +258,7 @@ def test_demonstrations_and_pairs(runtime: Runtime, rows: Any) -> None:
             finetune_llm_sft,
         ),
         (DPO, PreferenceGym(*rows, runtime.tokenizer, data_batch_size_per_gpu=BATCH), finetune_llm_preference),
+        (KTO, UnpairedGym(*rows, runtime.tokenizer, data_batch_size_per_gpu=BATCH), finetune_llm_preference),
     ):
         pop: list[LLMAlgorithm] = list(cls.population(2, runtime=runtime, lr=1e-3))
         before = pop[0].test(gym, 2).mean()
