@@ -55,6 +55,7 @@ class BringsBack:
         return Plan(generation, stay[0], (next_index, *stay), (birth,), (worst,))
 """
 
+EACH_TIME = ("training.evo_steps=1",)
 PICKY, BACK = "a grader that fails", "the best exam comes back"
 FEW = ("PPO", "DPO", "episodes", "knockout", PICKY, BACK)
 OTHERS = tuple(name for name in KINDS if name not in FEW)
@@ -138,7 +139,11 @@ def test_every_kind_of_agent_and_source(names: Sequence[str], folder: Path) -> N
     strategy.write_text(BRINGS_BACK)
     own = {
         PICKY: (f"environment.graders=[{{name: '{grader}:picky'}}]", "environment.eval_prompts=16"),
-        BACK: (f"selection_strategy={{name: '{strategy}:BringsBack'}}",),
+        BACK: (
+            f"selection_strategy={{name: '{strategy}:BringsBack'}}",
+            "training.max_steps=96",
+            "training.evo_steps=1",
+        ),
     }
     kinds = {name: (*KINDS[name], BY_ROWS) for name in names if name in KINDS}
     kinds |= {name: (*settings, "training.pop_size=3") for name, settings in own.items() if name in names}
