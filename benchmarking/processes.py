@@ -29,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = (
     *("training.pop_size=4", "training.evo_steps=4", "training.max_steps=8192"),
+    *("selection_strategy.name=tournament", "mutation.rl_hp_selection={lr: {}}"),
     *("environment.data_batch_size_per_gpu=32", "environment.eval_prompts=50", "environment.test_prompts=50"),
     *("algorithm.group_size=8", "algorithm.batch_size=64"),
 )

@@ -63,7 +63,7 @@ def launch(d: DistributedConfig, root: Path, part: Callable[[Any], None], settin
                 f"Ray Train gave up after distributed.max_restarts={d.max_restarts} restarts ({reason(error)}); the "
                 "run can be resumed with the same command and --resume auto"
             ) from error
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # the second is how Ray Train leaves on Ctrl-C
             say(f"interrupted; resume from the last checkpoint with: agilerl resume {root}")
             sys.exit(130)
         finally:
