@@ -1,7 +1,8 @@
 """Lists at the door: what is accepted stays as it is, and what is not is named with its place."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,17 @@ def take(
     words: Sequence[str] = (),
     fixed: tuple[int, str] = (0, ""),
     many: tuple[int, ...] = (),
+    named: Mapping[int, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    return {"finite": finite, "measured": measured, "ids": ids, "words": words, "fixed": fixed, "many": many}
+    return {
+        "finite": finite,
+        "measured": measured,
+        "ids": ids,
+        "words": words,
+        "fixed": fixed,
+        "many": many,
+        "named": named,
+    }
 
 
 @pytest.mark.parametrize(
@@ -73,6 +83,10 @@ def test_the_item_that_does_not_fit_is_named(name: str, value: Any, place: int) 
         ("finite", np.array([1.5, 2.5], dtype=np.float32), [1.5, 2.5]),
         ("finite", np.array([1.5, 2.5]), [1.5, 2.5]),
         ("ids", deque([1, 2]), [1, 2]),
+        ("ids", [np.int64(1), 2], [1, 2]),
+        ("finite", [np.float32(1.5)], [1.5]),
+        ("fixed", (np.int32(1), "a"), (1, "a")),
+        ("named", {np.int64(1): np.int64(2)}, {1: 2}),
         ("many", [1, 2], (1, 2)),
     ],
 )
@@ -81,3 +95,4 @@ def test_other_containers_become_what_is_asked_for(name: str, value: Any, expect
     assert isinstance(taken, type(expected) | type(value))
     assert list(taken) == list(expected)
     assert not isinstance(taken, np.ndarray)
+    assert not any(isinstance(item, np.generic) for item in taken)

@@ -27,9 +27,7 @@ from agilerl.errors import AgileRLError, ConfigError
 P = ParamSpec("P")
 R = TypeVar("R")
 Check = Callable[[Any], Any]
-_LONGEST = 100
-_MOST_NAMES, _MOST_NEAR = 12, 2
-_LONGEST_REASON = 300
+_MOST_NAMES, _MOST_NEAR, _LONGEST, _LONGEST_REASON = 12, 2, 100, 300
 
 
 def shown(value: Any) -> str:
@@ -175,8 +173,8 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         if len(hints) < len(door.__annotations__):
             hints.update(_hints(door))
         for name in () if takes_all else kwargs.keys() - known:
-            of = _called(function, args)
-            raise TypeError(f"{of} has no argument {name!r}; {nearest(name, [n for n in known if n != 'self'])}")
+            hint = nearest(name, [n for n in known if n != "self"])
+            raise TypeError(f"{_called(function, args)} has no argument {name!r}; {hint}")
         named = [argument(args, name, value) for name, value in zip(known[: code.co_argcount], args)]
         rest = args[len(named) :]
         return function(*named, *rest, **{name: argument(args, name, value) for name, value in kwargs.items()})  # type: ignore[arg-type]
@@ -259,7 +257,6 @@ def _no_text(value: Any) -> Any:
     return value
 
 
-_RULES = ConfigDict(strict=True, allow_inf_nan=False)
 _CONTAINERS: dict[Any, tuple[Any, ...]] = {
     list: (Sequence, BeforeValidator(_no_text)),
     Sequence: (Sequence, BeforeValidator(_no_text)),
@@ -274,7 +271,7 @@ _AS_THEY_ARE = (Any, int, float, bool, str, type(None), object, collections.abc.
 
 @cache
 def _check_of(hint: Any) -> Check:
-    return TypeAdapter(_rule(hint), config=_RULES).validator.validate_python
+    return TypeAdapter(_rule(hint), config=ConfigDict(strict=True, allow_inf_nan=False)).validator.validate_python
 
 
 def _rule(hint: Any) -> Any:
@@ -315,23 +312,32 @@ def _members(protocol: type) -> tuple[str, ...]:
 def _taken(check: Check, value: Any) -> Any:
     try:
         new = check(value)
-    except ValidationError:
-        if isinstance(value, list | tuple) or (listed := _listed(value)) is value:
-            raise
-        return _taken(check, listed)
+    except ValidationError as error:
+        given, value = value, _plain(_listed(value))
+        try:
+            new = check(value)
+        except ValidationError as again:
+            raise (error if isinstance(given, list | tuple | Mapping) else again) from None
     # Objects, and the lists that hold them, stay the same ones.
     return new if isinstance(new, tuple) or _of_numpy(value) else value
 
 
 def _listed(value: Any) -> Any:
-    """Return what can be indexed as a list, as one: an array, a tensor, a dataset; numbers of numpy as Python's."""
-    if _of_numpy(value):
-        return value.tolist()
+    """Return what can be indexed as a list, as one: an array, a tensor, a dataset."""
     is_list = hasattr(value, "__len__") and hasattr(value, "__getitem__")
-    if is_list and not isinstance(value, str | bytes | Mapping | type):
+    if is_list and not isinstance(value, list | tuple | str | bytes | Mapping | type):
         with suppress(TypeError):  # a tensor without dimensions
             return list(value)
     return value
+
+
+def _plain(value: Any) -> Any:
+    """Return Python's own numbers for those of numpy, also in lists and mappings."""
+    if isinstance(value, list | tuple):
+        return [*map(_plain, value)]
+    if isinstance(value, dict):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    return value.tolist() if _of_numpy(value) else value
 
 
 def _of_numpy(value: Any) -> bool:
@@ -341,28 +347,24 @@ def _of_numpy(value: Any) -> bool:
 
 _WORDS = {
     "int_type": "a whole number",
-    "float_type": "a finite number",
-    "finite_number": "a finite number",
+    **dict.fromkeys(("float_type", "finite_number"), "a finite number"),
     "bool_type": "True or False",
     "string_type": "text",
     "none_required": "None",
     "callable_type": "a function (or another callable)",
-    "tuple_type": "a list",
-    "list_type": "a list",
-    "set_type": "a list",
+    **dict.fromkeys(("tuple_type", "list_type", "set_type", "Sequence"), "a list"),
     "missing": "more values",
     "too_long": "{max_length} values",
-    "dict_type": "a mapping",
-    "mapping_type": "a mapping",
+    **dict.fromkeys(("dict_type", "mapping_type", "Mapping"), "a mapping"),
     "greater_than_equal": "a number of {ge:g} or more",
     "greater_than": "a number above {gt:g}",
     "less_than_equal": "a number of at most {le:g}",
     "less_than": "a number below {lt:g}",
     "literal_error": "one of {expected}",
     "is_instance_of": "a {class}",
+    "PathLike": "a path",
 }
-"""What was expected, by the type of pydantic's error."""
-_KINDS = {"Sequence": "a list", "Mapping": "a mapping", "PathLike": "a path"}
+"""What was expected, by the type of pydantic's error, or the class that it names."""
 
 
 def _refusal(error: ValidationError, hint: Any, value: Any, owner: str, name: str) -> ConfigError:
@@ -394,10 +396,9 @@ def _at(value: Any, location: Iterable[str | int]) -> list[Any]:
 
 def _expected(item: Any) -> str:
     """Return what one error of pydantic expected."""
-    words = _WORDS.get(item["type"])
-    if words is None:
-        return str(item["msg"]).removeprefix("Input should be ")
-    return _KINDS.get(item.get("ctx", {}).get("class", ""), words.format(**item.get("ctx", {})))
+    about = item.get("ctx", {})
+    words = _WORDS.get(about.get("class", ""), _WORDS.get(item["type"], "{msg}"))
+    return words.format(msg=item["msg"].removeprefix("Input should be "), **about)
 
 
 def _to_do(hint: Any) -> Iterable[str]:

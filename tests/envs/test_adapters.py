@@ -212,7 +212,6 @@ def test_environments_by_name(tmp_path, monkeypatch):
         ("nothing_like_it:Env", {}, r"ModuleNotFoundError: No .* 'nothing_like_it'"),
         ("agilerl.envs.games:GuessTheNumber", {"most": 3}, "with most=3: TypeError"),
         ("agilerl.envs:ENVIRONMENTS", {}, "to be a function or a class"),
-        ("agilerl.envs.games:GuessTheNumber", {"max_number": 1}, "2 or more"),
     ],
 )
 def test_names_that_make_nothing(name, settings, words):

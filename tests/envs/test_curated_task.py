@@ -249,21 +249,6 @@ def test_nothing_left_is_told(tokenizer) -> None:
         made(exam_prompts=34)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"exam_prompts": 0}, r"1 .* exam_prompts, found 0"),
-        ({"test_prompts": -1}, r"0 .* test_prompts, found -1"),
-        ({"bad_rows": "ignore"}, "'raise' or 'drop' for bad_rows, found 'ignore'"),
-        ({"purpose": "dpo"}, r"'preference' or 'unpaired' .* found 'dpo'"),
-        ({"grader": 3}, "a function .* for grader, found 3"),
-    ],
-)
-def test_bad_settings(options: dict, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        made(**options)
-
-
 def test_datasets_of_different_forms_are_refused() -> None:
     with pytest.raises(EnvError, match=r"question and answer .*prompt and answer "):
         made(ROWS, exam=[{"prompt": "1", "answer": "2"}])

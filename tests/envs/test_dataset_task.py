@@ -95,7 +95,6 @@ def test_bad_datasets(arguments, error, sentence):
         ([{"role": "user", "content": "{quesiton}"}], r"expected \{question\}.*placeholders \['quesiton'\]"),
         ([{"role": "user", "content": "{answer}"}], "otherwise every prompt is the same"),
         ([{"content": "{question}"}], "expected role and content"),
-        (["{question}"], "a mapping for conversation_template"),
     ],
 )
 def test_bad_templates(template, sentence):

@@ -157,17 +157,3 @@ def test_the_embedded_model_can_read_and_say_everything():
 
 
 # -- settings ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: GuessTheNumber(1), "2 or more for max_number, found 1"),
-        (lambda: GuessTheNumber(9.0), "max_number, found 9.0"),
-        (lambda: GuessTheNumber(9, max_turns=0), "max_turns, found 0"),
-        (lambda: GuessTheNumber(style="short"), "'range', 'hint' or 'verbose' for style, found 'short'"),
-    ],
-)
-def test_settings_are_checked(make, words):
-    with pytest.raises(ConfigError, match=words):
-        make()

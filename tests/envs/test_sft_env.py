@@ -238,8 +238,6 @@ def test_processes_share_a_batch_without_overlap(tokenizer):
         ([], {}, EnvError, r"row .* train dataset, found none"),
         ([3], {}, EnvError, "found 3"),
         ([{"prompt": "1", "ansver": "2"}], {}, EnvError, "column target or completion or answer or chosen in the"),
-        (TRAIN, {"data_batch_size_per_gpu": 0}, ConfigError, r"1 .* data_batch_size_per_gpu, found 0"),
-        (TRAIN, {"loss_on": "prompt"}, ConfigError, "found 'prompt'"),
         (TRAIN, {"max_context_length": 4}, EnvError, "at most 4 tokens"),
         ([{"prompt": "1", "target": 5}], {}, EnvError, "column target, found 5"),
         ([{"messages": TALK[:4]}], {}, EnvError, "ends with the assistant"),

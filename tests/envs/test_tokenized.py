@@ -140,12 +140,6 @@ def test_a_limit_of_nothing_is_not_no_limit(tokenizer: Any, limit: dict[str, Any
         TokenObservationWrapper(Echo(), tokenizer, 5, **limit)
 
 
-@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (True, 1)])
-def test_bad_sizes(tokenizer: Any, sizes: tuple[int, int]) -> None:
-    with pytest.raises(ConfigError, match=r"(1 or more|a whole number) for (batch|group)_size, found (0|True)"):
-        SyncMultiTurnVecEnv(lambda: TokenObservationWrapper(Echo(), tokenizer, 5), *sizes)
-
-
 def test_a_factory_of_something_else() -> None:
     with pytest.raises(ConfigError, match="expected a Hugging Face tokenizer for tokenizer, found None"):
         SyncMultiTurnVecEnv(Echo, 1, 1)  # type: ignore[arg-type]

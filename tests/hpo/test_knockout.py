@@ -302,12 +302,7 @@ def test_rescaled_rates_stay_in_their_range_and_other_genes_where_they_are() -> 
     "wrong",
     [
         lambda: KnockoutSelection(4, floor=5),
-        lambda: KnockoutSelection(4, confidence=0.4),
-        lambda: KnockoutSelection(0),
         lambda: PulseSelection(factors=(1.0,)),
-        lambda: PulseSelection(factors=(-2.0,)),
-        lambda: PulseSelection(challenge=0.3),
-        lambda: PulseSelection(guard_factor=0.0),
     ],
 )
 def test_impossible_settings_raise(wrong) -> None:

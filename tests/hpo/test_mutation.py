@@ -122,12 +122,8 @@ def test_what_is_not_a_mutation_is_refused(data):
     ("arguments", "message"),
     [
         ({"rl_hp": 0}, "not all 0"),
-        ({"rl_hp": -0.1, "no_mutation": 1}, "0 or more for rl_hp"),
-        ({"rl_hp": math.nan}, "rl_hp.*nan"),
         ({"rl_hp": 1, "activation": 0.1}, "activation must be 0, found 0.1"),
         ({"rl_hp": 1, "new_layer_prob": 0.2}, "new_layer_prob must be 0"),
-        ({"rl_hp": 1, "mutation_sd": 0}, "above 0 for mutation_sd"),
-        ({"rl_hp": 1, "genes_per_mutation": 0}, "1 or more for genes_per_mutation"),
         ({"rl_hp": 1, "rank_range": (8, 4)}, "rank_range"),
     ],
 )

@@ -6,7 +6,6 @@ import re
 import numpy as np
 import pytest
 
-from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.selection import TruncationSelection
 
@@ -60,9 +59,3 @@ def test_every_broken_agent_is_replaced():
 
 def test_one_agent_alone_stays():
     assert TruncationSelection().plan({0: exam(0.5, 0)}, 0, 0, 1).slots == (0,)
-
-
-@pytest.mark.parametrize("arguments", [{"fraction": 0}, {"fraction": 0.6}, {"confidence": 0.4}, {"confidence": 1.0}])
-def test_impossible_settings_raise(arguments):
-    with pytest.raises(ConfigError, match=r"for (fraction|confidence), found"):
-        TruncationSelection(**arguments)

@@ -210,7 +210,6 @@ def test_requests_run_side_by_side_up_to_the_limit():
     ("settings", "sentence"),
     [
         ({"low": 5, "high": 5}, "expected low < high"),
-        ({"concurrency": 0}, "1 or more for concurrency"),
         ({"base_url": "ftp://x"}, r"http\(s\)://host/path"),
         ({"base_url": "http://user:pass@host/v1"}, "without a password or a query, on host"),
         ({"template": "{{ prompt"}, r"the template .* Jinja"),

@@ -130,7 +130,6 @@ def test_json(completion, valid, with_keys):
         ("format_tags", {"tags": "think"}, "a list for tags"),
         ("format_tags", {"tags": []}, "a list of one or more tag names"),
         ("json_valid", {"required": "key"}, "a list for required"),
-        ("sandbox", {"score": "best"}, "'fraction' or 'all' for score"),
     ],
 )
 def test_settings_that_cannot_be_meant(name, params, sentence):

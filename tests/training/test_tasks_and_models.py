@@ -76,7 +76,6 @@ def test_an_answer_format_of_a_dataset_with_graders(tmp_path: Path) -> None:
     [
         (["environment.answer_format=box"], "'boxed', found 'box'"),
         (["environment.answer_phrase=It is"], "for answer_format: after, found whole"),
-        (["environment.answer_format=after", "environment.answer_phrase=' '"], "for phrase, found ' '"),
         (["environment.answer_format=after", 'environment.answer_phrase="a\\e[2J"'], "control characters"),
         (["environment.answer_format=tags", "environment.env_type=sft"], "env_type: reasoning, found sft"),
     ],

@@ -153,9 +153,6 @@ def test_workers_are_the_most_requests_at_a_time(server: Server, workers: int) -
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"num_workers": 0}, "num_workers"),
-        ({"topk": 0}, "topk"),
-        ({"timeout": 0}, "timeout"),
         ({"search_url": "localhost:8888"}, "http://"),
     ],
 )
