@@ -29,6 +29,7 @@ REQUIRED = [Requirement(text) for text in PROJECT["project"]["dependencies"]]
 FOR_CHECKS = [Requirement(text) for text in PROJECT["project"]["optional-dependencies"]["dev"]]
 IMPORTED_AS = {
     "huggingface-hub": "huggingface_hub",
+    "pydantic-core": "pydantic_core",
     "pyyaml": "yaml",
 }
 MEBIBYTE = 2**20
