@@ -40,6 +40,13 @@ GONE: dict[str, str] = {
     "algebra); call get_... in a file of your own, penalty = get_soft_overlong_punishment(80, 20), and name that",
     "parser=llama": "pass the response template LLAMA of tutorials/tools/response_templates.py as parser",
     "parser=mistral": "pass the response template MISTRAL of tutorials/tools/response_templates.py as parser",
+    "mutation.crossover": "a clone has one parent; averaging adapters of two gained nothing",
+    "mutation.probabilities.act_mut": "the base is frozen, so its activations stay; leave it out, or let rl_hp_mut or "
+    "arch_mut mutate",
+    "mutation.probabilities.new_layer": "the base is frozen, so its layers stay; leave it out, or let arch_mut change "
+    "the adapter's rank",
+    "mutation.probabilities.params_mut": "noise on weights cost accuracy; leave it out, or let rl_hp_mut or arch_mut "
+    "mutate",
     "selection_strategy.between": "use name: knockout, which halves the population, or truncation",
     "selection_strategy.objectives": "selection goes by the reward alone; put a KL or a length that counts into "
     "the reward (algorithm.beta, a grader)",

@@ -30,7 +30,7 @@ from agilerl.hpo.fitness import Fitness, ranking
 from agilerl.hpo.guard import Vitals, collapsed, lost, quarantined, replaced_by_elite, stuck
 from agilerl.hpo.mutation import Member, Mutation, Mutations
 from agilerl.hpo.parameters import Value
-from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing, apply_plan, with_factors, with_mates
+from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing, apply_plan, with_factors
 from agilerl.rollouts.collect import grader_metrics
 from agilerl.rollouts.engine import Ask, Rollout, teaches_nothing
 from agilerl.rollouts.episodes import episode_metrics
@@ -343,9 +343,6 @@ class Population(Exams):
         sound = quarantined(fitness, sick)
         standing = replace(standing, stuck=self.stuck() if collapse_guard else frozenset())
         plan = selection.plan(sound, generation, seed, self.next_index, standing)
-        if mutations.crossover > 0:
-            plan = with_mates(plan, sound, mutations.crossover, seed)
-        # Last, because it replaces parents that the steps before have chosen, mates included.
         plan = replaced_by_elite(plan, list(fitness), sick)
         inherited = self._become(plan, best)
         planned = self._mutate(plan, mutations, generation, seed)
@@ -360,7 +357,7 @@ class Population(Exams):
             agent.index, agent.parent = child, agent.index
             return agent
 
-        _, agents = apply_plan(plan, self.agents, None if best is None else revive, LLMAlgorithm.cross)
+        _, agents = apply_plan(plan, self.agents, None if best is None else revive)
         self._replace(agents)
         self.next_index += len(plan.births)
         return {a.index: dict(a.hyperparameters) for a in agents}

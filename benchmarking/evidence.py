@@ -145,20 +145,18 @@ DEFAULT = ("ours", "nothing")
 FACTORS = ("recipe", "pbt", "mf_pbt")
 """Arms whose genes move by x0.8 and x1.2."""
 # Operators, one each, against the tournament without it. It selects after every iteration: at 180k tokens there would
-# be three selections otherwise, too few to tell. Of noise and rank, half of the mutations are that.
+# be three selections otherwise, too few to tell. Of rank, half of the mutations are that.
 OFTEN = (*ARMS["tournament"], "training.evo_steps=1")
 ARMS |= {
     "often": OFTEN,
-    "often_noise": (*OFTEN, "mutation.probabilities={rl_hp_mut: 0.5, params_mut: 0.5}"),
     "often_rank": (*OFTEN, "mutation.probabilities={rl_hp_mut: 0.5, arch_mut: 0.5}", "mutation.rank_range=[4, 32]"),
-    "often_crossover": (*OFTEN, "mutation.crossover=0.5"),
     "often_shared": (*OFTEN, "sharing.experience=8"),
     "often_shared_all": (*OFTEN, "sharing={experience: 4, experience_for: all}"),
     "often_distilled": (*OFTEN, "sharing.distillation=0.3"),
     # Up to its end the run of ``ours``; a soup that is more probably better than not is handed over.
     "ours_soup": ("selection_strategy={name: knockout, soup: 0.5}",),
 }
-PAST = ("halving",)
+PAST = ("halving", "often_noise", "often_crossover")
 """Arms of what has gone: tables show their results, and nothing runs them."""
 NAMES = (*ARMS, *PAST)
 SEARCHES = ("tpe", "cmaes", "short", "asha")

@@ -441,7 +441,6 @@ def ratios(part: Part) -> None:
     from agilerl.algorithms.gspo import GSPOConfig
     from agilerl.algorithms.learner import behaviour_logprobs, sampled_as_trained
     from agilerl.data import MicroBatch, Trajectory, collate
-    from agilerl.models.operators import add_noise
 
     low, high = GSPOConfig().clip_coef
     size = {"prompts": 4, "group": 8, "prompt": 120, "longest": 128}
@@ -450,7 +449,9 @@ def ratios(part: Part) -> None:
     def measure() -> dict[str, Any]:
         bench = part.bench(load)
         agent = bench.agents[0]
-        add_noise(bench.runtime.store, agent.slot, 0.05, 0, (0,))
+        store = bench.runtime.store
+        noisy = [(a, b + 0.05 * b.std() * torch.randn_like(b)) for a, b in store.adapter(agent.slot)]
+        store.load_adapter(agent.slot, noisy)
         (rows,) = bench.sampled([agent.slot])
         batch = collate(
             [

@@ -39,7 +39,6 @@ from transformers import AutoModelForCausalLM, Qwen2Config  # noqa: E402
 from agilerl.config.vllm import VLLMConfig, installed_vllm  # noqa: E402
 from agilerl.models.adapters import default_lora_config, write_adapter  # noqa: E402
 from agilerl.models.base import load_base  # noqa: E402
-from agilerl.models.operators import add_noise  # noqa: E402
 from agilerl.models.tiny import tiny_model_path  # noqa: E402
 from agilerl.rollouts import GenerationRequest, SamplingSettings  # noqa: E402
 from agilerl.rollouts.vllm.engine import VLLMEngine  # noqa: E402
@@ -106,8 +105,9 @@ class Bench:
 
     def change(self, turn: int) -> None:
         """Move every adapter a little, as an update would."""
+        store = self.runtime.store
         for slot in self.slots:
-            add_noise(self.runtime.store, slot, 0.05, 0, (turn, slot))
+            store.load_adapter(slot, [(a, b + 0.05 * b.std() * torch.randn_like(b)) for a, b in store.adapter(slot)])
 
     def requests(self, turn: int) -> list[GenerationRequest]:
         a = self.arguments

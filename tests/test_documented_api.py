@@ -281,13 +281,15 @@ def test_update_lr_of_an_agents_optimizer_is_that_of_the_agent(runtime: Runtime)
 
 def test_mutations_by_position_are_in_agilerls_order() -> None:
     made = Mutations(0.2, 0, 0, 0, 0, 0.8, 0.1, None, True, 7, "cpu", None)
-    assert (made.mutation_sd, made.mutate_elite, made.rand_seed) == (0.1, True, 7)
+    assert (made.mutate_elite, made.rand_seed) == (True, 7)
     with pytest.raises(ConfigError, match="mutation_sd, found -1"):
         Mutations(0.2, 0, 0, 0, 0, 0.8, -1)
     with pytest.raises(ConfigError, match="found 13"):
         Mutations(0.2, 0, 0, 0, 0, 0.8, 0.1, None, True, 7, "cpu", None, 3)
-    mixed = Mutations(0.2, 0, 0, 0, 0, 0.8, 0.1, rand_seed=5, crossover=0.3)
-    assert (mixed.mutation_sd, mixed.rand_seed, mixed.crossover) == (0.1, 5, 0.3)
+    mixed = Mutations(0.2, 0, 0, 0, 0, 0.8, 0.1, rand_seed=5, genes_per_mutation=2)
+    assert (mixed.rand_seed, mixed.genes_per_mutation) == (5, 2)
+    with pytest.raises(ConfigError, match=r"parameters=0, found 0\.1; noise .* has gone"):
+        Mutations(0.2, 0, 0, 0.1, 0, 0.8)
     with pytest.raises(ConfigError, match="mutation_sd both by position and by name"):
         Mutations(0.2, 0, 0, 0, 0, 0.8, 0.1, mutation_sd=0.2)
 

@@ -40,7 +40,6 @@ from agilerl.algorithms.state import (
     check_algorithm,
     check_base,
     constructor_arguments,
-    join,
     restore,
 )
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
@@ -65,7 +64,7 @@ from agilerl.hpo.parameters import (
 )
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models import adapters
-from agilerl.models.operators import add_noise, resize
+from agilerl.models.operators import resize
 from agilerl.models.slots import Route
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.engine import Outcome
@@ -564,10 +563,6 @@ class LLMAlgorithm(Learner):
         self.after_selection()
 
     def _mutate_adapter(self, mutation: Mutation) -> str:
-        if mutation.kind == "parameters":
-            share = float(mutation.details["sd"])
-            add_noise(self.runtime.store, self.slot, share, self.config.seed, tuple(mutation.details["noise_key"]))
-            return f"noise {share:.3g}"
         new = int(mutation.changes[0].new)
         # alpha / r stays what it is: a rank change must not rescale what the adapter already does.
         scaling = float(self.runtime.store.scaling[self.slot])
@@ -586,14 +581,6 @@ class LLMAlgorithm(Learner):
         """Run the registered hooks."""
         for hook in self._mutation_hooks:
             hook()
-
-    def cross(self, mate: "LLMAlgorithm | AgentState") -> None:
-        """Give this agent the mean of its own and another agent's delta, at its own rank and scale.
-
-        Adam continues from no momentum and the mean of both second moments; everything else stays this agent's.
-        """
-        self.check_open()
-        join(self, mate.state() if isinstance(mate, LLMAlgorithm) else mate)
 
     # -- state ----------------------------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.parameters import Gene
 from agilerl.models import adapters
 from agilerl.models.base import EMBEDDED, BaseModel, resolve_model
-from agilerl.models.operators import Part, merged, merged_moments, rescale
+from agilerl.models.operators import Part, merged, rescale
 from agilerl.models.slots import AdapterStore
 from agilerl.runs.strict_json import LARGEST, Count, SavedValues
 from agilerl.runtime import Runtime
@@ -331,27 +331,6 @@ def soup(states: Sequence[AgentState], weights: Sequence[float]) -> AgentState:
     parts = [Part(state.adapter, _scaling(state), weight) for state, weight in zip(states, weights, strict=True)]
     adapter, _ = merged(parts, len(first.adapter[0][0]), _scaling(first))
     return replace(first, adapter=adapter, moments={})
-
-
-def join(agent: Learner, mate: AgentState) -> None:
-    """Give an agent the mean of its own and a mate's delta, critics included, with Adam's moments to match."""
-    store, mine = agent.runtime.store, capture(agent)
-    _join(store, agent.slot, mine, mate, _scaling(mate))
-    if agent.critic_slot is not None and mine.critic is not None and mate.critic is not None:
-        _join(store, agent.critic_slot, mine.critic, mate.critic, _scaling(mate))
-        head = torch.stack([mine.critic.head, mate.critic.head]).mean(dim=0)
-        # As merged_moments does for adapters: no momentum, and the mean of the second moments.
-        second = torch.stack([critic.head_moments["exp_avg_sq"] for critic in (mine.critic, mate.critic)]).mean(dim=0)
-        store.write_head(agent.critic_slot, torch.stack([head, torch.zeros_like(head), second]))
-
-
-def _join(
-    store: AdapterStore, slot: int, mine: "AgentState | CriticState", mate: "AgentState | CriticState", scaling: float
-) -> None:
-    ours = float(store.scaling[slot])
-    layers, _ = merged([Part(mine.adapter, ours, 0.5), Part(mate.adapter, scaling, 0.5)], store.ranks[slot], ours)
-    second = [state.moments["exp_avg_sq"] for state in (mine, mate)]
-    store.write(slot, {"theta": layers, **merged_moments(second, layers)})
 
 
 def _scaling(state: AgentState) -> float:

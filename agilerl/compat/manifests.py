@@ -35,6 +35,8 @@ _EARLIER: dict[str, str] = {
     "distributed.gpus_per_island": "distributed.gpus_per_worker",
 }
 """Keys that had another name in earlier manifests of this package, with their name of today."""
+_OFF = ("new_layer", "params_mut", "act_mut")
+"""Mutations that AgileRL's manifests turn off with 0, and that there are none of here."""
 _IDLE = {
     "algorithm.use_liger_loss": "there is one fused loss, which is always used",
     "algorithm.reduce_memory_peak": "a pass holds what memory holds; algorithm.micro_batch_size_per_gpu bounds it",
@@ -82,6 +84,11 @@ def renamed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     two of its names, with different values.
     """
     values: Section = _copied(settings)
+    _take(values, "mutation.mutation_sd")  # the size of what params_mut turns on
+    chances = _section(values, "mutation.probabilities")
+    for name in _OFF:
+        if chances.get(name) in (0, None):
+            chances.pop(name, None)
     sentences = []
     for old, new in (_DOCUMENTED | _EARLIER | dict.fromkeys(_IDLE)).items():
         if (value := _take(values, old)) is _NOTHING:

@@ -36,12 +36,6 @@ class ProbabilityConfig(Section):
     """Leave the agent as it is."""
     arch_mut: Annotated[float, Field(ge=0), _CLONES] = 0.0
     """Double or halve the adapter's rank."""
-    new_layer: Annotated[float, Field(ge=0)] = 0.0
-    """Must be 0: the base is frozen."""
-    params_mut: Annotated[float, Field(ge=0), _CLONES] = 0.0
-    """Add noise to the adapter."""
-    act_mut: Annotated[float, Field(ge=0)] = 0.0
-    """Must be 0: the base is frozen."""
     rl_hp_mut: Annotated[float, Field(ge=0), _CLONES] = 1.0
     """Change hyperparameters."""
 
@@ -76,14 +70,10 @@ class MutationConfig(Section):
     rl_hp_selection: dict[str, GeneConfig] = Field(default_factory=dict)
     """The genes: hyperparameters of the algorithm that evolve. Without any in knockout, and without the
     whole section in other selections of several agents: the learning rate, in its declared range."""
-    mutation_sd: Annotated[float, Field(gt=0), Needs("probabilities.params_mut")] = 0.03
-    """Size of adapter noise, relative to the adapter."""
     genes_per_mutation: Annotated[int, Field(ge=1), _CLONES] = 1
     """Genes that move in one mutation."""
     rank_range: Annotated[tuple[int, int], Needs("probabilities.arch_mut")] = (4, 64)
     """Smallest and largest adapter rank."""
-    crossover: Annotated[float, Field(ge=0, le=1), _CLONES] = 0.0
-    """Share of the clones of a selection that get a second parent: their adapter is the mean of both."""
     mutate_elite: Annotated[bool, _CLONES] = False
     """Let the elite mutate too."""
     rand_seed: Seed | None = None

@@ -125,7 +125,7 @@ def replaced_by_elite(plan: Plan, before: Sequence[int], sick: Collection[int]) 
     # A plan keeps the order of slots, so whoever is at the place of a sick agent is its heir.
     heirs = {new for old, new in zip(before, plan.slots) if old in sick and new in known}
     births = tuple(
-        replace(birth, parent=plan.elite, hyperparameters_from=None, mate=None) if birth.child in heirs else birth
+        replace(birth, parent=plan.elite, hyperparameters_from=None) if birth.child in heirs else birth
         for birth in plan.births
     )
     mutants = tuple(index for index in plan.slots if index in heirs or index in plan.mutants)

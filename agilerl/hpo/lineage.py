@@ -45,8 +45,6 @@ class Life:
     died: int | None = None
     reason: str = ""
     children: list[int] = field(default_factory=list)
-    mate: int | None = None
-    """Its second parent, if it has one."""
     from_best: bool = False
     """Whether it began as its parent was at its best exam, not as it was at the last one."""
     untrained: bool = False
@@ -107,7 +105,6 @@ def birth_record(
     *,
     from_best: bool = False,
     untrained: bool = False,
-    mate: int | None = None,
 ) -> dict[str, Any]:
     """Return the line for a founder (``parent`` None) or a clone, with the gene values it was born with.
 
@@ -115,14 +112,13 @@ def birth_record(
     """
     line = {"event": "birth", "agent": agent, "parent": parent, "generation": generation, "step": step}
     line |= {"hyperparameters": dict(hyperparameters)}
-    line |= {name: True for name, holds in {"from_best": from_best, "untrained": untrained}.items() if holds}
-    return line | ({} if mate is None else {"mate": mate})
+    return line | {name: True for name, holds in {"from_best": from_best, "untrained": untrained}.items() if holds}
 
 
 def mutation_record(mutation: Mutation, generation: int, effect: str = "") -> dict[str, Any]:
     """Return the line for a mutation that was applied; ``effect`` says what one of the adapter came to."""
     line = {"event": "mutation", "generation": generation, **mutation.to_dict()}
-    return line | ({"effect": effect} if mutation.kind in ("parameters", "rank") and effect else {})
+    return line | ({"effect": effect} if mutation.kind == "rank" and effect else {})
 
 
 def fitness_record(
@@ -161,8 +157,6 @@ def family_tree(records: Iterable[Record]) -> dict[int, Life]:
 
 def winning_lineage(records: Iterable[Record], agent: int) -> list[Ancestor]:
     """Return the ancestors of ``agent`` from the founder to ``agent`` itself, each with the part that was inherited.
-
-    Of two parents it is the first, whose hyperparameters, counters and place in the data the child has.
 
     Raises CheckpointError when the agent, or one of its ancestors, is not in the records.
     """
@@ -207,9 +201,6 @@ def _add(lives: dict[int, Life], record: Record) -> None:
         life = Life(agent, parent, record["generation"], record["step"], dict(record["hyperparameters"]))
         life.from_best = bool(record.get("from_best", False))
         life.untrained = bool(record.get("untrained", False))
-        life.mate = record.get("mate")
-        if life.mate is not None:
-            lives[life.mate].children.append(agent)
         lives[agent] = life
         return
     life = lives[agent]

@@ -9,12 +9,12 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 
 import numpy as np
 
-from agilerl.checks.arguments import Count, NotNegative, Positive, Seed, Share, Whole, checked
+from agilerl.checks.arguments import Count, NotNegative, Positive, Seed, Whole, checked
 from agilerl.errors import ConfigError, warn_once
 from agilerl.hpo.parameters import Gene, Value
 from agilerl.streams import stream
 
-Kind = Literal["none", "hyperparameters", "parameters", "rank"]
+Kind = Literal["none", "hyperparameters", "rank"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class Mutation:
     kind: Kind = "none"
     changes: tuple[Change, ...] = ()
     details: Mapping[str, Any] = field(default_factory=dict)
-    """``parameters``: ``sd`` and ``noise_key`` (two integers for the noise stream); ``none``: maybe a ``reason``."""
+    """Why nothing changed, or what else changed it than chance (``reason``)."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the mutation as plain data for JSON."""
@@ -99,15 +99,23 @@ class Member:
         return cls(agent.index, dict(agent.hyperparameters), dict(agent.genes), agent.rank)
 
 
+FROZEN = "the base model is frozen; the architecture that mutates is the adapter's rank (architecture, arch_mut)"
+IMPOSSIBLE = {
+    "parameters": "noise on the weights of an adapter has gone, as it cost accuracy; let genes or the rank mutate",
+    "new_layer_prob": FROZEN,
+    "activation": FROZEN,
+}
+"""Mutations that AgileRL has for networks of its own, and why there are none here."""
+
+
 class Mutations:
     """Choose one kind of mutation for each agent, with the given probabilities (they are divided by their sum).
 
-    ``no_mutation``: nothing; ``rl_hp``: ``genes_per_mutation`` genes move; ``parameters``: noise of relative size
-    ``mutation_sd`` on the adapter; ``architecture``: the adapter's rank doubles or halves within ``rank_range``.
-    ``crossover`` is the share of clones that get a second parent in ``Population.evolve``, beside any mutation.
-    ``new_layer_prob`` and ``activation`` must be 0, since the base model is frozen. The elite is left alone unless
-    ``mutate_elite``. ``rand_seed`` is used by ``mutation`` (None means 0: a run can always be repeated);
-    ``activation_selection``, ``device`` and ``accelerator`` are accepted for compatibility and have no effect.
+    ``no_mutation``: nothing; ``rl_hp``: ``genes_per_mutation`` genes move; ``architecture``: the adapter's rank doubles
+    or halves within ``rank_range``. ``new_layer_prob``, ``parameters`` and ``activation`` must be 0: the base model is
+    frozen, and noise on an adapter costs accuracy. The elite is left alone unless ``mutate_elite``. ``rand_seed`` is
+    used by ``mutation`` (None means 0: a run can always be repeated); ``mutation_sd``, ``activation_selection``,
+    ``device`` and ``accelerator`` are accepted for compatibility and have no effect.
     ``documented`` are AgileRL's further arguments by position, from ``mutation_sd`` to ``accelerator``.
     Raises ConfigError for probabilities below zero or all zero, and settings out of range.
     """
@@ -130,7 +138,6 @@ class Mutations:
         accelerator: object = None,
         genes_per_mutation: Count = 1,
         rank_range: tuple[int, int] = (4, 64),
-        crossover: Share = 0.0,
     ) -> None:
         if documented:
             order = ("mutation_sd", "activation_selection", "mutate_elite", "rand_seed", "device", "accelerator")
@@ -140,7 +147,7 @@ class Mutations:
             named, known = dict(zip(order, values)), inspect.signature(Mutations).parameters
             if twice := [name for name in order[: len(documented)] if named[name] != known[name].default]:
                 raise ConfigError(f"Mutations: found {twice[0]} both by position and by name; leave one of them out")
-            named |= {"genes_per_mutation": genes_per_mutation, "rank_range": rank_range, "crossover": crossover}
+            named |= {"genes_per_mutation": genes_per_mutation, "rank_range": rank_range}
             named |= dict(zip(order, documented))
             # Once more by name, so that @checked sees these values as well.
             Mutations.__init__(self, no_mutation, architecture, new_layer_prob, parameters, activation, rl_hp, **named)
@@ -149,33 +156,23 @@ class Mutations:
         chances: dict[Kind, float] = {
             "none": no_mutation,
             "rank": architecture,
-            "parameters": parameters,
             "hyperparameters": rl_hp,
         }
         if not (total := sum(chances.values())):
             raise ConfigError(
-                "Mutations: expected no_mutation, architecture, parameters and rl_hp not all 0, found no_mutation=0, "
-                "architecture=0, parameters=0 and rl_hp=0."
+                "Mutations: expected no_mutation, architecture and rl_hp not all 0, found no_mutation=0, "
+                "architecture=0 and rl_hp=0."
             )
         self._probabilities = {kind: chance / total for kind, chance in chances.items()}
-        for name, key, value in (
-            ("activation", "act_mut", activation),
-            ("new_layer_prob", "new_layer", new_layer_prob),
-        ):
-            if value != 0:
-                raise ConfigError(
-                    f"Mutations: {name} must be 0, found {value} ({key} of a manifest): the base model is frozen, so "
-                    "its layers and activations cannot change; the architecture of an agent is its adapter rank "
-                    "(architecture=...)."
-                )
+        for name, value in (("parameters", parameters), ("new_layer_prob", new_layer_prob), ("activation", activation)):
+            if value:
+                raise ConfigError(f"Mutations: expected {name}=0, found {value}; {IMPOSSIBLE[name]}")
         if not 1 <= rank_range[0] <= rank_range[1]:
             raise ConfigError(f"Mutations: rank_range must be (smallest, largest), smallest >= 1, found {rank_range}.")
-        self.mutation_sd = mutation_sd
         self.mutate_elite = mutate_elite
         self.rand_seed = rand_seed
         self.genes_per_mutation = genes_per_mutation
         self.rank_range = rank_range
-        self.crossover = crossover
 
     @property
     def probabilities(self) -> dict[Kind, float]:
@@ -245,10 +242,6 @@ class Mutations:
             return self._move_genes(member, rng)
         if kind == "rank":
             return self._move_rank(member, rng)
-        if kind == "parameters":
-            # The key of the noise and not the noise: whoever applies the plan draws the same numbers.
-            details = {"sd": self.mutation_sd, "noise_key": [generation, member.index]}
-            return Mutation(member.index, "parameters", details=details)
         return Mutation(member.index)
 
     def _move_genes(self, member: Member, rng: np.random.Generator) -> Mutation:

@@ -17,7 +17,7 @@ def hyperparameter_schedule(records: Iterable[Record], agent: Whole) -> dict[str
 
     ``genes`` maps each name to steps ``{"tokens": int, "value": value}``, the first at 0: the value holds from that
     many trained tokens on. ``total_tokens`` is where the agent's last exam was, ``ancestors`` its line.
-    ``not_replayed`` lists what a schedule cannot express (noise, rank changes and crossover happen to weights).
+    ``not_replayed`` lists what a schedule cannot express (changes of rank).
     Token counts are cumulative along the line: a clone continues its parent's count.
     Raises CheckpointError when the agent is unknown, or an exam that a change refers to is missing.
     """
@@ -30,8 +30,6 @@ def hyperparameter_schedule(records: Iterable[Record], agent: Whole) -> dict[str
     for ancestor in line:
         life, end = lives[ancestor.agent], ancestor.to_generation
         _append(genes, start, life.hyperparameters)
-        if life.mate is not None:
-            not_replayed.append({"tokens": start, "kind": "crossover", "agent": life.agent})
         for record in life.mutations:
             # A mutation follows the cloning of its generation, so the heir did not get the mutation of `end`.
             if end is not None and record["generation"] >= end:

@@ -1,7 +1,7 @@
 """Selection in two steps: a strategy turns fitness into a plan (numbers only), and one function applies it."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from statistics import fmean
 from types import MappingProxyType
@@ -33,8 +33,6 @@ class Birth:
     """The child's learning rates are multiplied by this, within the range of their genes."""
     from_best: bool = False
     """The child starts as ``parent`` was at the run's best exam (``Standing.best``), not as it is now."""
-    mate: int | None = None
-    """A second parent: the child's weights are the mean of both parents' deltas; all else is as ``parent``'s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,17 +247,15 @@ def apply_plan(
     plan: Plan,
     agents: Sequence[AgentT],
     revive: Callable[[int], AgentT] | None = None,
-    cross: Callable[[AgentT, AgentT], None] | None = None,
 ) -> tuple[AgentT, list[AgentT]]:
     """Return the elite (as it was evaluated) and the agents of the next generation in slot order.
 
     Every child is cloned before anything is mutated; a birth's ``factor`` is a mutation, too (``with_factors``).
-    ``revive(child)`` makes a child from the run's best exam, ``cross(child, mate)`` merges a second parent into one.
-    Raises ConfigError when a parent or survivor is not in ``agents``, and for births that need what was not given.
+    ``revive(child)`` makes a child from the run's best exam.
+    Raises ConfigError when a parent or survivor is not in ``agents``, and for a best exam of which there is no copy.
     """
     by_index = {agent.index: agent for agent in agents}
     living = [birth.parent for birth in plan.births if not birth.from_best]
-    living += [birth.mate for birth in plan.births if birth.mate is not None]
     missing = {plan.elite, *plan.slots, *living} - set(by_index)
     # Slots name children too, which do not live before this function has run.
     missing -= {birth.child for birth in plan.births}
@@ -273,38 +269,11 @@ def apply_plan(
             children[birth.child] = revive(birth.child)
         else:
             raise ConfigError(f"The plan brings back the best exam of agent {birth.parent}, but no copy was kept")
-        if birth.mate is not None:
-            if cross is None:
-                raise ConfigError(f"The plan gives agent {birth.child} mate {birth.mate}, but agents cannot be crossed")
-            cross(children[birth.child], by_index[birth.mate])
     for birth in plan.births:
         if birth.hyperparameters_from is not None:
             child, donor = children[birth.child], by_index[birth.hyperparameters_from]
             child.apply_mutation(inherited(birth.child, child.hyperparameters, donor.index, donor.hyperparameters))
     return by_index[plan.elite], [children.get(index) or by_index[index] for index in plan.slots]
-
-
-def with_mates(plan: Plan, fitness: Mapping[int, Fitness], share: float, seed: int) -> Plan:
-    """Return the plan with a second parent for a random ``share`` of its clones.
-
-    Mates are drawn evenly from the agents that the plan keeps or copies and whose fitness is finite, the parent itself
-    excepted. Births of another kind (a factor, genes of a donor, from the best exam, a mate already) stay as they are.
-    """
-    children = {birth.child for birth in plan.births}
-    # A parent may die in this plan; it is still there to be a mate while the plan is applied.
-    kept = {*plan.slots, *(birth.parent for birth in plan.births if not birth.from_best)} - children
-    fit = [index for index in fitness if index in kept and fitness[index].is_finite]
-    births = []
-    for birth in plan.births:
-        mates = [index for index in fit if index != birth.parent]
-        # Drawn for each child, whether it is crossed or not: no child's draw depends on the others.
-        rng = stream(seed, "crossover", plan.generation, birth.child)
-        # Nothing but defaults: a birth of no other kind.
-        plain = birth == Birth(birth.child, birth.parent)
-        if plain and mates and rng.random() < share:
-            birth = replace(birth, mate=mates[int(rng.integers(len(mates)))])
-        births.append(birth)
-    return replace(plan, births=tuple(births))
 
 
 def with_factors(plan: Plan, members: Sequence[Member], planned: Sequence[Mutation]) -> list[Mutation]:

@@ -1,4 +1,4 @@
-"""Operators on adapters: noise on the weights, a larger or a smaller rank, several adapters merged into one."""
+"""Operators on adapters: a larger or a smaller rank, several adapters merged into one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,28 +8,6 @@ from torch import Tensor
 
 from agilerl import streams
 from agilerl.models.slots import AdapterStore
-
-
-@torch.no_grad()
-def add_noise(store: AdapterStore, slot: int, share: float, seed: int, key: tuple[int, ...]) -> None:
-    """Perturb each layer's delta by Gaussian noise on B whose product with A has norm ``share * ||B A||``.
-
-    Noise on B is enough: A spans the same directions, and a new adapter (B = 0, delta 0) stays unchanged, as it should
-    under a relative perturbation. Adam's moments are kept.
-    """
-    factors = []
-    for i, (a, b) in enumerate(store.adapter(slot)):
-        draw = streams.normal(seed, "parameter_noise", (*key, i), b.numel())
-        noise = torch.from_numpy(draw).view(b.shape).to(dtype=b.dtype, device=b.device)
-        size, unit = _norm(b, a), _norm(noise, a)
-        factors.append((a, b + noise * torch.where(unit > 0, share * size / unit, 0.0).to(b.dtype)))
-    store.load_adapter(slot, factors)
-
-
-def _norm(b: Tensor, a: Tensor) -> Tensor:
-    """Return the Frobenius norm of B A in fp64, from two matrices of its rank: |B A|^2 = sum (B'B) (A A')."""
-    b, a = b.double(), a.double()
-    return ((b.T @ b) * (a @ a.T)).sum().clamp(min=0).sqrt()
 
 
 @torch.no_grad()
@@ -112,7 +90,7 @@ def _best_approximation(a: Tensor, b: Tensor, rank: int) -> tuple[Tensor, Tensor
     return new_a.to(a.dtype), new_b.to(b.dtype), float((s[:rank] ** 2).sum()), float((s**2).sum())
 
 
-# -- several adapters as one: crossover, and the soup of a run --------------------------------------------------------
+# -- several adapters as one: the soup of a run, and a reference that follows -----------------------------------------
 
 
 @dataclass(frozen=True)
@@ -158,22 +136,3 @@ def merged(parts: Sequence[Part], rank: int, scaling: float) -> tuple[list[tuple
         layers.append((new_a, new_b))
         kept, total = kept + float((s[:most] ** 2).sum()), total + float((s**2).sum())
     return layers, kept / total if total > 0 else 1.0
-
-
-@torch.no_grad()
-def merged_moments(
-    moments: Sequence[Sequence[tuple[Tensor, Tensor]]], layers: Sequence[tuple[Tensor, Tensor]]
-) -> dict[str, list[tuple[Tensor, Tensor]]]:
-    """Return Adam's moments for a merged adapter, from the parts' second moments: 0, and a mean for each factor.
-
-    The new rows and columns are mixtures of the old ones, and a second moment, being of squares, cannot be mixed. Its
-    sum over a factor can: the squared norm of a gradient is the same in every orthogonal basis. So each factor's mean
-    takes the place of its entries, which learn their own within 1 / (1 - beta2) steps. With zeros instead (and the step
-    counter at 0) every entry would take a whole learning rate in the first step, whatever its gradient.
-    """
-    second = []
-    for number, (a, b) in enumerate(layers):
-        means = [(part[number][0].mean(), part[number][1].mean()) for part in moments]
-        of_a, of_b = (float(torch.stack([mean[side] for mean in means]).mean()) for side in (0, 1))
-        second.append((torch.full_like(a, of_a), torch.full_like(b, of_b)))
-    return {"exp_avg": [(torch.zeros_like(a), torch.zeros_like(b)) for a, b in layers], "exp_avg_sq": second}

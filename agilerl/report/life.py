@@ -17,7 +17,6 @@ def lives(run: RunRecord) -> list[dict[str, Any]]:
         {
             "agent": index,
             "parent": agent.parent,
-            "mate": agent.mate,
             "born": agent.born,
             "left": agent.died,
             "reason": agent.reason,
@@ -82,7 +81,7 @@ def _with_exams(
 
 def events(agent: AgentRecord) -> list[tuple[int, str]]:
     """Return (generation, sentence) of what happened to an agent, and why, in order; its birth comes first."""
-    born = sentence({"event": "birth", "parent": agent.parent, "mate": agent.mate})
+    born = sentence({"event": "birth", "parent": agent.parent})
     later = [(mutation["generation"], sentence(mutation)) for mutation in agent.mutations]
     for outcome, steps in agent.trouble.items():
         first = next(line for line in agent.train if line["step"] == steps[0])
@@ -101,8 +100,7 @@ def sentence(line: Mapping[str, Any]) -> str:
     """Return a birth, mutation, verdict or death of lineage.jsonl in the words of the report, the CLI and trackers."""
     match line["event"]:
         case "birth":
-            mate = "" if line.get("mate") is None else f" and {line['mate']}"
-            return "founder of the population" if line["parent"] is None else f"born of {line['parent']}{mate}"
+            return "founder of the population" if line["parent"] is None else f"born of {line['parent']}"
         case "mutation":
             details = line.get("details")
             why = details.get("reason") if isinstance(details, Mapping) else None
@@ -118,9 +116,8 @@ def departure(reason: str) -> str:
 
 
 def parents(agent: AgentRecord) -> str:
-    """Return the index of the parent, or both."""
-    first = "founder" if agent.parent is None else str(agent.parent)
-    return first if agent.mate is None else f"{first} and {agent.mate}"
+    """Return the index of the parent."""
+    return "founder" if agent.parent is None else str(agent.parent)
 
 
 def changed(mutation: Mapping[str, Any]) -> str:

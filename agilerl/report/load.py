@@ -67,8 +67,6 @@ class AgentRecord:
 
     index: int
     parent: int | None = None
-    mate: int | None = None
-    """Its second parent, if it has one."""
     untrained: bool = False
     """Whether it began as its parent was before any training."""
     born: int | None = None
@@ -365,7 +363,7 @@ def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int
             case "birth":
                 parent = _whole(line.get("parent"))
                 # A damaged line may name the agent itself.
-                agent.parent, agent.mate = None if parent == index else parent, _whole(line.get("mate"))
+                agent.parent = None if parent == index else parent
                 agent.born, agent.hyperparameters = generation, dict(line.get("hyperparameters") or {})
                 agent.untrained = bool(line.get("untrained"))
             case "mutation":

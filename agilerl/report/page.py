@@ -416,8 +416,8 @@ def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
             "steps": ", ".join([str(len(agent.train)), *(f"{len(at)} {what}" for what, at in agent.trouble.items())]),
             "trained": f"{int(tokens):,}" if math.isfinite(tokens := agent.tokens.get("trained", math.nan)) else "",
             "hyperparameters": _genes(agent.first_values()),
-            "parents": [parent for parent in (agent.parent, agent.mate) if parent in run.agents],
-            "children": [i for i, other in run.agents.items() if index in (other.parent, other.mate)],
+            "parents": [agent.parent] if agent.parent in run.agents else [],
+            "children": [i for i, other in run.agents.items() if index == other.parent],
             "genes": [
                 [name, short_value(first), short_value(last)]
                 for (name, first), last in zip(agent.first_values().items(), agent.values().values())

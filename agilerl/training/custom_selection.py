@@ -50,7 +50,7 @@ class CustomSelection:
         children, known = [birth.child for birth in plan.births], list(fitness)
         # The agent of the best exam may have left the population; the run keeps a copy of it.
         parents = [birth.parent for birth in plan.births if not birth.from_best]
-        donors = {index for birth in plan.births for index in (birth.hyperparameters_from, birth.mate)}
+        donors = {birth.hyperparameters_from for birth in plan.births}
         wrong = ""
         if children != list(range(next_index, next_index + len(children))):
             wrong = f"children get the indices from next_index={next_index} on, found {children}"
@@ -64,7 +64,7 @@ class CustomSelection:
         elif not set(parents) <= set(known):
             wrong = f"parents are among the agents {known}, found {parents}"
         elif donors - {None, *known}:
-            wrong = f"hyperparameters_from and mate are one of the agents {known} or None"
+            wrong = f"hyperparameters_from is one of the agents {known} or None"
         elif standing.best is None and len(parents) < len(children):  # some birth is from_best
             wrong = "from_best needs standing.best, which is None"
         if wrong:

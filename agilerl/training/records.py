@@ -231,7 +231,7 @@ def lineage_lines(event: Event) -> Iterator[lineage.Record]:
             for b in plan.births:
                 values = event.inherited[b.child]
                 origin = {"untrained": b.from_best} if plan.reason == RESTART else {"from_best": b.from_best}
-                yield lineage.birth_record(b.child, b.parent, g, step, values, **origin, mate=b.mate)
+                yield lineage.birth_record(b.child, b.parent, g, step, values, **origin)
             for index, reason in event.deaths.items():
                 yield lineage.event_record("death", index, g, reason=reason)
             for index, reason in plan.verdicts.items():

@@ -362,15 +362,13 @@ def _mutations(m: MutationConfig) -> Mutations:
     return Mutations(
         no_mutation=m.probabilities.no_mut,
         architecture=m.probabilities.arch_mut,
-        new_layer_prob=m.probabilities.new_layer,
-        parameters=m.probabilities.params_mut,
-        activation=m.probabilities.act_mut,
+        new_layer_prob=0,
+        parameters=0,
+        activation=0,
         rl_hp=m.probabilities.rl_hp_mut,
-        mutation_sd=m.mutation_sd,
         mutate_elite=m.mutate_elite,
         genes_per_mutation=m.genes_per_mutation,
         rank_range=m.rank_range,
-        crossover=m.crossover,
     )
 
 

@@ -194,7 +194,7 @@ def test_eval_of_an_adapter_without_a_run(adapter: Path, agilerl: Agilerl) -> No
         ("environment.taks=x", "did you mean 'task'?"),
         ("training.pop_size=8", "setting of training"),
         ("algorithm.lr=1", "setting of training"),
-        ("mutation.mutation_sd=1", "setting of training"),
+        ("mutation.mutate_elite=true", "setting of training"),
         ("network.adapter=x", "setting of training"),
         ("environment.task=reasoning_gym:gcdd", "did you mean 'gcd'?"),
     ],

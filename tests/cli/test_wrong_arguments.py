@@ -100,7 +100,7 @@ SETTINGS = [
     *("algorithm.name=x", "algorithm.name=[]", "algorithm.name=[GRPO,x]", "algorithm.lr=0", "algorithm.lr=1e39"),
     *("algorithm.adv_clip_range=1e39", "algorithm.kl_clamp_value=1e39", "algorithm.delta=1e308"),
     *("algorithm.temperature=0", "algorithm.top_p=2", "algorithm.group_size=1", "algorithm.batch_size=0"),
-    *("mutation.probabilities.no_mut=-1", "mutation.mutation_sd=-1", "mutation.rank_range=5"),
+    *("mutation.probabilities.no_mut=-1", "mutation.rank_range=5"),
     *("mutation.rl_hp_selection=[lr]", "mutation.rl_hp_selection={lr: {min: 1, max: 0}}"),
     *("selection_strategy.tournament_size=0", "selection_strategy.name=x", "distributed.backend=x"),
 ]

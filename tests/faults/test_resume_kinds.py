@@ -35,11 +35,6 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("mutation.probabilities={arch_mut: 1.0, rl_hp_mut: 0.0}", "mutation.rank_range=[2, 16]", EVERYBODY_MUTATES),
         *("training.pop_size=3", "training.evo_steps=1", "training.max_steps=144", "training.seed=2"),
     ),
-    "noise": (*HOT, "mutation.probabilities={params_mut: 1.0, rl_hp_mut: 0.0}", EVERYBODY_MUTATES),
-    "crossover": (
-        *(*HOT, "mutation.crossover=1.0", "training.pop_size=4", "training.evo_steps=1", "training.max_steps=96"),
-        "selection_strategy={name: tournament}",
-    ),
     "sharing": (
         *("algorithm.lr=1e-2", "algorithm.beta=0", "mutation.rl_hp_selection={lr: {}}", "training.pop_size=3"),
         *("training.evo_steps=2", "training.max_steps=144", "selection_strategy={name: tournament}"),

@@ -36,9 +36,6 @@ class PlainAgent:
         twin.index = index
         return twin
 
-    def cross(self, mate: "PlainAgent") -> None:
-        self.weights = [(a + b) / 2 for a, b in zip(self.weights, mate.weights)]
-
 
 def population(*fitness: float) -> list[PlainAgent]:
     """One agent for each fitness, indices from 0, each with its own weights and learning rate."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agilerl.models.operators import Part, add_noise, merged, merged_moments, resize
+from agilerl.models.operators import Part, merged, resize
 from agilerl.models.slots import AdapterStore, LinearShape
 
 LAYERS = [LinearShape("a", 24, 16), LinearShape("b", 16, 24)]
@@ -85,33 +85,6 @@ def test_shrinking_is_the_best_approximation_and_reports_its_energy() -> None:
     assert store.steps[0] == 0
 
 
-@pytest.mark.parametrize("share", [0.01, 0.03, 0.05])
-def test_noise_has_the_size_it_was_asked_for(share: float) -> None:
-    store = trained(dtype=torch.float64)
-    before = deltas(store)
-    add_noise(store, 0, share, seed=1, key=(2, 7))
-    for old, now in zip(before, deltas(store)):
-        assert float((now - old).norm() / old.norm()) == pytest.approx(share, rel=1e-12)
-
-
-def test_noise_is_a_function_of_its_key() -> None:
-    store = trained()
-    add_noise(store, 0, 0.03, seed=1, key=(2, 7))
-    again = trained()
-    add_noise(again, 0, 0.03, seed=1, key=(2, 7))
-    assert torch.equal(again.theta, store.theta)
-    add_noise(again, 0, 0.03, seed=1, key=(2, 8))
-    assert not torch.equal(again.theta, store.theta)
-
-
-def test_a_fresh_adapter_stays_the_base_under_noise() -> None:
-    store = AdapterStore(LAYERS, max_rank=4)
-    slot = store.allocate(4, 1.0)
-    store.initialise(slot, seed=3)
-    add_noise(store, slot, 0.1, seed=1, key=(0,))
-    assert all(d.abs().sum() == 0 for d in deltas(store))
-
-
 # -- merges -----------------------------------------------------------------------------------------------------------
 
 
@@ -180,12 +153,3 @@ def test_a_rank_beyond_the_layer_is_filled_with_zeros() -> None:
     found, _ = merged([Part(factors(1, rank=20), 1.0, 1.0)], 20, 1.0)
     assert found[0][0].shape == (20, 24)
     assert wrong(found, [b @ a for a, b in factors(1, rank=20)]) < 1e-14
-
-
-def test_moments_of_a_merge_keep_the_mean_of_the_second() -> None:
-    one, two = ([(a.square(), b.square()) for a, b in factors(seed)] for seed in (1, 2))
-    found = merged_moments([one, two], factors(3))
-    for number, (a, b) in enumerate(found["exp_avg_sq"]):
-        assert torch.allclose(a, (one[number][0].mean() + two[number][0].mean()) / 2)
-        assert torch.allclose(b, (one[number][1].mean() + two[number][1].mean()) / 2)
-    assert all(a.abs().sum() == 0 and b.abs().sum() == 0 for a, b in found["exp_avg"])

@@ -151,7 +151,7 @@ def test_what_is_told_about_an_agent(tmp_path):
     lineage = [
         birth(0, None, 0, lr=1e-3),
         fitness(0, 0, 0.5),
-        {**birth(1, 0, 0, lr=1e-3), "mate": 2},
+        birth(1, 0, 0, lr=1e-3),
         {"event": "mutation", "agent": 1, "generation": 0, "changes": [change], "details": {"reason": "selection"}},
         birth(2, None, 0),
         {"event": "verdict", "agent": 1, "generation": 1, "reason": "kept: P = 0.6"},
@@ -161,12 +161,12 @@ def test_what_is_told_about_an_agent(tmp_path):
     ]
     page = Page(build_report([write_run(tmp_path / "run", lineage=lineage)], tmp_path / "report.html"))
     first, second, third = page.data(id="agents-0")[0]
-    assert (first["children"], second["parents"], third["children"]) == ([1], [0, 2], [1])
+    assert (first["children"], second["parents"], third["children"]) == ([1], [0], [])
     assert second["genes"] == [["lr", "0.005", "0.005"]]  # first trained with: after the mutation at its birth
     assert "lr 0.005" in page.text
     assert second["exams"] == [[1, 20, "0.750 ± 0.100", 20, 1]]  # the first of one
     assert second["events"] == [
-        [0, "born of 0 and 2"],
+        [0, "born of 0"],
         [0, "mutated: lr 0.001 → 0.005 (by selection)"],
         [1, "exam 0.750 ± 0.100"],
         [1, "kept: P = 0.6"],

@@ -19,13 +19,13 @@ from agilerl.config.vllm import VLLMConfig
 from agilerl.data import Completion
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.adapters import lora_scaling, read_adapter
-from agilerl.models.operators import add_noise
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.torch_engine import TorchEngine
 from agilerl.rollouts.vllm import colocated
 from agilerl.rollouts.vllm.backend import Answer, OnAnswer, Row, StagedAdapter
 from agilerl.rollouts.vllm.engine import VLLMEngine, trainer_logprobs
 from agilerl.runtime import Runtime
+from tests.models.perturbed import perturb
 from tests.rollouts.test_vllm_requests import make_runtime
 from tests.tiny_models import random_model
 
@@ -153,7 +153,7 @@ def test_an_adapter_goes_to_vllm_once_and_again_when_it_has_changed(runtime: Run
         engine.generate(requests)
     assert len(backend.loaded) == 2
     for generation in range(3):
-        add_noise(runtime.store, 0, 0.5, 3, (generation,))
+        perturb(runtime.store, 0, 0.5, 3, (generation,))
         groups = engine.generate(requests)
         assert largest_gap(runtime, requests, groups) < 1e-5
     assert len(backend.loaded) == 5
@@ -169,7 +169,7 @@ def test_every_new_version_is_probed_and_nothing_else(runtime: Runtime) -> None:
     rows = len(backend.calls[0])
     engine.generate(asked((0, 1)))
     assert len(backend.calls[-1]) == rows - 2
-    add_noise(runtime.store, 1, 0.5, 3, (0,))
+    perturb(runtime.store, 1, 0.5, 3, (0,))
     engine.generate(asked((0, 1)))
     assert set(engine.probed) == {"agent 2"}
 

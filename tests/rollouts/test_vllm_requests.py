@@ -11,13 +11,14 @@ import torch
 from agilerl.config.vllm import VLLMConfig, lora_capacity
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.adapters import lora_scaling, read_adapter
-from agilerl.models.operators import add_noise, resize
+from agilerl.models.operators import resize
 from agilerl.models.slots import AdamWSettings, adamw_step
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.vllm.backend import Answer, Row, completion_of, request_seed, row_of
 from agilerl.rollouts.vllm.engine import AdapterVersions, OffloadedBase
 from agilerl.runtime import Runtime
 from agilerl.utils import algo_utils
+from tests.models.perturbed import perturb
 from tests.tiny_models import random_model
 
 REQUEST = GenerationRequest(0, [5, 6, 7], 2, SamplingSettings(max_new_tokens=8, temperature=0.7), key=(1, 2, 3))
@@ -166,7 +167,7 @@ def reload(runtime: Runtime) -> None:
 CHANGES: dict[str, Callable[[Runtime], object]] = {
     "an optimizer step": step,
     "loaded weights": reload,
-    "noise": lambda runtime: add_noise(runtime.store, 0, 0.01, 3, (0,)),
+    "noise": lambda runtime: perturb(runtime.store, 0, 0.01, 3, (0,)),
     "another rank": lambda runtime: resize(runtime.store, 0, 8, 3),
     "a new agent in the slot": lambda runtime: (runtime.store.release(0), runtime.store.allocate(4, 2.0)),
     "another scale": lambda runtime: runtime.store.set_rank(0, 4, 1.0),

@@ -79,11 +79,9 @@ def test_the_document_has_all_of_it(session: Session) -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (("mutation.crossover=0.5",), ["mutation.crossover", "knockout"]),
-        (("selection_strategy.name=none", "mutation.probabilities={params_mut: 1.0}"), ["params_mut", "none"]),
+        (("selection_strategy.name=none", "mutation.probabilities={arch_mut: 1.0}"), ["arch_mut", "none"]),
         (("training.pop_size=1", "sharing.distillation=0.5"), ["sharing", "one agent"]),
         (("mutation.rl_hp_selection={temperature: {}}",), ["learning rate"]),
-        (("selection_strategy.name=truncation", "mutation.crossover=0.5"), []),
         ((), []),
     ],
 )
@@ -174,7 +172,6 @@ IDLE: dict[str, tuple[list[str], str | None]] = {
     "cap": (["algorithm.vllm_importance_sampling_cap=4"], "network.use_vllm"),
     "decay": (["training.lr_schedule={name: constant, decay: 0.5}"], "training.lr_schedule.name is linear or cosine"),
     "ray": (["distributed.address=auto"], "distributed.backend is ray"),
-    "noise": (["mutation.mutation_sd=0.1"], "mutation.probabilities.params_mut, which is 0"),
     "twice": (["training.seed=3", "training.seed=4"], "replaced by training.seed"),
     "section": (["training.seed=3", "training={seed: 4}"], "replaced by training,"),
     "twice alike": (["training.seed=4", "training.seed=4"], None),

@@ -34,7 +34,7 @@ training:
    init: same, eval_max_new_tokens: 8, threads: 1, device: cpu, dtype: float32, max_tokens_in_flight: 2048,
    max_rows_in_flight: 64, log_completions: 3, keep_checkpoints: 4}
 mutation:
-  probabilities: {no_mut: 0.2, arch_mut: 0.1, new_layer: 0, params_mut: 0.1, act_mut: 0, rl_hp_mut: 0.6}
+  probabilities: {no_mut: 0.2, arch_mut: 0.2, new_layer: 0, params_mut: 0, act_mut: 0, rl_hp_mut: 0.6}
   rl_hp_selection:
     lr: {min: 1e-7, max: 1e-4, scale: log}
     group_size: {min: 2, max: 8, shrink_factor: 0.5, grow_factor: 2}
@@ -168,7 +168,7 @@ OUT_OF_RANGE = {
     "selection_strategy.tournament_size=0": "selection_strategy.tournament_size: input should be greater than or equal",
     "mutation.probabilities.rl_hp_mut=-1": "mutation.probabilities.rl_hp_mut: input should be greater than",
     "mutation.probabilities={no_mut: 0, rl_hp_mut: 0}": "not all 0",
-    "mutation.probabilities.new_layer=0.5": "the base model is frozen",
+    "mutation.probabilities.new_layer=0.5": "the base is frozen",
     "mutation.rank_range=[8, 4]": "rank_range must be (smallest, largest)",
     "training.device=tpu": "training.device: expected cpu, cuda, or cuda with a number such as cuda:1, found 'tpu'",
 }

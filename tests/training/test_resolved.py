@@ -19,7 +19,7 @@ def test_all_that_follows_from_a_configuration_is_in_one_typed_object() -> None:
                 *("algorithm={name: 'choice[GRPO, CISPO]', lr: 2e-4}", "training.seed=7"),
                 *("mutation.rl_hp_selection={lr: {max: 1e-3}}", "network.attn_implementation=eager"),
                 "network.use_sequence_packing=true",
-                *("mutation.mutation_sd=0.3", "selection_strategy.tournament_size=3"),
+                *("mutation.mutate_elite=true", "selection_strategy.tournament_size=3"),
             ],
         )
     )
@@ -28,7 +28,7 @@ def test_all_that_follows_from_a_configuration_is_in_one_typed_object() -> None:
     assert found.hyperparameters.model_fields_set == {"lr", "max_output_tokens", "seed"}
     assert (found.options.use_sequence_packing, found.options.attn_implementation) == (True, "eager")
     assert (found.genes["lr"].max, set(found.genes)) == (1e-3, {"lr", "algorithm"})
-    assert (found.mutations.mutation_sd, found.selection.tournament_size) == (0.3, 3)  # type: ignore[attr-defined]
+    assert (found.mutations.mutate_elite, found.selection.tournament_size) == (True, 3)  # type: ignore[attr-defined]
     with pytest.raises(FrozenInstanceError):
         found.genes = {}  # type: ignore[misc]
 

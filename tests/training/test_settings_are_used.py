@@ -101,8 +101,6 @@ def default_session() -> Session:
             {"q_proj"},
         ),
         ("algorithm.temperature=0.7", lambda s: s.population.agents[2].temperature, 0.7),
-        ("mutation.mutation_sd=0.3", lambda s: s.resolved.mutations.mutation_sd, 0.3),
-        ("mutation.crossover=0.5", lambda s: s.resolved.mutations.crossover, 0.5),
         ("sharing.distillation=0.2", lambda s: s.population.sharing.distillation, 0.2),
         ("sharing.experience=3", lambda s: s.population.sharing.experience, 3),
         ("sharing.experience_for=all", lambda s: s.population.sharing.experience_for, "all"),

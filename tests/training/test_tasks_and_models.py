@@ -101,7 +101,7 @@ environment:
   test_prompts: 4
   reward: score
 training: {pop_size: 2, max_steps: 32, evo_steps: 1, max_tokens: 1000000, max_seconds: 600}
-mutation: {probabilities: {params_mut: 1, rl_hp_mut: 0}}
+mutation: {probabilities: {arch_mut: 1, rl_hp_mut: 0}}
 selection_strategy: {name: truncation}
 network: {lora_config: {r: 4, target_modules: [q_proj, v_proj]}}
 """

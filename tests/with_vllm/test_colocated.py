@@ -15,12 +15,13 @@ from agilerl.algorithms import GRPO
 from agilerl.config.vllm import VLLMConfig
 from agilerl.data import Completion
 from agilerl.errors import ConfigError, EngineError
-from agilerl.models.operators import add_noise, resize
+from agilerl.models.operators import resize
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.vllm.backend import StagedAdapter
 from agilerl.rollouts.vllm.colocated import ColocatedVLLM
 from agilerl.rollouts.vllm.engine import VLLMEngine, trainer_logprobs
 from agilerl.runtime import Runtime
+from tests.models.perturbed import perturb
 from tests.with_vllm.conftest import World, random_factors
 
 SLOTS = (0, 1, 2)
@@ -123,7 +124,7 @@ def test_retrained_mutated_and_cloned_agents_have_their_own_adapter_at_once(worl
     store = runtime.store
     engine.generate(requests(SLOTS))
     before = {slot: engine.versions.current(SLOTS)[slot] for slot in SLOTS}
-    add_noise(store, 0, 0.5, 3, (1,))
+    perturb(store, 0, 0.5, 3, (1,))
     resize(store, 1, 16, 3)
     store.load_adapter(1, random_factors(runtime, 1, 9))
     store.release(2)
@@ -135,14 +136,14 @@ def test_retrained_mutated_and_cloned_agents_have_their_own_adapter_at_once(worl
     after = engine.versions.current(SLOTS)
     assert not {v.name for v in before.values()} & {v.name for v in after.values()}
     assert after[0] == after[2]  # equal until one of them moves
-    add_noise(store, 2, 0.5, 3, (2,))
+    perturb(store, 2, 0.5, 3, (2,))
     assert gap(runtime, asked, engine.generate(asked)) <= 1e-4
 
 
 def test_a_stale_adapter_would_be_seen(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, asked = world.engine(), requests((0,))
     engine.generate(asked)
-    add_noise(world.runtime.store, 0, 0.5, 3, (1,))
+    perturb(world.runtime.store, 0, 0.5, 3, (1,))
     monkeypatch.setattr(engine.versions, "_changed", lambda: False)
     assert gap(world.runtime, asked, engine.generate(asked)) > 1e-2
 
@@ -251,7 +252,7 @@ def test_a_model_that_vllm_cannot_load_is_a_sentence(tmp_path: Path, world: Worl
 def test_after_a_failure_inside_vllm_it_is_started_anew(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, asked = world.engine(), requests((0,))
     engine.generate(asked)
-    add_noise(world.runtime.store, 0, 0.1, 3, (1,))
+    perturb(world.runtime.store, 0, 0.1, 3, (1,))
 
     def lost(adapter: StagedAdapter) -> None:
         shutil.rmtree(adapter.folder)  # vLLM will look for it in the middle of a batch
@@ -260,7 +261,7 @@ def test_after_a_failure_inside_vllm_it_is_started_anew(world: World, monkeypatc
     with pytest.raises(EngineError, match=r"failed while sampling: .* restarted"):
         engine.generate(asked)
     monkeypatch.undo()
-    add_noise(world.runtime.store, 0, 0.1, 3, (2,))
+    perturb(world.runtime.store, 0, 0.1, 3, (2,))
     assert gap(world.runtime, asked, engine.generate(asked)) <= 1e-4
 
 

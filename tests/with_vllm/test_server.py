@@ -13,10 +13,11 @@ from transformers import AutoTokenizer
 
 from agilerl.config.vllm import VLLMConfig
 from agilerl.errors import ConfigError, EngineError
-from agilerl.models.operators import add_noise, resize
+from agilerl.models.operators import resize
 from agilerl.models.tiny import tiny_model_path
 from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.runtime import Runtime
+from tests.models.perturbed import perturb
 from tests.tiny_models import qwen2, random_model
 from tests.with_vllm.conftest import random_factors
 from tests.with_vllm.test_colocated import SLOTS, gap, requests
@@ -143,7 +144,7 @@ def test_greedy_completions_are_the_torch_engine_s(runtime: Runtime, url: str) -
 def test_changed_agents_have_their_own_adapter_at_once(runtime: Runtime, url: str) -> None:
     engine, asked = engine_of(runtime, url), requests(SLOTS)
     for generation in range(3):
-        add_noise(runtime.store, generation, 0.5, 3, (generation,))
+        perturb(runtime.store, generation, 0.5, 3, (generation,))
         groups = engine.generate(asked)
         assert gap(runtime, asked, groups) <= 1e-4
     engine.close()
