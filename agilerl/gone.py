@@ -50,6 +50,8 @@ GONE: dict[str, str] = {
     "selection_strategy.between": "use name: knockout, which halves the population, or truncation",
     "selection_strategy.objectives": "selection goes by the reward alone; put a KL or a length that counts into "
     "the reward (algorithm.beta, a grader)",
+    "sharing": "agents no longer learn from each other's completions or from the elite, which cost accuracy; the "
+    "section teacher has a teacher (teacher.weight, and teacher.adapter or teacher.url)",
     "strategies=halving": "use knockout, which halves the population and protects your configuration",
     "strategies=pulses": "use knockout with training.pop_size=1, which begins with its pulses",
 }

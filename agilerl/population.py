@@ -10,14 +10,14 @@ from typing import Annotated, Any
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.agent import LLMAlgorithm
+from agilerl.algorithms.distillation import teacher_of
 from agilerl.algorithms.exams import AnyTask, Exams
 from agilerl.algorithms.learner import own_weights
 from agilerl.algorithms.objective import record_batch
-from agilerl.algorithms.sharing import Teaching
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together
 from agilerl.checks.arguments import Count, Hint, NotNegative, Seed, Share, Tokenizer, Whole, checked
-from agilerl.config.search import SharingConfig
+from agilerl.config.search import TeacherConfig
 from agilerl.data import Trajectory, collate
 from agilerl.envs.core import Place, Task
 from agilerl.envs.episode_task import EpisodeTask
@@ -34,9 +34,6 @@ from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standin
 from agilerl.rollouts.collect import grader_metrics
 from agilerl.rollouts.engine import Ask, Rollout, teaches_nothing
 from agilerl.rollouts.episodes import episode_metrics
-
-ALONE = SharingConfig()
-"""Agents that learn nothing from each other."""
 
 
 @dataclass
@@ -71,9 +68,7 @@ class Population(Exams):
     same stream of them, each from its own position, so those that trained equally long saw the same ones.
     ``max_error_rate`` is the share of completions (or episodes) whose grading may fail before a rollout raises.
     ``test_prompts`` of the task's test questions are the test (None: all); those after them are the panel ``second``,
-    for a choice among candidates. ``sharing`` is what agents
-    learn from each other: for distillation without a ``Sharing(teacher=...)``, set ``teacher``, an index, after
-    each selection.
+    for a choice among candidates. ``teacher`` is what agents are drawn to: the settings of the manifest's section.
     """
 
     @checked
@@ -89,7 +84,7 @@ class Population(Exams):
         eval_samples: Count = 1,
         max_error_rate: Share = 0.5,
         test_prompts: Count | None = None,
-        sharing: SharingConfig = ALONE,
+        teacher: TeacherConfig | Mapping[str, Any] | None = None,
     ) -> None:
         if not agents:
             raise ConfigError("a population needs at least 1 agent, found 0")
@@ -114,12 +109,7 @@ class Population(Exams):
         self._mark = object()
         """Identifies its rollouts, so that those of another population are recognised."""
         self.prompts_per_step, self.max_error_rate = prompts_per_step, max_error_rate
-        self.sharing, self._teaching = (
-            sharing,
-            Teaching(self.agents, task, self.tokenizer, sharing) if sharing else None,
-        )
-        self.teacher: int | None = None
-        """Agent whose policy the others are drawn to with ``sharing.distillation``: the last selection's elite."""
+        self.teacher = teacher_of(self.agents, self.tokenizer, teacher)
         self.waiting: frozenset[int] = frozenset()
         """Agents that neither sample nor learn for now, because they have spent more tokens than others."""
         self.next_index = max(a.index for a in agents) + 1
@@ -278,9 +268,7 @@ class Population(Exams):
         pads = [agent.pad_token_id for agent in agents]
         batches = [collate(rollout.batch(a.index), pad) for a, pad in zip(agents, pads)]
         outcomes = [rollout.outcome(agent.index) for agent in agents]
-        elite = next((agent.slot for agent in self.agents if agent.index == self.teacher), None)
-        lessons = self._teaching.lessons(agents, rollout, elite) if self._teaching else None
-        learned = learn_together(agents, batches, outcomes, lessons, whole=self.whole)
+        learned = learn_together(agents, batches, outcomes, self.teacher, whole=self.whole)
         metrics = dict(zip((a.index for a in agents), learned))
         for agent in agents:
             metrics[agent.index] = agent.report(metrics[agent.index])

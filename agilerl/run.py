@@ -36,7 +36,7 @@ _SETTINGS = {
     "seed": "training.seed",
 }
 """Arguments of ``train`` that are settings with a short name."""
-SECTIONS = ("environment", "training", "network", "mutation", "selection_strategy", "sharing", "distributed")
+SECTIONS = ("environment", "training", "network", "mutation", "selection_strategy", "teacher", "distributed")
 
 
 @checked

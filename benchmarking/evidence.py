@@ -150,13 +150,10 @@ OFTEN = (*ARMS["tournament"], "training.evo_steps=1")
 ARMS |= {
     "often": OFTEN,
     "often_rank": (*OFTEN, "mutation.probabilities={rl_hp_mut: 0.5, arch_mut: 0.5}", "mutation.rank_range=[4, 32]"),
-    "often_shared": (*OFTEN, "sharing.experience=8"),
-    "often_shared_all": (*OFTEN, "sharing={experience: 4, experience_for: all}"),
-    "often_distilled": (*OFTEN, "sharing.distillation=0.3"),
     # Up to its end the run of ``ours``; a soup that is more probably better than not is handed over.
     "ours_soup": ("selection_strategy={name: knockout, soup: 0.5}",),
 }
-PAST = ("halving", "often_noise", "often_crossover")
+PAST = ("halving", "often_noise", "often_crossover", "often_shared", "often_shared_all", "often_distilled")
 """Arms of what has gone: tables show their results, and nothing runs them."""
 NAMES = (*ARMS, *PAST)
 SEARCHES = ("tpe", "cmaes", "short", "asha")

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from agilerl.algorithms.custom_loss import LossFunction, compute_loss, loss_denominator, tangent_loss
+from agilerl.algorithms.distillation import Teacher
 from agilerl.algorithms.learner import Experience, Learner, sampled_as_trained
 from agilerl.algorithms.objective import record_batch, record_idle
-from agilerl.algorithms.sharing import Lesson
 from agilerl.algorithms.state import counters_of
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch, cut
 from agilerl.errors import ConfigError, MemoryExhaustedError
@@ -389,7 +389,7 @@ def learn_together(
     agents: Sequence[Learner],
     batches: Sequence[RolloutBatch],
     sampled: Sequence[Outcome] | None = None,
-    lessons: Sequence[Lesson] | None = None,
+    teacher: Teacher | None = None,
     *,
     whole: bool = False,
 ) -> list[dict[str, float]]:
@@ -398,14 +398,13 @@ def learn_together(
     Agents may differ in all settings: an agent with fewer optimizer steps drops out of the later rounds. What an agent
     computes depends on its own rows alone, so training it alone gives the same result. ``sampled`` has the outcomes of
     sampling the batches; an agent whose outcome is not ok learns nothing. The result is in ``agent.outcome``.
-    ``lessons`` are what agents learn from others besides, all of the policies before this update: the result then
-    depends on these, but still not on which agents are trained together. Of several processes, all pass the same; with
-    ``whole`` each trains some of the agents as if alone, else they share the rows of every agent.
+    A ``teacher`` is what all of them are drawn to. Of several processes, all pass the same; with ``whole`` each trains
+    some of the agents as if alone, else they share the rows of every agent.
     """
     runtime = agents[0].runtime
     _check_equal(runtime, agents, batches)
     outcomes: Sequence[Outcome] = ["ok"] * len(agents) if sampled is None else sampled
-    work = list(zip(agents, batches, outcomes, lessons or [Lesson()] * len(agents)))
+    work = [(*each, teacher) for each in zip(agents, batches, outcomes)]
     results = _apart(runtime, work) if whole and runtime.processes.size > 1 else _learn(runtime, work)
     for agent, (outcome, values) in zip(agents, results):
         # In every process: a reference that moves may take a slot, which has to be the same in all of them.
@@ -414,8 +413,8 @@ def learn_together(
     return [values for _, values in results]
 
 
-_Work = tuple[Learner, RolloutBatch, Outcome, Lesson]
-"""An agent, what it learns from, how that was sampled, and what others teach."""
+_Work = tuple[Learner, RolloutBatch, Outcome, Teacher | None]
+"""An agent, what it learns from, how that was sampled, and its teacher."""
 _Result = tuple[Outcome, dict[str, float]]
 
 
@@ -496,7 +495,7 @@ def _check_equal(runtime: Runtime, agents: Sequence[Learner], batches: Sequence[
         )
 
 
-def _begin(agent: Learner, batch: RolloutBatch, outcome: Outcome, lesson: Lesson) -> _Update:
+def _begin(agent: Learner, batch: RolloutBatch, outcome: Outcome, teacher: Teacher | None) -> _Update:
     nothing = batch.select(slice(0, 0))
     if outcome == "nonfinite":
         agent.skipped_steps += 1
@@ -505,7 +504,8 @@ def _begin(agent: Learner, batch: RolloutBatch, outcome: Outcome, lesson: Lesson
         # No rows, so no window and no step; the metrics of sampling are still reported.
         return _Update(agent, agent.prepare(nothing), outcome=outcome)
     try:
-        return _Update(agent, lesson.applied(agent, batch, agent.prepare(batch)))
+        experience = agent.prepare(batch)
+        return _Update(agent, teacher.applied(agent, experience) if teacher else experience)
     except MemoryExhaustedError:
         return _Update(agent, agent.prepare(nothing), outcome="oom")
 

@@ -30,7 +30,7 @@ _TRAINING = (
 )
 _OF_TRAINING = {"network": ("adapter", "lora_config"), "environment": ("data_batch_size_per_gpu", "eval_prompts")}
 """Settings of these two sections that an evaluation does not take from the command line."""
-_WITHOUT = ("mutation", "selection_strategy", "sharing", "distributed")
+_WITHOUT = ("mutation", "selection_strategy", "teacher", "distributed")
 """Sections that are all about training."""
 _OF_SAMPLING = ("use_vllm", "vllm_config")
 _SHAPE = ("r", "lora_alpha", "use_rslora", "target_modules", "alora_invocation_tokens")

@@ -31,6 +31,9 @@ _DOCUMENTED = {
 _EARLIER: dict[str, str] = {
     **{f"algorithm.{name}": f"network.{name}" for name in SharedOptions.model_fields},
     "network.quantization": "network.quantization_config",
+    "sharing.distillation": "teacher.weight",
+    "sharing.teacher": "teacher.adapter",
+    **{f"sharing.teacher_{name}": f"teacher.{name}" for name in ("url", "model", "api", "timeout")},
     "distributed.cpus_per_island": "distributed.cpus_per_worker",
     "distributed.gpus_per_island": "distributed.gpus_per_worker",
 }

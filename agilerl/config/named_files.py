@@ -252,7 +252,7 @@ def check_unchanged(
 
 def named_files(config: RunConfig) -> list[NamedFile]:
     """Return the files that the settings of a run name."""
-    environment, network, teacher = config.environment, config.network, config.sharing.teacher
+    environment, network, teacher = config.environment, config.network, config.teacher.adapter
     rows = chain.from_iterable(getattr(environment, key) or () for key in _KEYS)
     data = [] if network.chat_template_path is None else [network.chat_template_path]
     data += [dataset.path for dataset in rows if names_a_file(dataset.path)]

@@ -20,7 +20,7 @@ from agilerl.config.base_model import NetworkConfig
 from agilerl.config.declared import HYPERPARAMETERS
 from agilerl.config.distributed import DistributedConfig
 from agilerl.config.environment import EnvironmentConfig
-from agilerl.config.search import GeneConfig, MutationConfig, SelectionConfig, SharingConfig
+from agilerl.config.search import GeneConfig, MutationConfig, SelectionConfig, TeacherConfig
 from agilerl.config.training import TrainingConfig
 from agilerl.errors import ConfigError
 from agilerl.gone import instead
@@ -46,8 +46,8 @@ class RunConfig(Section):
     """Mutation operators and genes."""
     selection_strategy: SelectionConfig = Field(default_factory=SelectionConfig)
     """Selection."""
-    sharing: SharingConfig = Field(default_factory=SharingConfig)
-    """What agents learn from each other."""
+    teacher: TeacherConfig = Field(default_factory=TeacherConfig)
+    """A policy that agents are drawn to."""
     network: NetworkConfig = Field(default_factory=NetworkConfig)
     """Base model and adapters."""
     distributed: DistributedConfig = Field(default_factory=DistributedConfig)
@@ -189,16 +189,6 @@ class RunConfig(Section):
     def replaced(self, **sections: Section) -> Self:
         """Return a copy with other sections, which are taken as they are."""
         return self.model_copy(update=sections)
-
-    @property
-    def has_others(self) -> bool:
-        """Whether an agent has others to learn from."""
-        return self.training.pop_size > 1
-
-    @property
-    def has_teacher(self) -> bool:
-        """Whether there is a policy to draw agents to."""
-        return self.has_others or not self.sharing.elite_teaches
 
     @property
     def without_effect(self) -> list[str]:

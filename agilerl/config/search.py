@@ -1,4 +1,4 @@
-"""The search: what mutates, who survives, and what agents learn from each other."""
+"""The search: what mutates, who survives; and the teacher that agents are drawn to."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -18,7 +18,6 @@ _CLONES = Needs(
     why="{whole.selection_strategy.strategy} makes no mutated clones; name tournament, truncation or multi_frequency",
     off=0,
 )
-_ALONE = "there is only one agent, so none to learn from; raise training.pop_size"
 DEFAULT = "knockout"
 """The strategy if a manifest names none."""
 
@@ -213,46 +212,40 @@ def _absolute(path: Any) -> Any:
     return str(Path(path).expanduser().absolute()) if isinstance(path, str | Path) else path
 
 
-class SharingConfig(Section):
-    """What agents learn from each other while they train; nothing by default."""
+class TeacherConfig(Section):
+    """A teacher that agents are drawn to while they train (on-policy distillation); none by default."""
 
-    distillation: Annotated[float, Field(ge=0), Needs("has_teacher", why=_ALONE)] = 0.0
+    weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of KL(agent || teacher) on each agent's own completions; 0: none."""
-    teacher: Annotated[str | None, BeforeValidator(_absolute)] = None
+    adapter: Annotated[str | None, BeforeValidator(_absolute)] = None
     """Folder of the adapter that teaches: a PEFT folder, an agent of a checkpoint, or the elite of a run with the same
-    base. None: the elite of the last selection."""
-    teacher_url: Annotated[str | None, AfterValidator(server_url)] = None
+    base."""
+    url: Annotated[str | None, AfterValidator(server_url)] = None
     """Address of an OpenAI-compatible endpoint whose model teaches, instead of a folder: any model with the base's
     tokenizer. A key is read from ``TEACHER_API_KEY`` and only sent if you allow it, as vLLM's."""
-    teacher_model: Annotated[str | None, Field(min_length=1)] = None
-    """The model's name at ``teacher_url``."""
-    teacher_api: Annotated[Literal["prompt_logprobs", "echo"], Needs("teacher_url")] = "prompt_logprobs"
+    model: Annotated[str | None, Field(min_length=1)] = None
+    """The model's name at ``url``."""
+    api: Annotated[Literal["prompt_logprobs", "echo"], Needs("url")] = "prompt_logprobs"
     """How log-probs of given tokens are asked for: by vLLM's ``prompt_logprobs``, or ``echo`` with ``logprobs``."""
-    teacher_timeout: Annotated[float, Field(gt=0), Needs("teacher_url")] = 120.0
+    timeout: Annotated[float, Field(gt=0), Needs("url")] = 120.0
     """Seconds for one answer of the endpoint."""
-    experience: Annotated[int, Field(ge=0), Needs("has_others", why=_ALONE)] = 0
-    """Completions of other agents that an agent learns from besides its own, for each prompt."""
-    experience_for: Annotated[Literal["flat", "all"], Needs("experience")] = "flat"
-    """Prompts that get them: those whose own completions all earned the same, or all."""
-    experience_cap: Annotated[float, Field(gt=0), Needs("experience")] = 2.0
-    """Upper limit of the importance weight of such a completion."""
 
     @model_validator(mode="after")
     def _teaches(self) -> Self:
-        if self.teacher is not None and self.distillation == 0:
-            raise ValueError(f"sharing.teacher={self.teacher!r} has no effect: sharing.distillation is 0; set it")
-        if self.teacher_url is not None and self.distillation == 0:
-            raise ValueError("sharing.teacher_url has no effect: sharing.distillation is 0; set it")
-        if self.teacher_url is not None and self.teacher is not None:
-            raise ValueError("sharing.teacher and sharing.teacher_url are two teachers; remove one of them")
-        if (self.teacher_url is None) != (self.teacher_model is None):
-            raise ValueError("sharing.teacher_url and sharing.teacher_model go together; set both or neither")
+        if self.url is not None and self.adapter is not None:
+            raise ValueError("teacher.adapter and teacher.url are two teachers; remove one of them")
+        if (self.url is None) != (self.model is None):
+            raise ValueError("teacher.url and teacher.model go together; set both or neither")
+        named = self.adapter or self.url
+        if named is not None and self.weight == 0:
+            key = "adapter" if self.url is None else "url"
+            raise ValueError(f"teacher.{key}={shown(named)} has no effect: teacher.weight is 0; set it")
+        if named is None and self.weight > 0:
+            raise ValueError(
+                f"teacher.weight={self.weight:g} has no teacher (the elite of the last selection no longer is one, as "
+                "that cost accuracy); set teacher.adapter, or teacher.url and teacher.model"
+            )
         return self
 
     def __bool__(self) -> bool:
-        return self.distillation > 0 or self.experience > 0
-
-    @property
-    def elite_teaches(self) -> bool:
-        """Whether agents are drawn to the elite of the last selection."""
-        return self.distillation > 0 and self.teacher is None and self.teacher_url is None
+        return self.weight > 0

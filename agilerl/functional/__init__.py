@@ -6,7 +6,6 @@ gradient, not even if it is NaN. fp32 and fp64 both work; log-probs are natural 
 
 # A name that is imported as itself is one that the package exports.
 from agilerl.functional.advantages import AdvantageNorm as AdvantageNorm
-from agilerl.functional.advantages import borrowed_advantages as borrowed_advantages
 from agilerl.functional.advantages import broadcast_rows as broadcast_rows
 from agilerl.functional.advantages import broadcast_turns as broadcast_turns
 from agilerl.functional.advantages import discounted_returns as discounted_returns

@@ -49,52 +49,6 @@ def group_advantages(
     return advantages.to(_float(rewards))
 
 
-def borrowed_advantages(
-    rewards: Tensor,
-    groups: Tensor,
-    own_rewards: Tensor,
-    own_groups: Tensor,
-    *,
-    norm: AdvantageNorm = "mean_std",
-    adv_eps: float = 1e-4,
-) -> Tensor:
-    """Return advantages ``[M]`` of completions that another policy sampled, against the learner's of the same prompts.
-
-    The baseline is the mean of the learner's completions ``own_rewards [B]``, and does not depend on the row: with
-    importance weights the gradient stays unbiased. The divisor is that of ``group_advantages`` for the learner's rows
-    (``rloo``: none, the row is not in the mean), but where these all earned the same, and their advantages are 0
-    whatever the scale, ``mean_std`` takes the spread of all rows together. A row without a grade, or whose group has no
-    graded row of the learner, gets 0. Raises ValueError as ``group_advantages`` does.
-    """
-    if norm not in get_args(AdvantageNorm):
-        raise ValueError(f"norm must be one of {', '.join(get_args(AdvantageNorm))}, found {norm!r}")
-    for name, given, labels in (("", rewards, groups), ("own_", own_rewards, own_groups)):
-        if given.dim() != 1 or given.shape != labels.shape:
-            shapes = f"{list(given.shape)} and {list(labels.shape)}"
-            raise ValueError(f"expected {name}rewards [B] and {name}groups [B], found {shapes}")
-    centred, std, _, values = _group_statistics(own_rewards, own_groups)
-    _, pooled, _, _ = _group_statistics(torch.cat([own_rewards, rewards]), torch.cat([own_groups, groups]))
-    graded = torch.isfinite(rewards)
-    # The learner's first graded row in each group has what all of them share. (borrowed rows, own rows)
-    fit = (groups[:, None] == own_groups) & torch.isfinite(own_rewards)
-    known = fit.any(1) & graded
-    if not known.any():
-        return torch.zeros(rewards.shape, dtype=_float(rewards), device=rewards.device)
-    row = fit.int().argmax(1)  # argmax takes no bool, and no row of no columns
-    # A graded reward less its centred value is the mean of its group.
-    mean = (values - centred)[row]
-    advantages = fill_masked(rewards.detach().double(), graded) - mean
-    if norm == "mean_std":
-        spread = std[row]
-        advantages = advantages / (torch.where(spread < ZERO_STD, pooled[len(own_rewards) :], spread) + adv_eps)
-    elif norm == "batch_std":
-        advantages = advantages / (_std(values, torch.isfinite(own_rewards)) + adv_eps)
-    elif norm == "mean":
-        advantages = torch.where(mean > 0, advantages / mean, 0.0)
-    advantages = torch.where(advantages.abs() < ZERO_STD, 0.0, advantages)  # the rounding error of the mean
-    return fill_masked(advantages, known).to(_float(rewards))
-
-
 def distillation_advantages(logp: Tensor, teacher_logp: Tensor, mask: Tensor, weight: float) -> Tensor:
     """Return ``-weight (d - b)`` ``[B, L]`` with ``d = log pi - log teacher``, 0 where ``mask`` is False; detached.
 

@@ -23,7 +23,7 @@ TeacherAPI = Literal["prompt_logprobs", "echo"]
 """How an endpoint is asked for log-probs of given tokens: vLLM's ``prompt_logprobs``, or ``echo`` with ``logprobs``."""
 
 _CONNECTIONS = 32
-_APIS = "; vLLM has log-probs of a prompt as prompt_logprobs, other servers with sharing.teacher_api: echo"
+_APIS = "; vLLM has log-probs of a prompt as prompt_logprobs, other servers with teacher.api: echo"
 
 
 class _Known(Reply):
@@ -61,7 +61,7 @@ class TeacherEndpoint:
         try:
             self.url = str(server_url(url))
         except ValueError as error:
-            raise ConfigError(f"sharing.teacher_url: {error}") from None
+            raise ConfigError(f"teacher.url: {error}") from None
         self.model, self.api, self.timeout, self._closed = model, api, timeout, False
         self._server = Server(
             "the teacher", self.url, seconds=timeout, connections=_CONNECTIONS, key=os.environ.get(TEACHER_KEY)
@@ -88,7 +88,7 @@ class TeacherEndpoint:
             same = theirs.tokens == ours
         if not same:
             raise ConfigError(
-                f"sharing.teacher_url: the model {self.model!r} at {self.url} has other tokens than the base, and "
+                f"teacher.url: the model {self.model!r} at {self.url} has other tokens than the base, and "
                 "distillation compares tokens one by one; serve a model with the tokenizer of the base"
             )
         # Asked as training will ask, so that an endpoint without log-probs is found at the start.

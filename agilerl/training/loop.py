@@ -345,7 +345,6 @@ def _iterate(session: Session, progress: Progress) -> IterationDone:
         agent.schedule_factor = factor
     changes = _replay(session)
     population.waiting = _waiting(session, progress)
-    population.teacher = progress.teacher
     rollout = population.draw() if population.learns_from_data else population.rollout()
     update_start = perf_counter()
     learned = population.learn(rollout)
@@ -480,7 +479,7 @@ def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
 def _evolve(session: Session, progress: Progress, exam: Mapping[int, Fitness]) -> Evolved:
     config = session.config
     best = progress.kept[0] if progress.kept else None
-    event = evolve(
+    return evolve(
         session.population,
         exam,
         session.selection,
@@ -492,11 +491,6 @@ def _evolve(session: Session, progress: Progress, exam: Mapping[int, Fitness]) -
         standing=Standing(min(_spent(session, progress), 1.0), Best(best.agent, best.fitness) if best else None),
         best=best.state if best else None,
     )
-    if config.sharing.elite_teaches:
-        # Without elitism a plan may remove its elite.
-        elite = event.plan.elite
-        progress.teacher = elite if elite in event.plan.slots and elite not in event.sick else None
-    return event
 
 
 def evolve(

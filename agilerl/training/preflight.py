@@ -7,7 +7,7 @@ from typing import Any
 
 from agilerl.checks.arguments import counted
 from agilerl.config.run import RunConfig
-from agilerl.config.search import SelectionConfig, SharingConfig
+from agilerl.config.search import SelectionConfig, TeacherConfig
 from agilerl.errors import ConfigError
 from agilerl.population import Population
 from agilerl.runtime import Runtime
@@ -189,7 +189,7 @@ def session_of_one(config: RunConfig, bases: Bases, *, allow_code: bool = False)
         training=config.training.model_copy(update={"pop_size": 1, "init": "same"}),
         environment=config.environment.model_copy(update={"eval_prompts": 2, "test_prompts": 2}),
         selection_strategy=SelectionConfig(name="none"),
-        sharing=SharingConfig(),
+        teacher=TeacherConfig(),
     )
     resolved = check(config)
     if resolved.algorithm.env_type != "reasoning":

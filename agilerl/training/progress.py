@@ -78,8 +78,6 @@ class Progress(SavedValues):
         Field(default_factory=dict)
     )
     """Tokens and iterations of each agent in this generation; only kept if agents are compared at equal tokens."""
-    teacher: Count | None = None
-    """Agent that the others learn from, by ``sharing.distillation``."""
     fitness: _Exams = Field(default_factory=dict)
     """Last exam of every agent, living or dead."""
     exam: _Exams | None = None
@@ -154,6 +152,6 @@ class Progress(SavedValues):
 
 
 # Missing in older files, and left out of new ones while unset.
-_NEWER = ("kept", "pace", "teacher")
+_NEWER = ("kept", "pace")
 OF_FILE = frozenset(name for name, field in Progress.model_fields.items() if not (field.exclude or name in _NEWER))
 """What every file has."""

@@ -11,7 +11,6 @@ from typing import Any
 
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
-from agilerl.algorithms.sharing import check_borrows
 from agilerl.checks.arguments import checked, nearest, shown
 from agilerl.checks.validation import grouped, idle, validated
 from agilerl.config.base_model import SharedOptions
@@ -242,14 +241,6 @@ def resolve(config: RunConfig | Resolved) -> Resolved:
     if isinstance(lora.target_modules, str):
         where = "network.lora_config.target_modules (all-linear, a list of names, or a pattern)"
         compiled_pattern(lora.target_modules, where)
-    if config.sharing.experience:
-        for algorithm, start in zip(algorithms, starts):
-            check_borrows(algorithm.__name__, start)
-        if "beta" in config.genes:
-            raise ConfigError(
-                "sharing.experience needs agents without a KL, found the gene mutation.rl_hp_selection.beta; remove "
-                "one of the two"
-            )
     selection = _selection(config.selection_strategy, config.training.pop_size, config.tournament_size, config.genes)
     return Resolved(config, algorithms, starts[0], genes, _mutations(config.mutation), selection)
 

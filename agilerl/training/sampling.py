@@ -16,7 +16,7 @@ from agilerl.safety.addresses import check_key
 def check_sampling(config: RunConfig, options: SharedOptions, processes: int = 1) -> None:
     """Raise ConfigError for a missing or unsuitable vLLM, adapters that it cannot hold, or a leaked key."""
     settings = options.vllm_config or VLLMConfig()
-    servers = {"sharing.teacher_url": (TEACHER_KEY, config.sharing.teacher_url)}
+    servers = {"teacher.url": (TEACHER_KEY, config.teacher.url)}
     if options.use_vllm:
         servers["network.vllm_config.base_url"] = (API_KEY, settings.base_url)
     for where, (key, url) in servers.items():

@@ -262,7 +262,7 @@ def _population(
         eval_samples=t.eval_samples,
         max_error_rate=t.max_error_rate,
         test_prompts=config.environment.test_prompts,
-        sharing=config.sharing,
+        teacher=config.teacher,
     )
     if saved is not None:
         # Not counted from the living agents: indices of the dead are never used again.

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import agilerl
 from agilerl.algorithms import GRPO, SFT
-from agilerl.algorithms.sharing import load_teacher
+from agilerl.algorithms.distillation import load_teacher
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.manifest import load_manifest
 from agilerl.data import Trajectory, collate

@@ -35,11 +35,6 @@ KINDS: dict[str, tuple[str, ...]] = {
         *("mutation.probabilities={arch_mut: 1.0, rl_hp_mut: 0.0}", "mutation.rank_range=[2, 16]", EVERYBODY_MUTATES),
         *("training.pop_size=3", "training.evo_steps=1", "training.max_steps=144", "training.seed=2"),
     ),
-    "sharing": (
-        *("algorithm.lr=1e-2", "algorithm.beta=0", "mutation.rl_hp_selection={lr: {}}", "training.pop_size=3"),
-        *("training.evo_steps=2", "training.max_steps=144", "selection_strategy={name: tournament}"),
-        "sharing={experience: 3, experience_for: all, distillation: 0.5}",
-    ),
     "reference of its own and adaptive KL": (
         *HOT,
         *("algorithm.use_separate_reference_adapter=true", "algorithm.beta=0.05", "algorithm.kl_target=0.001"),
@@ -90,12 +85,12 @@ def test_each_iteration_in_another_process(kind: str, tmp_path: Path) -> None:
 def test_a_run_that_a_saved_adapter_teaches(tmp_path: Path) -> None:
     """It teaches everybody from the start, is the same after a break, and must not change in between."""
     elite = whole(tmp_path / "teacher", *TINY, *HOT) / "elite"
-    settings = (*TINY, *HOT, f"sharing={{distillation: 0.5, teacher: {elite}}}")
+    settings = (*TINY, *HOT, f"teacher={{weight: 0.5, adapter: {elite}}}")
     root = whole(tmp_path / "whole", *settings)
     assert an_iteration_each(tmp_path / "pieces", *settings) >= 4
     assert differences(evidence(tmp_path / "pieces"), evidence(root)) == []
     trained = [line for line in lines(root / "metrics.jsonl") if line["kind"] == "train"]
-    assert all("sharing/teacher_kl" in line for line in trained)
+    assert all("teacher/kl" in line for line in trained)
     config = load_manifest(None, list(settings))
     recorded = digests(named_files(config))
     assert {Path(path).name for path in recorded["data"]} >= {"adapter_config.json", "adapter_model.safetensors"}

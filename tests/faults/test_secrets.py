@@ -99,7 +99,7 @@ def assert_nowhere(folder: Path) -> None:
                 "environment.graders=[{name: 'code.py:Local', params: {of: [{endpoint: 'ADDRESS'}]}}]",
                 "network.vllm_config.base_url='ADDRESS'",
                 "environment.env_id='openenv:ADDRESS'",
-                "sharing.teacher_url='ADDRESS'",
+                "teacher.url='ADDRESS'",
                 "training.max_steps='ADDRESS'",
                 "environment.nonsense='ADDRESS'",
             )

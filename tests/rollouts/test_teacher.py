@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from agilerl.algorithms import GRPO
+from agilerl.algorithms.distillation import Teacher as Distillation
+from agilerl.algorithms.distillation import with_teacher
 from agilerl.algorithms.learner import behaviour_logprobs
-from agilerl.algorithms.sharing import Lesson, Sharing, with_teacher
 from agilerl.algorithms.update import learn_together
 from agilerl.config.run import RunConfig
 from agilerl.data import RolloutBatch, collate
@@ -90,10 +91,10 @@ def student(**changes: Any) -> GRPO:
     return GRPO(runtime=embedded_runtime(), index=0, seed=5, **settings)
 
 
-def population(agent: GRPO, **sharing: Any) -> Population:
+def population(agent: GRPO, **teacher: Any) -> Population:
     rows = [{"question": str(i), "answer": "0"} for i in range(4)]
     task = DatasetTask(rows, rows, reward_fn=lambda completion, answer, question: float(len(completion) % 2))
-    return Population([agent], task, prompts_per_step=4, sharing=Sharing(**sharing))
+    return Population([agent], task, prompts_per_step=4, teacher=teacher)
 
 
 def batch_of(agent: GRPO) -> RolloutBatch:
@@ -139,10 +140,10 @@ def test_value_and_gradient_are_those_of_the_sampled_tokens_reverse_kl() -> None
         taught = with_teacher(agent, plain, found, weight)
         assert agent.tokens["trained"] == before
         assert torch.allclose(taught.advantages.double(), wanted, atol=1e-4)
-        assert taught.metrics["sharing/teacher_kl"] == pytest.approx(float(whole / tokens), rel=1e-4)
+        assert taught.metrics["teacher/kl"] == pytest.approx(float(whole / tokens), rel=1e-4)
         twin = agent.clone(0)
-        (metrics,) = learn_together([agent], [batch], lessons=[Lesson(teacher=found, weight=weight)])
-    assert metrics["sharing/teacher_kl"] == pytest.approx(float(whole / tokens), rel=1e-4)
+        (metrics,) = learn_together([agent], [batch], teacher=Distillation(found, weight))
+    assert metrics["teacher/kl"] == pytest.approx(float(whole / tokens), rel=1e-4)
     # On-policy the ratio is 1, so d loss / d log-prob is -advantage / tokens.
     twin.accumulate_tangents(batch, (-wanted / tokens).float())
     twin.optim_step()
@@ -156,9 +157,9 @@ def test_value_and_gradient_are_those_of_the_sampled_tokens_reverse_kl() -> None
 def test_the_students_of_a_population_come_near_a_teacher_of_another_model(updates: int) -> None:
     with serve(Teacher()) as server:
         own = student() if updates == 1 else student(group_size=24, batch_size=96)
-        made = population(own, distillation=1.0, teacher_url=server.url, teacher_model="big")
+        made = population(own, weight=1.0, url=server.url, model="big")
         made.task._grader = lambda completion, answer, question: 0.0  # type: ignore[attr-defined]
-        gaps = [made.learn(made.rollout())[0]["sharing/teacher_kl"] for _ in range(updates)]
+        gaps = [made.learn(made.rollout())[0]["teacher/kl"] for _ in range(updates)]
     assert abs(gaps[0]) > 0.01
     assert sum(gaps[-3:]) < 0.9 * sum(gaps[:3]) or updates == 1
 
@@ -182,8 +183,8 @@ def test_another_tokenizer_is_refused(teacher: Teacher, api: TeacherAPI) -> None
     [
         ((200, json.dumps({"choices": [{"text": "x"}]})), "prompt_logprobs"),
         ((200, json.dumps({"choices": [{"prompt_logprobs": [None, {"1": {"logprob": -1}}]}]})), "prompt_logprobs"),
-        ((200, json.dumps({"choices": []})), "teacher_api: echo"),
-        ((200, "no json"), "teacher_api: echo"),
+        ((200, json.dumps({"choices": []})), "teacher.api: echo"),
+        ((200, "no json"), "teacher.api: echo"),
         ((401, f"wrong key {KEY}"), "TEACHER_API_KEY"),
         ((400, "too long"), "status 400"),
     ],
@@ -217,42 +218,42 @@ def test_overload_is_tried_again_and_a_lost_server_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sharing", "words"),
+    ("teacher", "words"),
     [
-        ({"teacher_url": "http://x:1", "teacher_model": "m"}, "distillation is 0"),
-        ({"teacher_url": "http://x:1", "distillation": 1.0}, "go together"),
-        ({"teacher_model": "m", "distillation": 1.0}, "go together"),
-        ({"teacher_url": "http://x", "teacher_model": "m", "teacher": "here", "distillation": 1.0}, "two teachers"),
-        ({"teacher_url": "nowhere", "teacher_model": "m", "distillation": 1.0}, "address of a server"),
-        ({"teacher_url": "http://a:b@x", "teacher_model": "m", "distillation": 1.0}, "teacher_url: .*address with"),
+        ({"url": "http://x:1", "model": "m"}, "weight is 0"),
+        ({"url": "http://x:1", "weight": 1.0}, "go together"),
+        ({"model": "m", "weight": 1.0}, "go together"),
+        ({"url": "http://x", "model": "m", "adapter": "here", "weight": 1.0}, "two teachers"),
+        ({"url": "nowhere", "model": "m", "weight": 1.0}, "address of a server"),
+        ({"url": "http://a:b@x", "model": "m", "weight": 1.0}, "url: .*address with"),
     ],
 )
-def test_settings_that_make_no_sense(sharing: dict[str, Any], words: str) -> None:
+def test_settings_that_make_no_sense(teacher: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        RunConfig.from_dict({"sharing": sharing})
+        RunConfig.from_dict({"teacher": teacher})
     with pytest.raises(ConfigError, match=words):
-        population(student(), **sharing)
+        population(student(), **teacher)
 
 
 def test_other_temperatures_are_refused() -> None:
-    sharing = {"distillation": 1.0, "teacher_url": "http://127.0.0.1:9", "teacher_model": "m"}
+    teacher = {"weight": 1.0, "url": "http://127.0.0.1:9", "model": "m"}
     with pytest.raises(ConfigError, match=r"temperature=0\.5"):
-        population(student(temperature=0.5), **sharing)
+        population(student(temperature=0.5), **teacher)
     with pytest.raises(ConfigError, match="gene temperature"):
-        population(student(hp_config=HyperparameterConfig(temperature=RLParameter(min=0.5, max=1.0))), **sharing)
+        population(student(hp_config=HyperparameterConfig(temperature=RLParameter(min=0.5, max=1.0))), **teacher)
 
 
 def test_a_manifest_sends_the_key_only_where_the_user_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = {"sharing": {"distillation": 1.0, "teacher_url": "http://x.test:1/v1", "teacher_model": "m"}}
+    values = {"teacher": {"weight": 1.0, "url": "http://x.test:1/v1", "model": "m"}}
     config = RunConfig.from_dict(values)
-    assert config.sharing.teacher_url == "http://x.test:1"
-    with pytest.raises(ConfigError, match="teacher_url"):
+    assert config.teacher.url == "http://x.test:1"
+    with pytest.raises(ConfigError, match=r"teacher\.url"):
         check(config)
     for allowed in ("http://x.test:1", "http://x.test:1/v1"):
         monkeypatch.setenv("AGILERL_ALLOWED_ADDRESSES", allowed)
         check(config)
     monkeypatch.setenv("AGILERL_ALLOWED_ADDRESSES", "http://x.test:1/v1/other")
-    with pytest.raises(ConfigError, match="teacher_url"):
+    with pytest.raises(ConfigError, match=r"teacher\.url"):
         check(config)
     monkeypatch.delenv("AGILERL_ALLOWED_ADDRESSES")
     monkeypatch.delenv("TEACHER_API_KEY")

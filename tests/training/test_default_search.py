@@ -80,7 +80,6 @@ def test_the_document_has_all_of_it(session: Session) -> None:
     ("overrides", "words"),
     [
         (("selection_strategy.name=none", "mutation.probabilities={arch_mut: 1.0}"), ["arch_mut", "none"]),
-        (("training.pop_size=1", "sharing.distillation=0.5"), ["sharing", "one agent"]),
         (("mutation.rl_hp_selection={temperature: {}}",), ["learning rate"]),
         ((), []),
     ],

@@ -1,4 +1,4 @@
-"""Operators on whole agents and in whole runs: the soup of the best exams, what agents share."""
+"""Operators on whole agents and in whole runs: the soup of the best exams, a teacher."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,6 @@ from agilerl.algorithms.state import soup
 from agilerl.config.manifest import load_manifest
 from agilerl.errors import ConfigError
 from agilerl.runs.strict_json import read_json
-from agilerl.training.resolved import resolve
 from agilerl.training.setup import build
 from tests.algorithms.conftest import batch_of, make_agents
 from tests.training.small_runs import lines, run_here
@@ -85,56 +84,7 @@ def test_a_soup_needs_candidates() -> None:
         load_manifest(None, ["selection_strategy={name: tournament, soup: 0.8}"])
 
 
-# -- what agents learn from each other --------------------------------------------------------------------------------
-
-
-LEARNING = ("algorithm.lr=1e-2", "algorithm.beta=0", "mutation.rl_hp_selection={lr: {}}", "training.max_steps=288")
-
-
-def train_lines(root: Path) -> list[dict[str, Any]]:
-    return [line for line in lines(root / "metrics.jsonl") if line["kind"] == "train"]
-
-
-def test_shared_experience_in_a_run(tmp_path: Path) -> None:
-    plain = train_lines(run_here(tmp_path / "plain", *LEARNING))
-    found = train_lines(run_here(tmp_path / "shared", *LEARNING, "sharing={experience: 4, experience_for: all}"))
-    lent = [line for line in found if "sharing/rows" in line]
-    assert lent
-    assert all(1 <= line["sharing/rows"] <= 16 for line in lent)  # 4 prompts
-    assert all(0 < line["sharing/weight"] <= 2 for line in lent)
-    # The first samples are the same, and their rewards are reported alone; what is learned from them is more.
-    for first, second in zip(plain[:3], found[:3]):
-        assert (first["reward"], first["completions/mean_length"]) == (
-            second["reward"],
-            second["completions/mean_length"],
-        )
-    assert sum(line["num_tokens"] for line in found[:3]) > sum(line["num_tokens"] for line in plain[:3])
-    assert not any(name.startswith("sharing/") for line in plain for name in line)
-
-
-def test_distillation_begins_after_the_first_selection_and_spares_the_elite(tmp_path: Path) -> None:
-    root = run_here(tmp_path / "run", *LEARNING, "sharing.distillation=0.3", "selection_strategy={name: none}")
-    elites = {line["generation"]: line["agent"] for line in lines(root / "lineage.jsonl") if line["event"] == "elite"}
-    for line in train_lines(root):
-        taught = "sharing/teacher_kl" in line
-        assert taught == (line["generation"] > 0 and line["agent"] != elites[line["generation"] - 1]), line
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (("algorithm.beta=0.1",), "found that beta=0.1"),
-        (("algorithm={name: PPO, lr_actor: 1e-3}",), "PPO does not compare the completions of a prompt"),
-        (("algorithm={name: 'choice[GRPO, REINFORCE]', beta: 0}",), "REINFORCE does not compare"),
-        (("algorithm={name: SFT}", "environment.env_type=sft"), "SFT"),
-    ],
-)
-def test_agents_that_cannot_share_are_refused_before_anything_is_loaded(overrides: tuple[str, ...], words: str) -> None:
-    with pytest.raises(ConfigError, match=words.replace("[", r"\[")):
-        resolve(load_manifest(None, [*overrides, "mutation.rl_hp_selection={}", "sharing.experience=2"]))
-
-
-def test_data_is_refused() -> None:
+def test_a_teacher_of_data_is_refused(tmp_path: Path) -> None:
     data = ("algorithm={name: SFT}", "environment.env_type=sft", "mutation.rl_hp_selection={}")
     with pytest.raises(ConfigError, match="agents that sample their own completions, found SFT"):
-        build(load_manifest(None, [*data, "sharing.distillation=0.1"]))
+        build(load_manifest(None, [*data, f"teacher={{weight: 0.1, adapter: {tmp_path}}}"]))

@@ -101,10 +101,6 @@ def default_session() -> Session:
             {"q_proj"},
         ),
         ("algorithm.temperature=0.7", lambda s: s.population.agents[2].temperature, 0.7),
-        ("sharing.distillation=0.2", lambda s: s.population.sharing.distillation, 0.2),
-        ("sharing.experience=3", lambda s: s.population.sharing.experience, 3),
-        ("sharing.experience_for=all", lambda s: s.population.sharing.experience_for, "all"),
-        ("sharing.experience_cap=1", lambda s: s.population.sharing.experience_cap, 1.0),
         ("mutation.mutate_elite=true", lambda s: s.resolved.mutations.mutate_elite, True),
         (
             "mutation={genes_per_mutation: 2, rl_hp_selection: {lr: {}, temperature: {}}}",
