@@ -68,15 +68,24 @@ def recorded(info: Mapping[str, Any]) -> RunConfig:
     was_set = info.get("given", whole)
     config = RunConfig.from_dict(was_set)
     # If a default has changed since, what differs from today's counts as set, with its recorded value.
-    if (now := document_of(config)) != whole:
+    if (now := _of_record(document_of(config), whole)) != whole:
         config = RunConfig.from_dict(_with_differences(was_set, now, whole))
         # If that does not give the recorded settings again, all of them count as set.
-        if document_of(config) != whole:
+        if _of_record(document_of(config), whole) != whole:
             config = RunConfig.from_dict(whole)
     config = config.dated(date)
     # What the budget decided, as in the run that began: founders and their first generation depend on it.
     config.training.model_fields_set.difference_update({"evo_steps", "pop_size"} - set(was_set.get("training", ())))
     return config
+
+
+def _of_record(now: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without those that are null and that a record does not have, as it had them by another name."""
+    return {
+        name: _of_record(value, before) if isinstance(value, Mapping) and isinstance(before, Mapping) else value
+        for name, value in now.items()
+        if (before := whole.get(name)) is not None or name in whole or value is not None
+    }
 
 
 def _with_differences(values: Mapping[str, Any], now: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.parameters import values_of
 from agilerl.run import train as train_in_python
-from agilerl.runs.directory import RunDirectory
+from agilerl.runs.directory import RunDirectory, read_run
 from agilerl.runtime import Runtime
 from agilerl.training.base import load_runtime
 from agilerl.training.loop import resume, train
@@ -378,3 +378,13 @@ def test_values_that_evolve_count_as_set(runtime: Runtime) -> None:
     for agent in agents:
         assert set(values_of(agent.config, agent.genes)) <= agent.config.model_fields_set | {"clip_max"}
     assert all("clip_max" in agent.config.model_fields_set for agent in agents[1:])
+
+
+@pytest.mark.parametrize("name", ["grpo", "ppo", "dpo", "mixed"])
+def test_a_run_of_before_the_present_names_keeps_what_was_set(name: str) -> None:
+    info = read_run(Path(__file__).parent.parent / "fixtures" / "checkpoints" / name)
+    config = recorded(info)
+    for section, values in info["given"].items():
+        if section != "algorithm":
+            # What the budget decided counts as set by nobody.
+            assert getattr(config, section).model_fields_set == set(values), section
