@@ -269,10 +269,9 @@ class PPO(PolicyLearner, LLMAlgorithm):
             self.critic_slot, self._critic_lease = free, self._lease_of(free)
 
     def _mutate_adapter(self, mutation: Mutation) -> str:
-        """Change the rank of both adapters alike; noise goes to the policy alone."""
+        """Change the rank of both adapters alike."""
         label = super()._mutate_adapter(mutation)
-        if mutation.kind == "rank":
-            resize(self.runtime.store, self.critic_slot, self.rank, self.config.seed)
+        resize(self.runtime.store, self.critic_slot, self.rank, self.config.seed)
         return label
 
 

@@ -276,17 +276,13 @@ def test_a_learning_rate_mutation_keeps_the_moments_and_the_schedule() -> None:
     assert float(runtime.store.steps[agent.slot]) == 5
 
 
-def test_rank_and_noise_mutations_act_on_the_adapter() -> None:
+def test_a_mutation_of_the_rank_acts_on_the_adapter() -> None:
     agent = trained(lr=1e-2)
     before = agent_logits(agent)
     agent.apply_mutation(Mutation(0, "rank", (Change("rank", 8, 16),)))
     assert agent.rank == 16
     assert torch.allclose(agent_logits(agent), before, atol=1e-5)
     agent.learn(batch_of(agent))  # goes on with the larger rank
-    before = agent_logits(agent)
-    agent.apply_mutation(Mutation(0, "parameters", details={"sd": 0.05, "noise_key": [0, 0]}))
-    difference = (agent_logits(agent) - before).abs().max()
-    assert 0 < difference < before.abs().max()
     assert agent.clone().rank == 16
 
 

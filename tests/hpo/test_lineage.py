@@ -45,12 +45,12 @@ def story():
         moved(2, 1, "lr", 2e-5, 8e-5),
         # The parent's own mutation of the generation in which it was cloned is not inherited.
         moved(0, 1, "beta", 0.1, 0.9),
-        mutation_record(Mutation(0, "parameters", details={"sd": 0.1, "noise_key": [1, 0]}), 1),
+        mutation_record(Mutation(0, "rank"), 1),
         exam(0, 2, 300),
         exam(2, 2, 310),
         moved(2, 2, "beta", 0.1, 0.2),
         mutation_record(Mutation(0), 2),
-        mutation_record(Mutation(2, "parameters", details={"sd": 0.1, "noise_key": [2, 2]}), 2),
+        mutation_record(Mutation(2, "rank"), 2),
         exam(0, 3, 400),
         exam(2, 3, 420),
         birth_record(3, 2, 3, 4, {"lr": 8e-5, "beta": 0.2}),
@@ -136,7 +136,7 @@ def test_schedule_follows_the_ancestors():
             ],
             "beta": [{"tokens": 0, "value": 0.1}, {"tokens": 310, "value": 0.2}],
         },
-        "not_replayed": [{"tokens": 310, "kind": "parameters", "agent": 2}],
+        "not_replayed": [{"tokens": 310, "kind": "rank", "agent": 2}],
     }
     assert json.loads(json.dumps(schedule)) == schedule
 

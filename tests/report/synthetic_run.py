@@ -119,7 +119,7 @@ class SyntheticRun:
         children = [elite]
         for parent in map(int, parents):
             genes = dict(self.genes[parent])
-            changes, kind = [], ["none", "hyperparameters", "hyperparameters", "parameters"][self.rng.integers(4)]
+            changes, kind = [], ["none", "hyperparameters", "hyperparameters", "rank"][self.rng.integers(4)]
             if kind == "hyperparameters":
                 for gene in self.rng.choice(["lr", "beta", "clip_coef", "group_size"], self.rng.integers(1, 3), False):
                     factor = float(np.exp(self.rng.normal(0, 1)))
