@@ -37,7 +37,6 @@ def test_a_population_takes_no_agent_that_was_cleaned_up() -> None:
         population.rollout,
         population.evaluate,
         lambda: population.learn(rollout),
-        lambda: list(population.states()),
         lambda: Population(population.agents, population.task),
     ]
     for use in uses:
