@@ -52,6 +52,13 @@ LONGEST = (
 """Files of 10 seconds and more, roughly the longest first: one of them at the end would leave the other cores idle."""
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    """Bits are those of one thread, whatever number a run in an earlier test has set."""
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)
+
+
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
     """One more than there are cores: a fifth of the time, tests wait for a process, a browser or the end of a time."""

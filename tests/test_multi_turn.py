@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
@@ -24,11 +23,6 @@ from tests.probes import GridNavigation
 from tests.tiny_models import qwen2, random_model
 
 pytestmark = pytest.mark.model
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def make_runtime() -> Runtime:

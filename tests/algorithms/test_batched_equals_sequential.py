@@ -11,11 +11,6 @@ from tests.tiny_models import PAD
 pytestmark = pytest.mark.model
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def train_together(rounds: int = 3) -> tuple[list, list]:
     agents, tokens = make_agents(), []
     for _ in range(rounds):
@@ -55,9 +50,11 @@ def test_packing_changes_nothing(max_tokens: int) -> None:
     expected, _ = train_together(1)
     agents = make_agents()
     agents[0].runtime.max_tokens = max_tokens
-    learn_together(agents, [collate(own, PAD) for own in sample(agents)])
-    for agent, bits in zip(agents, expected):
-        assert equal(weights(agent), bits)
+    batches = [collate(own, PAD) for own in sample(agents)]
+    metrics = learn_together(agents, batches)
+    for own in range(3):
+        assert equal(weights(agents[own]), expected[own])
+        assert make_agents()[own].learn(batches[own]) == metrics[own]
 
 
 def test_order_of_agents_changes_nothing() -> None:
@@ -104,8 +101,7 @@ def test_micro_batches_accumulate_the_same_gradient() -> None:
         reference, expected = results[0]
         for gradient, metrics in results[1:]:
             assert torch.allclose(gradient, reference, rtol=1e-4, atol=1e-7), norm
-            for name in ("loss", "kl", "entropy", "clip_ratio/region_mean", "is_ratio/max", "advantages/std"):
-                assert metrics[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), (norm, name)
+            assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6), norm
 
 
 def test_idle_rows_are_skipped_exactly() -> None:
@@ -127,13 +123,3 @@ def test_idle_rows_are_skipped_exactly() -> None:
         outcomes.append(agent.runtime.store.exp_avg[agent.slot].clone())
     assert outcomes[0].abs().sum() > 0
     assert torch.allclose(outcomes[0], outcomes[1], rtol=1e-4, atol=1e-8)
-
-
-def test_all_equal_rewards_move_nothing() -> None:
-    (agent,) = make_agents(1, beta=0.0)
-    batch = batch_of(agent)
-    batch.rewards.fill_(1.0)
-    before = agent.runtime.store.adapter(agent.slot)
-    metrics = agent.learn(batch)
-    assert metrics["frac_reward_zero_std"] == 1.0
-    assert all(torch.equal(x, y) for p, q in zip(before, agent.runtime.store.adapter(agent.slot)) for x, y in zip(p, q))

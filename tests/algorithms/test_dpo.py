@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +16,7 @@ from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.examples import PreferenceTask
 from agilerl.errors import ConfigError
 from agilerl.functional import PREFERENCE_LOSSES, MetricReducer
-from agilerl.hpo.mutation import Change, Mutation
-from agilerl.hpo.parameters import HyperparameterConfig, RLParameter, genes_from
+from agilerl.hpo.parameters import HyperparameterConfig, RLParameter
 from agilerl.llm_envs import PreferenceGym
 from agilerl.models.slots import Route
 from agilerl.population import Population
@@ -32,17 +30,7 @@ SETTINGS: tuple[dict[str, Any], ...] = (
     {"lr": 3e-2, "batch_size": 3, "beta": 0.5, "loss_type": "ipo"},
     {"lr": 1e-4, "batch_size": 9, "loss_type": ("sigmoid", "sft"), "loss_weights": (1.0, 0.3), "update_epochs": 2},
 )
-OTHERS: tuple[dict[str, Any], ...] = (
-    {"lr": 3e-3, "batch_size": 4, "loss_type": "orpo"},
-    {"lr": 3e-3, "batch_size": 3, "use_weighting": True, "ld_alpha": 0.5, "update_epochs": 2},
-    {"lr": 3e-3, "batch_size": 9, "loss_type": ("simpo", "cpo"), "reference_free": True},
-)
 OVER_PAIRS = ("bco_pair", "aot", "aot_pair")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def make(**changes: Any) -> DPO:
@@ -244,54 +232,6 @@ def test_pairs_are_weighted_by_the_current_policy() -> None:
 # -- exactness and copies --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, OTHERS])
-def test_batched_equals_one_at_a_time_bit_for_bit(settings: tuple[dict[str, Any], ...]) -> None:
-    batches = [[pairs(9, seed=10 * step + (i > 0), longest=30) for i in range(3)] for step in range(3)]
-    together = agents_of(DPO, settings)
-    start = [weights(a) for a in together]
-    for step in batches:
-        learn_together(together, step)
-    for own in range(3):
-        agents = agents_of(DPO, settings)
-        for step in batches:
-            agents[own].learn(step[own])
-        assert equal(weights(agents[own]), weights(together[own]))
-        assert not equal(weights(together[own]), start[own])
-
-
-@pytest.mark.parametrize("own_reference", [False, True])
-def test_clone_and_checkpoint_continue_bit_identically(tmp_path: Path, own_reference: bool) -> None:
-    agent = make(batch_size=4, loss_type=["sigmoid", "hinge"], loss_weights=[1, 0.5], lr=1e-2)
-    agent.learn(pairs())
-    if own_reference:
-        agent.set_reference_policy(1)
-        agent.learn(pairs(seed=3))
-    agent.save_checkpoint(tmp_path / "a")
-    copies = [agent.clone(), DPO.load(tmp_path / "a", runtime=agent.runtime)]
-    expected = agent.learn(pairs(seed=1))
-    for copy in copies:
-        assert copy.config == agent.config
-        assert copy.learn(pairs(seed=1)) == expected
-        assert equal(weights(copy), weights(agent))
-
-
-GENES = genes_from(DPO.Config)
-
-
-@pytest.mark.parametrize("gene", GENES)
-def test_every_gene_changes_behaviour_when_it_mutates(gene: str) -> None:
-    outcomes = []
-    for mutate in (False, True):
-        agent = make(batch_size=9, lr=1e-2, update_epochs=2, weight_decay=0.01)
-        agent.learn(pairs(12))
-        if mutate:
-            new = next(v for v in (GENES[gene].min, GENES[gene].max) if v != getattr(agent, gene))
-            agent.apply_mutation(Mutation(0, "hyperparameters", (Change(gene, getattr(agent, gene), new),)))
-        agent.learn(pairs(12, seed=1))
-        outcomes.append(weights(agent))
-    assert not equal(*outcomes)
-
-
 # -- environments and populations ------------------------------------------------------------------------------------
 
 ROWS = [{"question": str(i), "answer": str((i + 3) % 10), "rejected": str((i + 7) % 10)} for i in range(6)]
@@ -353,8 +293,6 @@ def test_defaults_and_names() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"beta": 0}, "beta: input should be greater than 0"),
-        ({"loss_type": "dpo"}, r"loss_type: .* 'sigmoid', 'cdpo'"),
         ({"loss_type": ["sigmoid", "hinge"], "loss_weights": [1.0]}, "expected 2 numbers, found 1"),
         ({"loss_weights": [1.0, 2.0]}, "expected 1 numbers, found 2"),
         ({"loss_type": ["hinge", "hinge"]}, "names a loss twice"),
@@ -362,12 +300,9 @@ def test_defaults_and_names() -> None:
         ({"loss_type": ["sigmoid", "sft"], "nll_alpha": 0.1}, "nll_alpha=0.1 both"),
         ({"loss_type": "hinge", "label_smoothing": 0.1}, "label_smoothing=0.1 .*loss_type='hinge'"),
         ({"loss_type": "cdpo"}, r"loss_type='cdpo' .*label_smoothing"),
-        ({"label_smoothing": 0.5}, r"label_smoothing: .* 0.5"),
         ({"loss_type": "aot", "micro_batch_size_per_gpu": 2}, "split; found micro_batch_size_per_gpu=2"),
         ({"loss_type": "aot", "use_weighting": True}, "use_weighting weighs"),
         ({"loss_type": "orpo", "ld_alpha": 0.5}, "ld_alpha=0.5 weighs"),
-        ({"ld_alpha": 1.5}, "ld_alpha: .* 1"),
-        ({"group_size": 4}, r"DPO .* 'group_size'"),
     ],
 )
 def test_contradictions_are_told_in_a_sentence(arguments: dict[str, Any], message: str) -> None:

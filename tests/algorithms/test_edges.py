@@ -49,7 +49,6 @@ SETTINGS = [
 
 @pytest.fixture(scope="module")
 def worlds() -> tuple[Runtime, Any]:
-    torch.set_num_threads(1)
     model = random_model()
     exact = copy.deepcopy(model).double()
     return Runtime.for_model(model, lora_config=lora(8), seed=5), exact

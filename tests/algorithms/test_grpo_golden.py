@@ -62,7 +62,6 @@ def inputs(grpo: GRPO, sampled: bool = False) -> LossInputs:
     [
         ("grpo b=0", {}),
         ("bnpo/token-mean b=0 (dapo single micro-batch)", {"loss_norm": "token-mean"}),
-        ("bnpo/token-mean b=0 (dapo single micro-batch)", {"loss_norm": "accumulation_window"}),
         ("dr_grpo L=8 b=0 (std-scaled A)", {"loss_norm": "fixed-length"}),
         ("seq-mean-token-sum b=0", {"loss_norm": "seq-mean-token-sum"}),
         ("grpo b=.04 k3", {"beta": 0.04}),

@@ -9,29 +9,16 @@ import torch
 
 from agilerl.algorithms import KTO
 from agilerl.algorithms.kto import mismatched
-from agilerl.algorithms.update import learn_together
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.envs.datasets import CuratedTask, DatasetTask
 from agilerl.envs.examples import UnpairedTask
 from agilerl.errors import ConfigError, EnvError
 from agilerl.functional import MetricReducer
 from agilerl.llm_envs import PreferenceGym, UnpairedGym
-from tests.algorithms.conftest import equal, weights
 from tests.algorithms.data_agents import agents_of, embedded_runtime, examples, moment
 from tests.tiny_models import PAD
 
 pytestmark = pytest.mark.model
-
-SETTINGS: tuple[dict[str, Any], ...] = (
-    {"lr": 1e-3, "batch_size": 4},
-    {"lr": 3e-2, "batch_size": 9, "beta": 0.5, "desirable_weight": 2.0, "update_epochs": 2},
-    {"lr": 1e-3, "batch_size": 5, "loss_type": "apo_zero_unpaired", "undesirable_weight": 0.5},
-)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def make(**changes: Any) -> KTO:
@@ -147,34 +134,6 @@ def test_other_completions_follow_prompts_that_are_not_theirs() -> None:
 
 
 # -- exactness --------------------------------------------------------------------------------------------------------
-
-
-def test_micro_batches_accumulate_the_same_gradient() -> None:
-    results = []
-    for micro in (None, 1, 5):
-        agent = make(micro_batch_size_per_gpu=micro, max_grad_norm=None, lr=1e-2)
-        agent.learn(answers(seed=4))
-        agent.runtime.store.clear_moments(agent.slot)
-        results.append((agent.learn(answers(12, longest=30)), moment(agent)))
-    assert results[0][1].abs().sum() > 0
-    for metrics, gradient in results[1:]:
-        assert torch.allclose(gradient, results[0][1], rtol=1e-3, atol=1e-6)
-        for name in ("loss", "rewards/chosen", "logps/rejected", "reference_point"):
-            assert metrics[name] == pytest.approx(results[0][0][name], rel=1e-4, abs=1e-6), name
-
-
-def test_batched_equals_one_at_a_time_bit_for_bit() -> None:
-    batches = [[answers(9, seed=10 * step + (i > 0), longest=30) for i in range(3)] for step in range(2)]
-    together = agents_of(KTO, SETTINGS)
-    start = [weights(a) for a in together]
-    for step in batches:
-        learn_together(together, step)
-    for own in range(3):
-        agents = agents_of(KTO, SETTINGS)
-        for step in batches:
-            agents[own].learn(step[own])
-        assert equal(weights(agents[own]), weights(together[own]))
-        assert not equal(weights(together[own]), start[own])
 
 
 def test_good_completions_become_likelier_and_bad_ones_less_so() -> None:

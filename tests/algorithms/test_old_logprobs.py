@@ -24,7 +24,6 @@ pytestmark = pytest.mark.model
 
 
 def agent(kind: type[Any] = GRPO, model: Any = None, **settings: Any) -> Any:
-    torch.set_num_threads(1)
     runtime = Runtime.for_model(random_model() if model is None else model, lora_config=lora(8), seed=5)
     rate = {"lr_actor": 1e-2} if kind is PPO else {"lr": 1e-2}
     usual = {"group_size": 4, "batch_size": 16, "beta": 0.0, "max_output_tokens": 9, "seed": 5, **rate}
@@ -86,7 +85,6 @@ def test_the_documented_loop_may_leave_them_out() -> None:
     """Ratios of the first window were exp(log-prob) where 0.0 stood for what was not known."""
     updates = []
     for how in ("given", "left out", "unknown to the engine"):
-        torch.set_num_threads(1)
         runtime = Runtime.from_pretrained("embedded", seed=1)
         if how == "unknown to the engine":
             runtime.engine = Silent(runtime.engine)

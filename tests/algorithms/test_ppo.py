@@ -2,7 +2,6 @@
 
 import inspect
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,17 +13,11 @@ from agilerl.data import LossInputs, MicroBatch, RolloutBatch, Trajectory, colla
 from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer
 from agilerl.hpo.mutation import Change, Mutation
-from agilerl.hpo.parameters import HyperparameterConfig, RLParameter, genes_from
-from tests.algorithms.conftest import sample
+from agilerl.hpo.parameters import HyperparameterConfig, RLParameter
 from tests.algorithms.ppo_agents import batch_of, bits, equal, make_agents, turn_batch
 from tests.tiny_models import PAD
 
 pytestmark = pytest.mark.model
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
@@ -45,8 +38,6 @@ def test_documented_names_and_defaults() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"clip_coef": 1.5}, r"clip_coef=1.5 .* ratio bounds \[-0.5, 2.5\]"),
-        ({"gamma": 1.5}, r"gamma: .* 1, found 1.5"),
         ({"turn_level_clip": False, "turn_ratio_pooling": "mean"}, "contradicts turn_level_clip=False"),
         ({"advantage_granularity": "token", "turn_value_reduction": "mean"}, "advantages are those of tokens"),
         ({"turn_level_clip": False, "turn_value_reduction": "mean"}, "use advantage_granularity='turn'"),
@@ -77,32 +68,6 @@ def test_two_learning_rates_each_moves_its_own_slot() -> None:
     assert equal(moved["lr_critic"][actor], moved["none"][actor])
     assert not equal(moved["lr_actor"][actor], moved["none"][actor])
     assert not equal(moved["lr_critic"][critic], moved["none"][critic])
-
-
-GENES = genes_from(PPO.Config)
-
-
-@cache
-def two_updates(gene: str | None) -> tuple[list[list[int]], list[torch.Tensor]]:
-    """Return what an agent samples between two updates, and its weights after them; the gene changes in between."""
-    start = {"batch_size": 8, "beta": 0.01, "update_epochs": 2, "weight_decay": 0.01, "gae_lambda": 0.9}
-    start |= {"entropy_coef": 0.01}
-    start |= {"gamma": 0.95, "clip_coef": 0.3, "lr_actor": 1e-2, "lr_critic": 1e-2}
-    (agent,) = make_agents(1, **start)
-    agent.learn(batch_of(agent))
-    if gene is not None:
-        now = getattr(agent, gene)
-        new = next(v for v in (GENES[gene].min, GENES[gene].max) if v != now)
-        agent.apply_mutation(Mutation(0, "hyperparameters", (Change(gene, now, new),)))
-    (rollout,) = sample([agent])
-    agent.learn(batch_of(agent))
-    return [t.token_ids for t in rollout], bits(agent)
-
-
-@pytest.mark.parametrize("gene", GENES)
-def test_every_gene_changes_behaviour_when_it_mutates(gene: str) -> None:
-    (tokens, before), (others, after) = two_updates(None), two_updates(gene)
-    assert tokens != others or not equal(before, after)
 
 
 # -- golden numbers --------------------------------------------------------------------------------------------------

@@ -22,11 +22,6 @@ from tests.tiny_models import PAD, random_model
 pytestmark = pytest.mark.model
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 # -- the critic's gradients ------------------------------------------------------------------------------------------
 
 
@@ -163,34 +158,6 @@ def trained(**changes: Any) -> PPO:
     (agent,) = make_agents(1, batch_size=8, **changes)
     agent.learn(batch_of(agent))
     return agent
-
-
-def test_clone_then_update_is_bit_identical_and_the_parent_does_not_change() -> None:
-    parent = trained()
-    before = bits(parent)
-    child = parent.clone(index=7)
-    assert equal(bits(child), before)
-    assert len({parent.slot, parent.critic_slot, child.slot, child.critic_slot}) == 4
-    child.index = parent.index  # the index is part of the mini-batches' random stream
-    batch = batch_of(parent)
-    child.learn(batch)
-    assert equal(bits(parent), before)
-    after = bits(child)
-    parent.learn(batch)
-    assert equal(bits(parent), after)
-    assert not equal(after, before)
-
-
-def test_save_and_load_continue_bit_identically(tmp_path: Path) -> None:
-    agent = trained(gae_lambda=0.9)
-    agent.save_checkpoint(tmp_path)
-    loaded = PPO.load(tmp_path, runtime=agent.runtime)
-    assert loaded.config == agent.config
-    assert equal(bits(loaded), bits(agent))
-    batch = batch_of(agent)
-    agent.learn(batch)
-    loaded.learn(batch)
-    assert equal(bits(loaded), bits(agent))
 
 
 def test_the_critic_is_a_peft_folder_with_its_head_beside_it(tmp_path: Path) -> None:

@@ -23,11 +23,6 @@ pytestmark = pytest.mark.model
 DIGIT_ZERO = 2  # token id of the digit 0: pad and end come before it
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def digits_agent(**settings: Any) -> PPO:
     """An agent whose vocabulary is little more than the ten digits."""
     runtime = Runtime.for_model(random_model(qwen2(vocab_size=16)), seed=1)

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 
 from agilerl.algorithms import CISPO, DPPO, GRPO, GSPO, REINFORCE, RLOO, LLMAlgorithm, MaxRL
 from agilerl.data import Trajectory
@@ -14,11 +13,6 @@ from tests.probes import ConditionalTarget, GridNavigation, MultiInputConditiona
 from tests.tiny_models import PAD, qwen2, random_model
 
 pytestmark = pytest.mark.model
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def digits_agent(cls: type[LLMAlgorithm], **settings: Any) -> Any:

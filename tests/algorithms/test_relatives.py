@@ -13,7 +13,6 @@ from agilerl.data import LossInputs
 from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer
 from agilerl.runtime import Runtime
-from tests.algorithms.conftest import batch_of, make_agents
 from tests.algorithms.test_grpo_golden import GOLDEN, MASK, batch, inputs
 from tests.tiny_models import PAD, random_model
 
@@ -65,15 +64,13 @@ def test_gradient_is_golden(runtime: Runtime, cls: type[GRPO], key: str, setting
     assert torch.allclose(x.logp.grad, torch.tensor(GOLDEN[key]), atol=2e-7)
 
 
-@pytest.mark.parametrize(("cls", "key"), [(CISPO, "adv_trl_eps1e-4"), (GSPO, "adv_trl_eps1e-4"), (RLOO, "adv_rloo")])
+@pytest.mark.parametrize(
+    ("cls", "key"),
+    [(CISPO, "adv_trl_eps1e-4"), (GSPO, "adv_trl_eps1e-4"), (DPPO, "adv_trl_eps1e-4"), (RLOO, "adv_rloo")],
+)
 def test_credit_is_golden(runtime: Runtime, cls: type[GRPO], key: str) -> None:
     expected = torch.where(MASK, torch.tensor(GOLDEN[key])[:, None], 0.0)
     assert torch.allclose(agent(runtime, cls).credit(batch()), expected, atol=1e-6)
-
-
-@pytest.mark.parametrize(("cls", "settings"), [(GSPO, {}), (DPPO, {}), (RLOO, {"adv_norm": "rloo"})])
-def test_credit_is_that_of_grpo(runtime: Runtime, cls: type[GRPO], settings: dict) -> None:
-    assert torch.equal(agent(runtime, cls).credit(batch()), agent(runtime, GRPO, **settings).credit(batch()))
 
 
 @pytest.mark.parametrize(
@@ -110,29 +107,6 @@ def test_contradictions_are_refused(runtime: Runtime, cls: type[GRPO], settings:
 # -- CISPO: a clipped, detached importance weight on the log-probs, so no token loses its gradient ---------------------
 
 
-def test_every_token_keeps_its_gradient_where_grpo_clips_it(runtime: Runtime) -> None:
-    gradients = []
-    for cls in (CISPO, GRPO):
-        it = agent(runtime, cls, loss_norm="token-mean")
-        x = inputs(it)
-        it.objective(x, MetricReducer()).backward()
-        gradients.append(x.logp.grad[MASK])
-    assert (gradients[0] != 0).all()
-    assert (gradients[1] == 0).any()
-
-
-def test_on_policy_its_gradient_is_that_of_grpo(runtime: Runtime) -> None:
-    gradients = []
-    for cls in (CISPO, GRPO):
-        it = agent(runtime, cls, loss_norm="token-mean")
-        x = inputs(it)
-        x = replace(x, old_logp=x.logp.detach())
-        it.objective(x, MetricReducer()).backward()
-        gradients.append(x.logp.grad)
-    assert torch.allclose(gradients[0], gradients[1], atol=1e-8)
-    assert torch.allclose(gradients[0], torch.where(MASK, -inputs(agent(runtime, CISPO)).advantages / MASK.sum(), 0.0))
-
-
 # -- GSPO: GRPO with the ratio of whole completions, its own narrow bounds, and nothing else to choose -----------------
 
 
@@ -142,13 +116,6 @@ def test_it_is_grpo_with_the_objective_fixed(runtime: Runtime) -> None:
     assert torch.equal(own.objective(inputs(own), MetricReducer()), other.objective(inputs(other), MetricReducer()))
     assert own.config.clip_range == (0.9, 1.1)
     assert agent(runtime, GSPO).config.clip_range == (1 - 3e-4, 1 + 4e-4)
-
-
-def test_a_fixed_setting_cannot_be_assigned(runtime: Runtime) -> None:
-    gspo = agent(runtime, GSPO)
-    with pytest.raises(ConfigError, match=r"GSPO.*loss_type"):
-        gspo.loss_type = "grpo"
-    assert gspo.config.loss_type == "gspo"
 
 
 @pytest.mark.parametrize("preset", ["dapo", "dr_grpo"])
@@ -172,13 +139,6 @@ def test_presets_belong_to_grpo(runtime: Runtime, preset: str) -> None:
 def test_credit_is_divided_by_the_mean(runtime: Runtime, rewards: list[float], expected: list[float]) -> None:
     found = agent(runtime, MaxRL).credit(batch(rewards))
     assert torch.equal(found, torch.where(MASK, torch.tensor(expected)[:, None], 0.0))
-
-
-def test_the_rarer_the_success_the_larger_the_step(runtime: Runtime) -> None:
-    """One success among G: the mean is 1/G, so the advantage of the success is G - 1 and of the others -1."""
-    data = batch([1.0, 0.0, 0.0, 0.0])
-    object.__setattr__(data, "groups", torch.zeros(4, dtype=torch.int64))
-    assert torch.equal(agent(runtime, MaxRL).credit(data)[:, 0], torch.tensor([3.0, -1.0, -1.0, -1.0]))
 
 
 def test_objective_is_that_of_grpo(runtime: Runtime) -> None:
@@ -208,17 +168,6 @@ def test_the_kl_is_taken_off_the_reward(runtime: Runtime) -> None:
     assert torch.allclose(rloo.credit(batch(), kl), torch.where(MASK, expected, 0.0), atol=1e-6)
     x = replace(inputs(rloo), ref_logp=inputs(rloo).logp.detach() + 1.0)
     assert torch.equal(rloo.objective(x, MetricReducer()), rloo.objective(inputs(rloo), MetricReducer()))
-
-
-def test_an_update_uses_the_reference(runtime: Runtime) -> None:
-    credits = []
-    for beta in (0.0, 0.5):
-        (base,) = make_agents(1, beta=0.0, lr=1e-2)
-        base.learn(batch_of(base))  # away from the reference
-        rloo = RLOO(runtime=base.runtime, pad_token_id=PAD, beta=beta, max_output_tokens=9, batch_size=64, seed=5)
-        rloo.runtime.store.load_adapter(rloo.slot, base.runtime.store.adapter(base.slot))
-        credits.append(rloo.prepare(batch_of(rloo)).advantages)
-    assert not torch.allclose(credits[0], credits[1])
 
 
 # -- DPPO: a token stops where its probability has moved too far, whatever its ratio ---------------------------------
@@ -268,16 +217,6 @@ def test_gradient_and_metrics_of_dppo_are_golden(runtime: Runtime) -> None:
     found = metrics.result()
     regions = [found[f"clip_ratio/{name}_mean"] for name in ("low", "high", "region")]
     assert regions == [0.25, 0.25, 0.5]
-
-
-def test_ratio_bounds_would_do_the_opposite(runtime: Runtime) -> None:
-    """GRPO stops the rare token that rose tenfold; DPPO lets it rise on."""
-    gradients = []
-    for cls in (DPPO, GRPO):
-        x = moved()
-        agent(runtime, cls).objective(x, MetricReducer()).backward()
-        gradients.append(x.logp.grad[0, 1].item())
-    assert gradients[0] < 0 == gradients[1]
 
 
 def test_the_first_step_is_reinforce(runtime: Runtime) -> None:

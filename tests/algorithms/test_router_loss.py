@@ -8,24 +8,18 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from agilerl.algorithms import DPO, GRPO, SFT
-from agilerl.algorithms.update import learn_together
 from agilerl.config.base_model import SharedOptions
 from agilerl.data import RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.models.slots import Route
 from agilerl.runtime import AgentRows, Runtime
-from tests.algorithms.conftest import equal, lora, weights
+from tests.algorithms.conftest import lora
 from tests.algorithms.data_agents import agents_of, examples, moment
 from tests.tiny_models import PAD, qwen2, random_model
 
 pytestmark = pytest.mark.model
 
 EXPERTS, TOP = 4, 2
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 def mixture(kind: Any = Qwen3MoeConfig, options: SharedOptions | None = None, **changes: Any) -> Runtime:
@@ -132,25 +126,6 @@ def test_rows_that_teach_nothing_else_still_balance() -> None:
     metrics = agent.learn(batch)
     assert metrics["router_aux_loss"] > 0
     assert moment(agent).abs().max() > 0
-
-
-def test_batched_equals_one_at_a_time_bit_for_bit() -> None:
-    settings: tuple[dict[str, Any], ...] = (
-        {"lr": 1e-2, "batch_size": 4, "router_aux_loss_coef": 0.3},
-        {"lr": 3e-3, "batch_size": 6, "router_aux_loss_coef": 1.0, "update_epochs": 2},
-        {"lr": 3e-3, "batch_size": 4},
-    )
-    batches = [[examples(8, seed=10 * step + (i > 0), pairs=True, longest=30) for i in range(3)] for step in range(2)]
-    together = agents_of(SFT, settings, mixture(), lora_config=lora(8))
-    for step in batches:
-        learn_together(together, step)
-    for own in range(3):
-        agents = agents_of(SFT, settings, mixture(), lora_config=lora(8))
-        for step in batches:
-            agents[own].learn(step[own])
-        assert equal(weights(agents[own]), weights(together[own]))
-    with torch.no_grad():
-        assert not torch.equal(together[0].runtime.store.theta[0], together[0].runtime.store.theta[2])
 
 
 def test_training_on_it_alone_spreads_tokens_over_the_experts() -> None:

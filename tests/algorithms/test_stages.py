@@ -16,11 +16,6 @@ from tests.tiny_models import PAD
 pytestmark = pytest.mark.model
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def pairs(seed: int = 0) -> Any:
     return examples(8, seed, pairs=True)
 

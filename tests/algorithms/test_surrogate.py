@@ -25,11 +25,6 @@ pytestmark = pytest.mark.model
 POLICIES = (GRPO, GSPO, CISPO, RLOO, REINFORCE, PPO)
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.fixture(scope="module")
 def runtime() -> Runtime:
     return Runtime.for_model(random_model(), lora_config=lora(8), seed=5)
@@ -69,25 +64,6 @@ def loss_of(it: Any, x: LossInputs) -> Tensor:
 
 
 # -- PPO has what the others have ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "changed"),
-    [
-        ({"dual_clip": 1.01}, True),
-        ({"delta": 1.21}, True),
-        ({"kl_clamp_value": 1e-3}, True),
-        ({"kl_placement": "advantage"}, True),
-        ({"use_kl_advantage_shaping": True}, True),
-        ({"kl_target": 1.0}, False),  # nothing was measured yet
-    ],
-)
-@pytest.mark.parametrize("cls", [GRPO, PPO])
-def test_the_objective_reads_the_setting(runtime: Runtime, cls: type, settings: dict[str, Any], changed: bool) -> None:
-    plain, it = agent(cls, runtime), agent(cls, runtime, **settings)
-    x = replace(loss_inputs(plain), advantages=-loss_inputs(plain).advantages.abs())
-    x = replace(x, logp=(x.logp.detach() + 0.5).where(x.mask, 0.0).requires_grad_())
-    assert bool((loss_of(plain, x) - loss_of(it, x)).abs() > 1e-5) is changed
 
 
 @pytest.mark.parametrize("cls", [GRPO, PPO])
@@ -288,8 +264,6 @@ def test_an_agent_is_not_built_from_another_algorithms_checkpoint(
 
 # -- what contradicts itself -----------------------------------------------------------------------------------------
 
-INF = float("inf")
-
 
 @pytest.mark.parametrize(
     ("classes", "settings", "message"),
@@ -311,8 +285,6 @@ INF = float("inf")
             {"kl_target": 0.1, "beta": 0.0},
             r"KL's weight, but beta=0",
         ),
-        (POLICIES, {"beta": INF}, r"beta: .* finite number, found inf"),
-        (POLICIES, {"clip_coef": (0.5, INF)}, r"clip_coef: .* finite number, found inf"),
         (
             (GRPO,),
             {"loss_type": "cispo", "dual_clip": 3.0},

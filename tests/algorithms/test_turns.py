@@ -160,22 +160,6 @@ def test_the_combinations_differ() -> None:
     assert len(set(losses.values())) == len(losses)
 
 
-@pytest.mark.parametrize("cls", [GRPO, CISPO, REINFORCE])
-def test_one_turn_is_the_trajectory_and_turns_of_one_token_are_tokens(cls: type[GRPO]) -> None:
-    data = batch()
-    runtime = Runtime.for_model(random_model(), lora_config=lora(4), seed=3)
-    whole = data.rewards.nansum(dim=1, keepdim=True)
-    one_turn = replace(data, turn_ids=torch.where(data.action_mask, 0, -1), rewards=whole)
-    turn, trajectory = (agent(cls, level, "trajectory", runtime) for level in ("turn", "trajectory"))
-    a, b = (it.objective(loss_inputs(it, one_turn), MetricReducer()) for it in (turn, trajectory))
-    assert torch.allclose(a, b, atol=1e-7)
-    short = torch.where(data.action_mask, data.action_mask.cumsum(dim=1) - 1, -1)
-    by_token = replace(data, turn_ids=short, rewards=whole)
-    turn, token = (agent(cls, level, "trajectory", runtime) for level in ("turn", "token"))
-    a, b = (it.objective(loss_inputs(it, by_token), MetricReducer()) for it in (turn, token))
-    assert torch.allclose(a, b, atol=1e-7)
-
-
 def test_auto_follows_the_ratio() -> None:
     runtime = Runtime.for_model(random_model())
     for level, unit in (("token", "trajectory"), ("turn", "turn"), ("trajectory", "trajectory")):
@@ -203,13 +187,6 @@ def test_learn_takes_turn_ids_and_rewards_of_each_turn(level: str, unit: str) ->
             it.learn(experiences, turn_ids=turn_ids)
         results.append(weights(it))
     assert equal(*results)
-
-
-@pytest.mark.parametrize(("cls", "settings"), [(GRPO, ("turn", "trajectory")), (GRPO, ("token", "turn"))])
-def test_turns_without_turn_ids_are_refused(cls: type[GRPO], settings: tuple[str, str]) -> None:
-    it, data = agent(cls, *settings, group_size=3), batch()
-    with pytest.raises(ConfigError, match=r"'turn'.*turn_ids"):
-        it.learn((data.ids, data.action_mask, data.rewards.nansum(dim=1)))
 
 
 @pytest.mark.parametrize("cls", [GRPO, REINFORCE])

@@ -88,7 +88,6 @@ def test_templates_that_rewrite_are_refused_unless_they_are_followed() -> None:
 @pytest.mark.model
 @pytest.mark.parametrize(("kind", "group"), [(GRPO, 4), (PPO, 1)])
 def test_the_documented_loop_trains(kind: Any, group: int) -> None:
-    torch.set_num_threads(1)
     runtime = Runtime.from_pretrained("embedded", seed=1)
     agent = kind(runtime=runtime, group_size=group, batch_size=16, max_output_tokens=2, seed=1)
     vec = SyncMultiTurnVecEnv(

@@ -40,6 +40,13 @@ def stop_after(events: Iterator[Event], count: int) -> bool:
     return True
 
 
+def leave_after(events: Iterator[Event], iteration: int) -> None:
+    """Leave a run as a crash would, when an iteration is in its files but in no checkpoint yet."""
+    for event in events:
+        if isinstance(event, IterationDone) and event.iteration == iteration:
+            events.close()  # type: ignore[attr-defined]
+
+
 def an_iteration_each(out: Path, *overrides: str) -> int:
     """Run to the end, each iteration by another process; returns how many there were."""
     events, count = begin(out, *overrides), 1

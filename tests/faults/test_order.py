@@ -81,11 +81,11 @@ def test_the_number_of_reward_workers() -> None:
         assert seen(IsolatedGrader(odd_letters, workers=workers, timeout=60)) == expected
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "PPO", "DPO", "SFT"])
+@pytest.mark.parametrize("kind", ["GRPO", "PPO", "DPO", "SFT", "KTO"])
 def test_the_size_of_micro_batches(kind: str) -> None:
     """The gradient of a whole optimizer step, relative to its length, for each slot that is trained."""
     settings = {"GRPO": ("algorithm.beta=0.04", "algorithm.batch_size=16")} | {
-        name: tuple(s for s in KINDS[name] if not s.startswith("training")) for name in ("PPO", "DPO", "SFT")
+        name: tuple(s for s in KINDS[name] if not s.startswith("training")) for name in ("PPO", "DPO", "SFT", "KTO")
     }
     found = []
     for rows in ("null", "1", "3"):

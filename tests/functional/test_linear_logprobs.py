@@ -54,14 +54,6 @@ def full(x, settings):
     return [logp.detach(), hidden.grad, entropies.detach()]
 
 
-@pytest.fixture
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("settings", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
 def test_equals_full_logits(settings, dtype, tolerance):
@@ -88,7 +80,6 @@ def test_gradients_by_finite_differences(settings):
     assert torch.autograd.gradcheck(outputs, (hidden,))
 
 
-@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("settings", [HEADS["plain"], HEADS["bias"] | HEADS["gemma"]], ids=["plain", "gemma"])
 def test_a_rows_bits_do_not_depend_on_other_rows(settings, dtype):
@@ -102,7 +93,6 @@ def test_a_rows_bits_do_not_depend_on_other_rows(settings, dtype):
             assert torch.equal(a, b[rows]), count
 
 
-@pytest.mark.usefixtures("_one_thread")
 @pytest.mark.parametrize("chunk_rows", [1, 16, 17, 32, 48, 64, 256, 1000])
 def test_bits_do_not_depend_on_the_tile(chunk_rows):
     x = head(rows=300, width=256, vocabulary=1500)

@@ -21,11 +21,6 @@ from tests.tiny_models import PAD, llama, qwen2, random_model
 pytestmark = pytest.mark.model
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def rounded(config: Any = None) -> Any:
     model = random_model(config, scale=0.5).to(torch.bfloat16)
     round_products(model)

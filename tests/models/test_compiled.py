@@ -12,11 +12,6 @@ from tests.models.two_agents import make_runtime, train_pass
 from tests.tiny_models import random_model
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of what crosses a break of the graph: dynamo looks at it
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")

@@ -19,11 +19,6 @@ class Layer:
         self.num_key_value_groups = groups
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def attend(layer: Layer, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float) -> Tensor:
     """Attend as a layer of a model does that is given our mask."""
     marked = asking(mask.clone(), attend_decoding)

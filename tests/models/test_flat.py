@@ -27,11 +27,6 @@ from tests.models.two_agents import with_adapters
 from tests.tiny_models import PAD, VOCABULARY, llama, qwen2, random_model
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def batch_of(
     seed: int, prompts: Sequence[int], said: Sequence[tuple[int, int]], *, turns: bool = False, common: int = 0
 ) -> RolloutBatch:

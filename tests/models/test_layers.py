@@ -17,11 +17,6 @@ from tests.tiny_models import PAD, llama, qwen2, random_model
 pytestmark = pytest.mark.model
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 class SavedBytes:
     """Bytes of distinct storages that autograd keeps for the backward pass."""
 

@@ -17,11 +17,6 @@ from tests.models.two_agents import LENGTHS, make_runtime, train_pass
 from tests.tiny_models import PAD, VOCABULARY, llama, qwen2, random_model
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def sliding(**changes: Any) -> MistralConfig:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     sizes = {name: getattr(qwen2(), name) for name in (*names, "num_key_value_heads", "max_position_embeddings")}

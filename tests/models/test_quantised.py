@@ -38,11 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def load(folder: Path, quantization: Any) -> Any:
     return load_base(str(folder), options=SharedOptions(quantization_config=quantization)).model
 

@@ -25,18 +25,17 @@ from agilerl.rollouts.activated import invocations
 from agilerl.rollouts.engine import Conversation
 from agilerl.runtime import AgentRows, Runtime
 from agilerl.sizes import CPU_ROWS
-from agilerl.training.loop import IterationDone, resume, train
-from agilerl.training.saved import open_run
+from agilerl.training.loop import train
 from agilerl.training.setup import build
 from tests.envs.tools.family_tokenizers import hermes
+from tests.faults.pieces import go_on, leave_after
 from tests.faults.test_resume_kinds import KINDS
-from tests.models.test_flat import computed, in_fp64, one_thread
+from tests.models.test_flat import computed, in_fp64
 from tests.models.two_agents import with_adapters
 from tests.tiny_models import PAD, random_model
 from tests.training.small_runs import SMALL, less_times, lines, run_here
 
-pytestmark = [pytest.mark.model, pytest.mark.usefixtures("one_thread")]
-assert one_thread
+pytestmark = pytest.mark.model
 
 INVOCATION = [7, 9, 7]
 
@@ -241,13 +240,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_goes_on_to_the_same_bits(run: Path, tmp_path: Path) -> None:
     config = load_manifest(None, [*SMALL, ACTIVATED, "training.checkpoint_steps=1"])
-    events = train(build(config), tmp_path / "run", command=["test"])
-    for event in events:
-        if isinstance(event, IterationDone) and event.iteration == 2:
-            break
-    events.close()  # type: ignore[attr-defined]
-    saved = open_run(tmp_path / "run", report=print)
-    for _ in resume(build(saved.config, saved.checkpoint), saved.run):
+    leave_after(train(build(config), tmp_path / "run", command=["test"]), 2)
+    for _ in go_on(tmp_path / "run"):
         pass
     for name in ("metrics.jsonl", "lineage.jsonl"):
         assert less_times(lines(tmp_path / "run" / name)) == less_times(lines(run / name))

@@ -32,7 +32,6 @@ KEY = "sk-teacher-secret-9"
 
 @pytest.fixture(autouse=True)
 def key(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.set_num_threads(1)
     monkeypatch.setenv("TEACHER_API_KEY", KEY)
 
 

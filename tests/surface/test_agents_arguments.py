@@ -346,6 +346,10 @@ OWN: dict[str, dict[str, Entry]] = {
         "advantage_granularity": to("token"),
         "whiten_advantages": to(False),
         "hp_config": to(HyperparameterConfig(lr_actor=RLParameter(min=1e-4, max=1e-1))),
+        "dual_clip": to(1.01, clip_coef=0.01),
+        "delta": to(1.05, clip_coef=0.01),
+        "kl_clamp_value": to(1e-3, beta=0.5),
+        "use_kl_advantage_shaping": to(True, beta=0.5),
     },
     "DPO": {
         **OF_DATA,
