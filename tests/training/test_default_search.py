@@ -24,6 +24,7 @@ from agilerl.training.loop import resume, train
 from agilerl.training.resolved import resolve, usual_rate
 from agilerl.training.saved import open_run
 from agilerl.training.setup import Session, build
+from tests.faults.pieces import go_on
 from tests.training.small_runs import lines
 
 pytestmark = pytest.mark.model
@@ -193,10 +194,6 @@ def test_a_search_without_a_learning_rate_forks_no_challengers() -> None:
         assert made.selection is not None
         plan = made.selection.plan({0: Fitness(0.5, 0.1, 8)}, 2, 1, 1)
         assert bool(plan.births) is forks
-
-
-def test_a_schedule_is_named_alone() -> None:
-    assert load_manifest(None, ["training.lr_schedule=cosine"]).lr_schedule.name == "cosine"
 
 
 def test_budgets_in_tokens_give_as_many_generations() -> None:
@@ -487,8 +484,7 @@ def test_a_run_that_collapses_before_its_first_exam_begins_again_at_a_lower_rate
                     break
         events.close()
     assert [(plan.reason, plan.slots) for plan in plans[1:3]] == [("", (0,)), ("restart", (1,))]
-    saved = open_run(tmp_path / "run", report=print)
-    assert [*resume(build(saved.config, saved.checkpoint), saved.run)]
+    assert [*go_on(tmp_path / "run")]
     for name in ("lineage.jsonl", "elite/adapter_model.safetensors"):
         assert (tmp_path / "run" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
     left = family_tree(lines(tmp_path / "run" / "lineage.jsonl"))[0].reason

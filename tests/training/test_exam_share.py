@@ -8,11 +8,12 @@ import torch
 from agilerl.config.manifest import load_manifest
 from agilerl.population import Population
 from agilerl.training.generation import EXAM, GENERATIONS, LEAST_GENERATIONS
-from agilerl.training.loop import IterationDone, resume, train
+from agilerl.training.loop import train
 from agilerl.training.resolved import COMPLETION, resolve
-from agilerl.training.saved import open_run, recorded
+from agilerl.training.saved import recorded
 from agilerl.training.setup import Session, build
 from agilerl.training.tasks import LEAST_PANEL
+from tests.faults.pieces import go_on, leave_after
 from tests.training.small_runs import less_times, lines
 
 pytestmark = pytest.mark.model
@@ -74,13 +75,8 @@ def test_a_resumed_run_has_the_same_exams(tmp_path: Path) -> None:
     config = load_manifest(None, [*BY_ITSELF, "training.max_steps=160", "training.checkpoint_steps=1"])
     for _ in train(build(config), tmp_path / "whole", command=["test"]):
         pass
-    events = train(build(config), tmp_path / "run", command=["test"])
-    for event in events:
-        if isinstance(event, IterationDone) and event.iteration == 2:
-            break
-    events.close()  # type: ignore[attr-defined]
-    saved = open_run(tmp_path / "run", report=print)
-    for _ in resume(build(saved.config, saved.checkpoint), saved.run):
+    leave_after(train(build(config), tmp_path / "run", command=["test"]), 2)
+    for _ in go_on(tmp_path / "run"):
         pass
     for name in ("metrics.jsonl", "lineage.jsonl"):
         assert less_times(lines(tmp_path / "run" / name)) == less_times(lines(tmp_path / "whole" / name))

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from agilerl.config.manifest import load_manifest
-from agilerl.training.loop import resume, train
+from agilerl.training.loop import train
 from agilerl.training.resolved import resolve
-from agilerl.training.saved import open_run
 from agilerl.training.setup import build
+from tests.faults.pieces import go_on, leave_after
 from tests.training.small_runs import SMALL, agilerl, less_times, lines
 
 ALONE = [*SMALL, "training.pop_size=1", "training.max_steps=64"]
@@ -34,15 +34,8 @@ def test_a_run_with_one_agent_goes_on_as_if_never_interrupted(elitism: str, tmp_
     whole, root = tmp_path / "whole", tmp_path / "run"
     for _ in train(build(config), whole, command=["test"]):
         pass
-    events = train(build(config), root, command=["test"])
-    for event in events:
-        if type(event).__name__ == "IterationDone" and event.iteration == 4:  # type: ignore[union-attr]
-            break
-    events.close()  # type: ignore[attr-defined]
-    saved = open_run(root, report=print)
-    assert saved.checkpoint is not None
-    assert resolve(saved.config).document() == resolve(config).document()
-    for _ in resume(build(saved.config, saved.checkpoint), saved.run):
+    leave_after(train(build(config), root, command=["test"]), 4)
+    for _ in go_on(root):
         pass
     for name in ("metrics.jsonl", "lineage.jsonl"):
         assert less_times(lines(root / name)) == less_times(lines(whole / name))

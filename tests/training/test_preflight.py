@@ -30,6 +30,7 @@ from agilerl.training.preflight import (
 )
 from agilerl.training.probe import Answer, Group, Probe, probe
 from agilerl.training.setup import Session, build
+from tests.faults.pieces import go_on
 from tests.training.small_runs import TOURNAMENT, less_times, lines
 
 pytestmark = pytest.mark.model
@@ -224,14 +225,10 @@ def test_a_short_run_is_its_own_preflight(settings: tuple[str, ...], due: bool) 
 
 
 def test_a_stopped_run_is_resumed_without_one(tmp_path: Path) -> None:
-    from agilerl.training.loop import resume
-    from agilerl.training.saved import open_run
-
     running = train(session(), tmp_path / "run")
     next(running)
     running.close()
-    saved = open_run(tmp_path / "run", report=print)
-    again = resume(build(saved.config, saved.checkpoint), saved.run)
+    again = go_on(tmp_path / "run")
     events = [next(again), next(again)]
     again.close()
     assert not any(isinstance(event, PreflightDone) for event in events)

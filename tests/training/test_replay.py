@@ -16,10 +16,10 @@ from agilerl.hpo.lineage import birth_record, fitness_record, winning_lineage
 from agilerl.hpo.schedule import hyperparameter_schedule, stretched
 from agilerl.runs import read_lines
 from agilerl.runs.directory import RunDirectory
-from agilerl.training.loop import resume, train
+from agilerl.training.loop import train
 from agilerl.training.resolved import resolve
-from agilerl.training.saved import open_run
 from agilerl.training.setup import build
+from tests.faults.pieces import go_on, leave_after
 from tests.training.small_runs import SIZES, run_here
 
 STEPS = [{"tokens": 0, "value": 1e-3}, {"tokens": 300, "value": 3e-3}, {"tokens": 700, "value": 5e-4}]
@@ -70,14 +70,9 @@ def test_a_resumed_replay_is_the_same_to_the_bit(tmp_path: Path) -> None:
     schedule = written(tmp_path)
     for _ in train(build(load_manifest(None, settings, schedule)), tmp_path / "whole"):
         pass
-    events = train(build(load_manifest(None, settings, schedule)), tmp_path / "cut")
-    for event in events:
-        if getattr(event, "iteration", 0) == 7:
-            break
-    events.close()
+    leave_after(train(build(load_manifest(None, settings, schedule)), tmp_path / "cut"), 7)
     schedule.unlink()
-    saved = open_run(tmp_path / "cut", report=print)
-    for _ in resume(build(saved.config, saved.checkpoint), saved.run):
+    for _ in go_on(tmp_path / "cut"):
         pass
     for name in ("elite/adapter_model.safetensors", "lineage.jsonl"):
         assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "cut" / name).read_bytes()

@@ -7,7 +7,6 @@ import pytest
 from agilerl.algorithms import CISPO, GRPO
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
-from agilerl.errors import ConfigError
 from agilerl.training.resolved import resolve
 
 
@@ -31,22 +30,6 @@ def test_all_that_follows_from_a_configuration_is_in_one_typed_object() -> None:
     assert (found.mutations.mutate_elite, found.selection.tournament_size) == (True, 3)  # type: ignore[attr-defined]
     with pytest.raises(FrozenInstanceError):
         found.genes = {}  # type: ignore[misc]
-
-
-@pytest.mark.parametrize(
-    ("override", "key"),
-    [
-        ("algorithm.lr=-1", "algorithm.lr"),
-        ("environment.env_type=sft", "environment.env_type=.*found 'sft'"),
-        ("algorithm.use_vlm=true", "use_vllm"),
-        ("mutation.rl_hp_selection={lr: {min: 1}}", "mutation.rl_hp_selection.lr"),
-        ("mutation.probabilities={new_layer: 1.0}", "new_layer"),
-        ("network.lora_config.target_modules='('", "network.lora_config.target_modules"),
-    ],
-)
-def test_what_contradicts_is_refused_at_once(override: str, key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
-        resolve(load_manifest(None, [override]))
 
 
 GIVEN = "mutation.rl_hp_selection={group_size: {min: 4, max: 12}, beta: {min: 0, max: 0.01}, lr: {min: 1e-4}}"

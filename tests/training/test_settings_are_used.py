@@ -108,10 +108,6 @@ def default_session() -> Session:
             2,
         ),
         ("mutation.rank_range=[8, 32]", lambda s: s.resolved.mutations.rank_range, (8, 32)),
-        ("selection_strategy.tournament_size=3", lambda s: s.selection.tournament_size, 3),
-        ("selection_strategy.elitism=false", lambda s: s.selection.elitism, False),
-        ("selection_strategy.name=truncation", lambda s: type(s.selection).__name__, "TruncationSelection"),
-        ("selection_strategy.name=none", lambda s: type(s.selection).__name__, "NoSelection"),
     ],
 )
 def test_a_setting_arrives(

@@ -20,12 +20,11 @@ from agilerl.run import train as train_in_python
 from agilerl.runs.directory import RunDirectory, read_run
 from agilerl.runtime import Runtime
 from agilerl.training.base import load_runtime
-from agilerl.training.loop import resume, train
 from agilerl.training.resolved import resolve
-from agilerl.training.saved import SavedRun, open_run, recorded
+from agilerl.training.saved import open_run, recorded
 from agilerl.training.setup import build, check, first_generation
 from agilerl.utils.utils import create_population
-from tests.training.small_runs import SMALL, lines
+from tests.training.small_runs import SMALL
 
 MANIFESTS = Path(__file__).resolve().parent.parent.parent / "tutorials" / "manifests"
 BY_ALGORITHM = {name: MANIFESTS / f"{name.lower()}.yaml" for name in ALGORITHMS}
@@ -284,31 +283,6 @@ def test_the_bounds_of_cispo(overrides: list[str], bounds: tuple[float, float], 
         assert [agent.config.weight_range for agent in agents] == [bounds] * 3  # type: ignore[attr-defined]
     started(config, tmp_path / "run")
     assert resolve(reopened(tmp_path / "run")).hyperparameters.weight_range == bounds  # type: ignore[attr-defined]
-
-
-@pytest.mark.model
-def test_a_run_with_bounds_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    root = tmp_path / "run"
-    config = load_manifest(None, [*SMALL, "algorithm.loss_type=cispo", "training.checkpoint_steps=1"])
-    whole = tmp_path / "whole"
-    for _ in train(build(config), whole, command=["test"]):
-        pass
-    for event in train(build(config), root, command=["test"]):
-        if type(event).__name__ == "IterationDone" and event.iteration == 3:
-            break
-    del event
-    saved: SavedRun = open_run(root, report=print)
-    for _ in resume(build(saved.config, saved.checkpoint), saved.run):
-        pass
-    outcome = [
-        [
-            (line["agent"], line["step"], line["loss"])
-            for line in lines(run / "metrics.jsonl")
-            if line["kind"] == "train"
-        ]
-        for run in (whole, root)
-    ]
-    assert outcome[0] == outcome[1]
 
 
 def test_a_gene_with_choices_survives_run_json(tmp_path: Path) -> None:
