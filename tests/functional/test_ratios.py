@@ -96,18 +96,3 @@ def test_mismatch_weights_by_hand(mode, cap, expected):
 def test_the_default_truncates_tokens_at_two():
     weights = mismatch_weights(torch.full((1, 1), math.log(9.0)), torch.zeros(1, 1), torch.ones(1, 1).bool())
     assert weights.item() == 2.0
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: pool_log_ratio(LR, MASK, "turn"), "needs turn_ids"),
-        (lambda: pool_log_ratio(LR, MASK, "sequence"), "level must be"),
-        (lambda: pool_log_ratio(LR, MASK, "token", reduction="max"), "reduction must be"),
-        (lambda: mismatch_weights(LR, LR, MASK, "sequence_mask"), "mode must be"),
-        (lambda: mismatch_weights(LR, LR, MASK, cap=0.0), "cap must be greater than 0"),
-    ],
-)
-def test_bad_settings_give_a_sentence(call, message):
-    with pytest.raises(ValueError, match=message):
-        call()
