@@ -240,14 +240,8 @@ MISTAKES = [
     ({"taks": "x"}, "taks"),
     ({"max_steps": 256}, r"give training=\{'max_steps': 256\}"),
     ({"pop_size": 2}, "give population=2"),
-    ({"training": 4}, "mapping"),
-    ({"population": 0}, "population"),
-    ({"reward": 3}, "reward"),
     ({"task": "gcd"}, "did you mean"),
-    ({"evolve": ["lrr"]}, "lr"),
-    ({"algorithm": "GRPOO"}, "GRPO"),
     ({"dataset": [{"question": "a", "answer": object()}]}, "JSON"),
-    ({"manifest": "nowhere.yaml"}, "nowhere.yaml"),
 ]
 
 

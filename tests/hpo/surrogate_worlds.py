@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -54,18 +54,6 @@ def greedy_trap(noise: float = 0.02) -> World:
     return World(_learn, lambda skill, lr: skill + bonus(lr), noise, default_lr=BEST_LR)
 
 
-def cliff(noise: float = 0.02) -> World:
-    """Learning is faster the higher the learning rate, and above 1e-4 everything is NaN, for good."""
-    return World(
-        lambda skill, lr: math.nan if lr > 1e-4 else skill + 0.1 * (lr / 1e-4) ** 0.3 * (1 - skill), noise=noise
-    )
-
-
-def pure_noise() -> World:
-    """All agents are equal for ever."""
-    return World(lambda skill, lr: 0.5, noise=0.04)
-
-
 @dataclass
 class Outcome:
     """What a search did in a world."""
@@ -74,12 +62,6 @@ class Outcome:
     """True skill of the last elite."""
     best_lr: float = math.nan
     """Learning rate of the last elite."""
-    elites: list[float] = field(default_factory=list)
-    """True skill of the elite of each generation."""
-    replacements: list[int] = field(default_factory=list)
-    """Births of each generation."""
-    births_from_broken: int = 0
-    sizes: list[int] = field(default_factory=list)
 
 
 def search(
@@ -106,10 +88,6 @@ def search(
         agents = {i: (world.train(skill, lr), lr) for i, (skill, lr) in agents.items()}
         fitness = _exams(world, agents, seed, generation)
         plan = strategy.plan(fitness, generation, seed, following)
-        outcome.elites.append(agents[plan.elite][0])
-        outcome.replacements.append(len(plan.births))
-        outcome.births_from_broken += sum(math.isnan(agents[birth.parent][0]) for birth in plan.births)
-        outcome.sizes.append(len(plan.slots))
         outcome.shipped, outcome.best_lr = agents[plan.elite]
         born = {b.child: _clone(agents, b.parent, b.hyperparameters_from) for b in plan.births}
         agents = {i: born[i] if i in born else agents[i] for i in plan.slots}

@@ -30,11 +30,6 @@ def test_mean_and_standard_error():
     assert (str(fitness), str(Fitness(0.5))) == ("0.750 ± 0.250 (n=4)", "0.500 (n=1)")
 
 
-def test_no_scores_is_an_error():
-    with pytest.raises(ConfigError, match="at least one prompt"):
-        scored()
-
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_ranks_last(bad):
     broken = scored(1.0, bad)

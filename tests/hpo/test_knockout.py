@@ -296,15 +296,3 @@ def test_rescaled_rates_stay_in_their_range_and_other_genes_where_they_are() -> 
     assert moved(5e-3, 3.0) is None
     assert moved(5e-3, 0.4) == pytest.approx(2e-3)
     assert "no learning rate evolves" in rescaled(Member(0, {}, {}), 3.0).details["reason"]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        lambda: KnockoutSelection(4, floor=5),
-        lambda: PulseSelection(factors=(1.0,)),
-    ],
-)
-def test_impossible_settings_raise(wrong) -> None:
-    with pytest.raises(ConfigError):
-        wrong()

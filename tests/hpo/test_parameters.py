@@ -76,13 +76,9 @@ def test_hyperparameter_config_is_a_mapping_with_the_documented_names():
     ("build", "message"),
     [
         (lambda: RLParameter(1.0, 1.0), "min must be below max"),
-        (lambda: RLParameter(2, 1), "min must be below max"),
-        (lambda: RLParameter(0, float("nan")), "max.*nan"),
-        (lambda: RLParameter(0, 1, dtype=str), "dtype must be int or float"),
         (lambda: RLParameter(0.5, 4, dtype=int), "integer bounds, found"),
         (lambda: RLParameter(0, 1, shrink_factor=1.1), r"a number .* for shrink_factor"),
         (lambda: RLParameter(0, 1, grow_factor=0.9), "above 1 for grow_factor"),
-        (lambda: HyperparameterConfig(lr=(0, 1)), r"RLParameter for lr"),
         (lambda: Evolve(0, 1), "log range needs min > 0"),
         (lambda: Evolve(1e-3), "a range needs min and max"),
         (lambda: Evolve(1, 2, scale="cubic"), "scale.*'cubic'"),

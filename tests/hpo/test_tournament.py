@@ -4,9 +4,8 @@ import math
 from collections import Counter
 
 import pytest
-from plain_agents import PlainAgent, population
+from plain_agents import population
 
-from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.tournament import TournamentSelection
 
@@ -92,15 +91,3 @@ def test_select_differs_from_one_evaluation_to_the_next():
     after_two = [agent.weights for agent in tournament.select(pop)[1]]
     assert after_one != after_two
     assert after_one == [agent.weights for agent in tournament.select(population(*range(8)))[1]]
-
-
-def test_select_before_the_first_evaluation_is_a_clear_error():
-    with pytest.raises(ConfigError, match=r"Agent 0 .*fitness"):
-        TournamentSelection(2, True, 2).select([PlainAgent(0), PlainAgent(1)])
-
-
-@pytest.mark.parametrize(("size", "population_size"), [(5, 4), (0, 4), (2, 0), (1, -1)])
-def test_impossible_sizes_raise(size, population_size):
-    found = r"tournament_size must be between 1 and population_size|1 or more for population_size, found"
-    with pytest.raises(ConfigError, match=found):
-        TournamentSelection(size, True, population_size)

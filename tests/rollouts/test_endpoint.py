@@ -584,50 +584,29 @@ def test_other_models_answer_and_are_not_trained_on(served: Served) -> None:
     assert served.post("/v1/chat/completions", model="agent-0", **asked).status_code == 200
 
 
+CHAT, ASKED = "/e/4/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}
+IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
+
+
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        (
-            "/e/4/v1/chat/completions",
-            {"model": "gpt-5", "messages": [{"role": "user", "content": "x"}]},
-            404,
-            "agent-0",
-        ),
-        ("/e/999/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, 404, "no episode 999"),
-        ("/e/4/v1/chat/completions", {"messages": []}, 400, "messages"),
-        ("/e/4/v1/chat/completions", {"messages": ["x"]}, 400, "message"),
-        (
-            "/e/4/v1/chat/completions",
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            400,
-            "text only",
-        ),
-        ("/e/4/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 1000}, 400, "n: "),
-        (
-            "/e/4/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"},
-            400,
-            "",
-        ),
-        ("/e/4/v1/chat/completions", {"messages": [{"role": "user", "content": "1, 2. " * 400}]}, 400, "context"),
+        (CHAT, {**ASKED, "model": "gpt-5"}, 404, "agent-0"),
+        ("/e/999/v1/chat/completions", ASKED, 404, "no episode 999"),
+        (CHAT, {"messages": []}, 400, "messages"),
+        (CHAT, {"messages": ["x"]}, 400, "message"),
+        (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "text only"),
+        (CHAT, {**ASKED, "n": 1000}, 400, "n: "),
+        (CHAT, {**ASKED, "tool_choice": "required"}, 400, ""),
+        (CHAT, {"messages": [{"role": "user", "content": "1, 2. " * 400}]}, 400, "context"),
         ("/e/4/v1/completions", {"prompt": [-1]}, 400, "token ids"),
-        ("/e/4/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "seed": "x"}, 400, "seed"),
-        ("/e/4/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "stop": 3}, 400, "stop"),
-        ("/e/4/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "tools": ["x"]}, 400, "tools"),
-        (
-            "/e/4/v1/chat/completions",
-            {"messages": [{"role": "assistant", "content": "x", "tool_calls": ["x"]}]},
-            400,
-            "tool call",
-        ),
-        (
-            "/e/4/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
-            400,
-            "response_format",
-        ),
+        (CHAT, {**ASKED, "seed": "x"}, 400, "seed"),
+        (CHAT, {**ASKED, "stop": 3}, 400, "stop"),
+        (CHAT, {**ASKED, "tools": ["x"]}, 400, "tools"),
+        (CHAT, {"messages": [{"role": "assistant", "content": "x", "tool_calls": ["x"]}]}, 400, "tool call"),
+        (CHAT, {**ASKED, "response_format": {"type": "json_object"}}, 400, "response_format"),
         ("/e/4/inference/v1/generate", {"token_ids": "abc"}, 400, "token_ids: "),
-        ("/v1/chat/completions", {"model": "policy", "messages": [{"role": "user", "content": "x"}]}, 404, "unknown"),
+        ("/v1/chat/completions", {**ASKED, "model": "policy"}, 404, "unknown"),
     ],
 )
 def test_a_wrong_call_is_refused(served: Served, path: str, body: dict[str, Any], status: int, message: str) -> None:

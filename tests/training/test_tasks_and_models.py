@@ -183,11 +183,7 @@ def too_small(folder: Path) -> None:
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    "broken config": (lambda f: (f / "config.json").write_text("{"), "cannot load"),
-    "a list as config": (lambda f: (f / "config.json").write_text("[1]"), "cannot load"),
     "unknown architecture": (lambda f: (f / "config.json").write_text('{"model_type": "nonsense"}'), "nonsense"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "model.safetensors"),
-    "torn weights": (lambda f: (f / "model.safetensors").write_bytes(b"garbage" * 99), "cannot load the model"),
     "no tokenizer": (without_tokenizer, "cannot load a tokenizer"),
     "broken tokenizer": (lambda f: (f / "tokenizer.json").write_text("{"), "cannot load a tokenizer"),
     "no pad token": (without_pad, "neither a pad token nor an end token"),
