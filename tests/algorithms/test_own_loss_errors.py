@@ -111,9 +111,9 @@ def test_what_is_no_loss_function_is_refused_at_construction(loss: Any, message:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"ratio": "sequence"}, "PolicyLoss: .* 'token', 'turn', 'trajectory', or a function .* for ratio, found"),
-        ({"surrogate": None}, "'clipped', 'cispo', 'dppo', 'reinforce', or a function .* for surrogate, found None"),
-        ({"kl": "k4"}, "'k1', 'k2', 'k3', 'k3.', or a function .* or None for kl, found 'k4'"),
+        ({"ratio": "sequence"}, "PolicyLoss: .* 'token', 'turn' or 'trajectory', or a function .* for ratio, found"),
+        ({"surrogate": None}, "'clipped', 'cispo', 'dppo' or 'reinforce', or a function .* for surrogate, found None"),
+        ({"kl": "k4"}, "'k1', 'k2', 'k3' or 'k3.', or a function .* or None for kl, found 'k4'"),
         ({"aggregation": "mean"}, "one of 'seq-mean-token-mean', 'token-mean'"),
     ],
 )
