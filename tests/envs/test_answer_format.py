@@ -11,7 +11,6 @@ from agilerl.envs import CuratedTask, ReasoningGymTask
 from agilerl.envs.answer_format import AnswerFormat, AnswerFormatTask, Format
 from agilerl.envs.core import Task
 from agilerl.envs.graded import GradedTask, TaskGrader, all_weights, exam_grader
-from agilerl.errors import ConfigError
 from agilerl.models.tiny import tiny_model_path
 from agilerl.rewards import Accuracy, CombinedGrader
 
@@ -185,10 +184,3 @@ def test_rows_that_do_not_fit_with_the_instruction_are_left_out() -> None:
             place = task.place_at(split, index, tokenizer, 128)  # type: ignore[arg-type]
             assert place.skipped == 0
             assert len(place.prompt_ids) <= 127
-
-
-def test_what_is_refused() -> None:
-    with pytest.raises(ConfigError, match="'boxed'"):
-        AnswerFormatTask(_Sum(), "box")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="for phrase, found ' '"):
-        AnswerFormatTask(_Sum(), "after", " ")

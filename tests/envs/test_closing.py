@@ -8,7 +8,6 @@ from agilerl.compat.tokenized import SyncMultiTurnVecEnv, TokenObservationWrappe
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.tools import SearchTool
 from agilerl.errors import EnvError
-from agilerl.rewards.grader import BaseGrader
 from tests.envs.scripted import Echo
 from tests.envs.test_tokenized import complete
 
@@ -70,22 +69,3 @@ def test_a_search_tool_opens_its_connections_again() -> None:
             tool.search("otter")
         tool.close()
         tool.close()
-
-
-def test_a_grader_opens_again_and_is_closed_once() -> None:
-    class Counted(BaseGrader):
-        opened = released = 0
-
-        def open(self) -> None:
-            self.opened += 1
-
-        def release(self) -> None:
-            self.released += 1
-
-    grader = Counted()
-    for _ in range(2):
-        grader.setup()
-        grader.setup()
-        grader.close()
-        grader.close()
-    assert (grader.opened, grader.released) == (2, 2)

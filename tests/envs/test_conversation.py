@@ -101,11 +101,6 @@ def test_a_template_that_hides_the_assistant_is_refused() -> None:
         chat.between(OPENING, [3], OPENING)
 
 
-def test_a_system_message_where_there_is_no_such_role(tokenizer_without_system_role: Any) -> None:
-    with pytest.raises(ConfigError, match="system"):
-        ChatFormat(tokenizer_without_system_role).prompt([{"role": "system", "content": "s"}, *OPENING])
-
-
 def test_a_template_that_leaves_the_system_out_is_refused() -> None:
     deaf = make_tokenizer(
         TEMPLATE.replace("{% for m in messages %}", "{% for m in messages if m['role'] != 'system' %}")

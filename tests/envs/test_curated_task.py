@@ -153,42 +153,17 @@ def sides_of(task: CuratedTask, split: str) -> list[dict[str, Any]]:
 
 # -- malformed rows ----------------------------------------------------------------------------------------------------
 
-BAD = [
-    {"answer": "1"},
-    {"question": None, "answer": "1"},
-    {"question": "a", "answer": None},
-    {"question": 5, "answer": "1"},
-    {"question": "b", "answer": 6},
-    {"question": {"x": 1}, "answer": "1"},
-    {"question": "", "answer": "1"},
-    {"question": "c", "answer": "  "},
-    {"question": "half \ud83d", "answer": "1"},
-    {"question": "x" * 1_000_000, "answer": "1"},
-    {"question": "y" * 60, "answer": "1"},
-    {"question": "1<end><assistant>2", "answer": "1"},
-    {"question": "d", "answer": "<pad>"},
-]
-COUNTS = {"missing": 3, "not_text": 4, "empty": 2, "too_long": 2, "special_tokens": 2}
 
-
-def test_malformed_rows_are_counted_exactly(tokenizer) -> None:
-    rows = [*ROWS[:20], *BAD, *ROWS[20:]]
-    task = made(rows, fit=tokenizer, most=50, bad_rows="drop")
-    assert {name: task.counts[name] for name in COUNTS} == COUNTS
-    assert (task.counts["read"], task.counts["train"]) == (53, 30)
-    assert adds_up(task.counts)
-    clean = made(ROWS, fit=tokenizer)
-    assert {split: sides_of(task, split) for split in ("exam", "test")} == {
-        split: sides_of(clean, split) for split in ("exam", "test")
-    }
-
-
-@pytest.mark.parametrize("bad", BAD[:9], ids=lambda row: str(row)[:30])
-def test_malformed_rows_stop_by_default(bad: dict) -> None:
+def test_a_malformed_row_stops_by_default_and_changes_no_panel_where_it_is_dropped() -> None:
+    bad = {"question": None, "answer": "1"}
     with pytest.raises(EnvError, match=r"row 40.*bad_rows"):
         made([*ROWS, bad])
     with pytest.raises(EnvError, match=r"row 40.*1 more of 42"):
         made([*ROWS, bad, bad])
+    clean, task = made(), made([*ROWS[:20], bad, *ROWS[20:]], bad_rows="drop")
+    assert (task.counts["read"], task.counts["train"], task.counts["missing"]) == (41, 30, 1)
+    assert adds_up(task.counts)
+    assert all(sides_of(task, split) == sides_of(clean, split) for split in ("exam", "test"))
 
 
 def test_the_length_is_that_of_the_templated_prompt(tokenizer) -> None:
@@ -302,7 +277,7 @@ def test_several_graders_are_a_list_as_in_trl() -> None:
     assert GradedTask(made(), graders).weights == {"exact_match": 1.0, "short": 0.5}
     with pytest.raises(EnvError, match="answer or completion or chosen"):  # which exact_match needs
         made([{"prompt": row["question"]} for row in ROWS], grader=graders)
-    for wrong in ([], [1], {"a": 2}, "abc", 3):
+    for wrong in ([], [1], {"a": 2}):
         with pytest.raises(ConfigError, match=r"grader"):
             made(grader=wrong)
 

@@ -217,14 +217,6 @@ def test_attributes_of_a_composite_rise_wherever_they_are():
         ("spell_backward", SPELL_LEVELS[0], {}, r"spell_backward .*\(max_word_len, min_word_len\).* params"),
         ("syllogism", {}, {"attributes": ["allow_all"]}, "changes nothing up to level 3"),
         ("spell_backward", {"min_word_len": 4}, {}, r"level 0 .* params or"),
-        ("gcd", {}, {"prompts_per_level": 0}, r"1 .* prompts_per_level, found 0"),
-        ("gcd", {}, {"prompts_per_level": 2.5}, "prompts_per_level, found 2.5"),
-        ("gcd", {}, {"prompts_per_level": None}, "prompts_per_level, found None"),
-        ("gcd", {}, {"max_level": 0}, r"1 .* None for max_level, found 0"),
-        ("gcd", {}, {"max_level": True}, "max_level, found True"),
-        ("gcd", {}, {"attributes": "value"}, "attributes, found 'value'"),
-        ("gcd", {}, {"attributes": []}, r"attributes, found \[\]"),
-        ("gcd", {}, {"attributes": [3]}, r"attributes\[0\], found 3"),
     ],
 )
 def test_bad_settings_say_what_to_do(name, params, curriculum, sentence):
@@ -341,9 +333,6 @@ def test_batches_of_demonstrations_have_the_level(curriculum, levels):
     ("overrides", "sentence"),
     [
         (["environment.curriculum={}"], r"max_value=60.*level 0"),
-        (["environment.curriculum.prompts_per_level=0"], r"curriculum.prompts_per_level: .*greater .* 1"),
-        (["environment.curriculum.max_level=0"], r"curriculum.max_level: .*greater .* 1"),
-        (["environment.curriculum.attributes=[]"], "curriculum.attributes: .*at least 1"),
         (["environment.curriculum.levels=3"], r"unknown key 'environment.curriculum.levels'; .* 'max_level'"),
         (
             ["environment.dataset=rows.jsonl", "environment.curriculum={}"],

@@ -111,6 +111,7 @@ def test_a_missing_column_is_told_with_the_nearest(purpose: str, needs: str, col
 
 
 QA, TALK, PAIR = Form("question", "answer"), Form("messages", "messages"), Form("prompt", "chosen", pairs=True)
+ALONE = Form(None, "chosen", pairs=True)
 
 
 @pytest.mark.parametrize(
@@ -142,10 +143,14 @@ QA, TALK, PAIR = Form("question", "answer"), Form("messages", "messages"), Form(
         (TALK, {"messages": [*ASK, {**SAY[0], "tool_calls": [{}]}]}, "not_text", "found tool calls"),
         (PAIR, {"prompt": "1", "chosen": "2", "rejected": "2"}, "alike", r"chosen and rejected .* found '2'"),
         (PAIR, {"prompt": "1", "chosen": ASK, "rejected": "2"}, "not_text", "one message of the assistant in"),
-        (Form(None, "chosen", pairs=True), {"chosen": ASK + SAY, "rejected": ASK + SAY}, "alike", "to differ"),
-        (Form(None, "chosen", pairs=True), {"chosen": "a b", "rejected": "a b"}, "alike", "to differ"),
-        (Form(None, "chosen", pairs=True), {"chosen": "a b", "rejected": "a "}, "empty", "after the shared beginning"),
-        (Form(None, "chosen", pairs=True), {"chosen": ASK, "rejected": [ASK[0], ASK[0]]}, "missing", "the assistant"),
+        (PAIR, {"prompt": "1", "chosen": "2", "rejected": None}, "missing", "column rejected, found None"),
+        (ALONE, {"chosen": "2", "rejected": "3"}, "missing", "chosen and rejected .* column prompt"),
+        (ALONE, {"chosen": ASK + SAY, "rejected": [*SAY, *NO]}, "missing", "chosen and rejected .*last message"),
+        (ALONE, {"chosen": SAY, "rejected": NO}, "missing", "chosen and rejected .*last message"),
+        (ALONE, {"chosen": ASK + SAY, "rejected": ASK + SAY}, "alike", "to differ"),
+        (ALONE, {"chosen": "a b", "rejected": "a b"}, "alike", "to differ"),
+        (ALONE, {"chosen": "a b", "rejected": "a "}, "empty", "after the shared beginning"),
+        (ALONE, {"chosen": ASK, "rejected": [ASK[0], ASK[0]]}, "missing", "the assistant"),
     ],
 )
 def test_what_is_wrong_with_a_row(form: Form, row: dict, kind: str, message: str) -> None:

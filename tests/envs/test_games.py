@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from agilerl.envs import GuessTheNumber
-from agilerl.errors import ConfigError, EnvError
+from agilerl.errors import EnvError
 from agilerl.models.tiny import tiny_model_path
 
 
@@ -62,9 +62,6 @@ def test_order_of_calls_and_seeds():
     env = GuessTheNumber()
     with pytest.raises(EnvError, match="has not begun"):
         env.step("1")
-    for seed in (-1, 1.5, "0", True):
-        with pytest.raises(ConfigError, match=rf"expected a (whole )?number.* for seed, found {seed!r}"):
-            env.reset(seed=seed)
     play(env, 0, best)
     with pytest.raises(EnvError, match="is over"):
         env.step("1")
@@ -154,6 +151,3 @@ def test_the_embedded_model_can_read_and_say_everything():
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
             assert tokenizer.unk_token_id not in ids
             assert len(ids) <= 9 or env.observation_space.max_length > 9
-
-
-# -- settings ---------------------------------------------------------------------------------------------------------

@@ -11,11 +11,6 @@ from agilerl.llm_envs import PreferenceGym
 from tests.probes import ConditionalTarget, ConstantTarget
 
 ROWS = [{"prompt": f"{i}+1=", "chosen": str(i + 1), "rejected": str(i)} for i in range(6)]
-ASK = [{"role": "user", "content": "1"}]
-
-
-def say(text):
-    return {"role": "assistant", "content": text}
 
 
 def texts(tokenizer, batch):
@@ -92,35 +87,3 @@ def test_pairs_stand_side_by_side(tokenizer):
     assert not torch.equal(env.step().ids, batch.ids)
     with env.eval_mode():
         assert texts(tokenizer, env.reset())[0] == "<user>0+1=<end><assistant>1<end>"
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"prompt": ASK, "chosen": "2", "rejected": "3"},
-        {"prompt": "1", "chosen": [say("2")], "rejected": [say("3")]},
-        {"prompt": ASK, "chosen": [*ASK, say("2")], "rejected": [*ASK, say("3")]},
-        {"chosen": [*ASK, say("2")], "rejected": [*ASK, say("3")]},
-    ],
-    ids=["texts", "messages", "repeated prompt", "implicit prompt"],
-)
-def test_all_forms_of_a_pair_mean_the_same(tokenizer, row):
-    batch = PreferenceGym([row], [row], tokenizer, data_batch_size_per_gpu=1).reset()
-    assert texts(tokenizer, batch) == ["<user>1<end><assistant>2<end>", "<user>1<end><assistant>3<end>"]
-    assert batch.action_mask.sum(dim=1).tolist() == [2, 2]
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"prompt": "1", "chosen": "2"}, r"column rejected .* train dataset, found chosen, prompt"),
-        ({"chosen": "2", "rejected": "3"}, "chosen and rejected .* column prompt"),
-        ({"chosen": [*ASK, say("2")], "rejected": [say("x"), say("3")]}, "chosen and rejected .*last message"),
-        ({"chosen": [say("2")], "rejected": [say("3")]}, "chosen and rejected .*last message"),
-        ({"prompt": "1", "chosen": [*ASK, *ASK], "rejected": "3"}, "one message of the assistant in the column chosen"),
-        ({"prompt": "1", "chosen": "2", "rejected": None}, "column rejected, found None"),
-    ],
-)
-def test_bad_pairs_are_told_in_a_sentence(tokenizer, row, message):
-    with pytest.raises(EnvError, match=message):
-        PreferenceGym([row], [row], tokenizer).reset()

@@ -29,16 +29,6 @@ def questions(task, split, count):
     return [task.row(split, i)["question"] for i in range(count)]
 
 
-@pytest.mark.parametrize(("name", "params"), TASKS, ids=[name for name, _ in TASKS])
-def test_rows_do_not_depend_on_what_was_asked_before(name, params):
-    asked = [("train", i) for i in (0, 1, 7, 999, 1000, 1001, 5003)] + [("exam", i) for i in (0, 5)] + [("test", 3)]
-    first, second = ReasoningGymTask(name, params, seed=3), ReasoningGymTask(name, params, seed=3)
-    forwards = [first.row(*key) for key in asked]
-    backwards = [second.row(*key) for key in reversed(asked)][::-1]
-    assert forwards == backwards
-    assert forwards == [first.row(*key) for key in asked]
-
-
 @pytest.mark.parametrize("holdout", ["reserved", "any"])
 @pytest.mark.parametrize(("name", "params"), TASKS, ids=[name for name, _ in TASKS])
 def test_nothing_leaks(name, params, holdout):
@@ -134,23 +124,6 @@ def test_spell_backward_is_rewarded_for_exactly_the_answer(answer):
     assert junk == (0.9999999999999999 if len(answer) == 6 else 0.8)
     assert exact.reward(answer + "zz", row) == 0.0
     assert exact.reward(answer[:-1], row) == 0.0
-
-
-@pytest.mark.parametrize(
-    ("completion", "reward"),
-    [
-        ("elppa", 1.0),
-        ("  elppa\n", 1.0),
-        ("I think <answer>elppa</answer>", 1.0),
-        ("<answer>no</answer> or rather <answer> elppa </answer>.", 1.0),
-        ("<answer>elppa</answer> or rather <answer>no</answer>", 0.0),
-        ("it is elppa", 0.0),
-        ("", 0.0),
-    ],
-)
-def test_where_the_answer_is_looked_for(completion, reward):
-    row = {"question": "", "answer": "elppa", "metadata": {"source_dataset": "spell_backward"}}
-    assert ReasoningGymTask("spell_backward", SPELL).reward(completion, row) == reward
 
 
 def test_an_answer_that_the_scorer_cannot_read_is_wrong():

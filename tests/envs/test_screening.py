@@ -18,20 +18,6 @@ EVALUATING = [
 ]
 
 
-@pytest.mark.parametrize("name", EVALUATING)
-def test_a_completion_never_runs(name, tmp_path):
-    """Without the screen each of these creates the file."""
-    task = ReasoningGymTask(name, exam_prompts=1, test_prompts=0, reward="score")
-    row, trace = task.row("train", 0), tmp_path / "trace"
-    for attack in (
-        f"open({str(trace)!r}, 'w')",
-        f"[open({str(trace)!r}, 'w')]",
-        f"__import__('pathlib').Path({str(trace)!r}).touch()",
-    ):
-        assert task.reward(attack, row) == 0.0
-    assert not trace.exists()
-
-
 @pytest.mark.parametrize("name", [*EVALUATING, "coin_flip"])
 @pytest.mark.parametrize(
     "bomb", ["9**9**9**9", "(9**64)**64**64", "99999999!", "1e999999999", "[0]*10**12", "'a'*10**12"]

@@ -133,12 +133,6 @@ def test_groups_of_single_rows_are_consecutive() -> None:
         to_batch((ids, masks, rewards), 0, turns[:5], group_size=3)
 
 
-@pytest.mark.parametrize("limit", [{"max_model_len": 0}, {"max_output_tokens": 0}, {"max_model_len": True}])
-def test_a_limit_of_nothing_is_not_no_limit(tokenizer: Any, limit: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(limit))):
-        TokenObservationWrapper(Echo(), tokenizer, 5, **limit)
-
-
 def test_a_factory_of_something_else() -> None:
     with pytest.raises(ConfigError, match="expected a Hugging Face tokenizer for tokenizer, found None"):
         SyncMultiTurnVecEnv(Echo, 1, 1)  # type: ignore[arg-type]

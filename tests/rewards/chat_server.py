@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from tests.loopback import Handler, answering
 
 Answer = tuple[int, str] | tuple[int, str, dict[str, str]]
 
@@ -50,7 +52,7 @@ def chat(content: object) -> str:
 def serve(answer: Callable[[dict[str, Any], int], Answer]) -> Iterator[ChatServer]:
     state = ChatServer(answer)
 
-    class Handler(BaseHTTPRequestHandler):
+    class Chat(Handler):
         def do_POST(self) -> None:
             status, text, *more = state.take(self)
             try:
@@ -63,19 +65,9 @@ def serve(answer: Callable[[dict[str, Any], int], Answer]) -> Iterator[ChatServe
             except (BrokenPipeError, ConnectionResetError):  # the client gave up
                 return
 
-        def log_message(self, *args: object) -> None:
-            return
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{server.server_port}/v1"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    try:
+    with answering(Chat) as url:
+        state.url = f"{url}/v1"
         yield state
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 def slowly(seconds: float, text: str) -> Answer:

@@ -85,15 +85,6 @@ def test_a_failure_masks_its_completion_and_is_counted(failing):
     assert grades.scores_at(2) == {"length": 3.0, failing.__name__: 1.0}
 
 
-@pytest.mark.parametrize("value", [float("nan"), "0.5", [1.0]])
-def test_what_is_no_number_is_a_failure(value):
-    def odd(completion):
-        return value if completion == "bb" else 1.0
-
-    assert grade(odd, TEXTS, ROWS).rewards == [1.0, None, 1.0]
-    assert grade(odd, TEXTS, ROWS).errors == {"odd": 1}
-
-
 def test_a_grader_that_always_fails_stops_the_run():
     with pytest.raises(RewardError, match=r"^broken .* 3 completions; .*KeyError"):
         grade(CombinedGrader([length, broken]), TEXTS, ROWS)

@@ -122,14 +122,10 @@ def test_json(completion, valid, with_keys):
     [
         ("acuracy", {}, r"graders accuracy, .*, found 'acuracy'"),
         ("length", {}, r"\[\]: .*target"),
-        ("length", {"target": 0}, "1 or more for target"),
         ("length", {"goal": 3}, r"does not take the parameters \['goal'\]"),
         ("overlong", {"max_tokens": 4, "cache_tokens": 5}, "cache_tokens from 1 to max_tokens"),
-        ("repetition", {"n": 0}, "1 or more for n"),
         ("regex", {"pattern": "("}, "not a regular expression"),
-        ("format_tags", {"tags": "think"}, "a list for tags"),
         ("format_tags", {"tags": []}, "a list of one or more tag names"),
-        ("json_valid", {"required": "key"}, "a list for required"),
     ],
 )
 def test_settings_that_cannot_be_meant(name, params, sentence):

@@ -1,6 +1,5 @@
 """A reward model made from a config, run for real."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -60,12 +59,6 @@ def test_scores_are_the_models_own_on_the_templated_conversation(folder):
     assert len({round(score, 3) for score in expected}) == 4, "the scores tell the completions apart"
 
 
-def test_batches_change_nothing(folder):
-    alone = call_grader(RewardModelGrader(str(folder), batch_size=1), TEXTS, ROWS)
-    together = call_grader(RewardModelGrader(str(folder), batch_size=8), TEXTS, ROWS)
-    assert together == pytest.approx(alone, abs=1e-5)
-
-
 def test_without_template_or_pad_token(tmp_path):
     plain = make_model(tmp_path / "plain", template=False, pad=False)
     scores = call_grader(RewardModelGrader(str(plain), batch_size=8), TEXTS, ROWS)
@@ -94,27 +87,10 @@ def test_one_of_several_outputs(tmp_path):
     assert len(set(scores)) == 3
 
 
-def test_only_safetensors_and_no_code_of_the_repository(folder, tmp_path):
+def test_only_safetensors(tmp_path):
     pickled = make_model(tmp_path / "pickled")
     weights = AutoModelForSequenceClassification.from_pretrained(pickled).state_dict()
     torch.save(weights, pickled / "pytorch_model.bin")
     (pickled / "model.safetensors").unlink()
     with pytest.raises(ConfigError, match=r"reward model .*pickled"):
         RewardModelGrader(str(pickled)).setup()
-
-    remote = make_model(tmp_path / "remote")
-    config = json.loads((remote / "config.json").read_text())
-    config |= {
-        "model_type": "unheard_of",
-        "auto_map": {"AutoConfig": "evil.C", "AutoModelForSequenceClassification": "evil.M"},
-    }
-    (remote / "config.json").write_text(json.dumps(config))
-    (remote / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
-    with pytest.raises(ConfigError, match=r"reward model .*remote"):
-        RewardModelGrader(str(remote)).setup()
-    assert not (tmp_path / "ran").exists()
-
-
-def test_a_model_that_is_not_there(tmp_path):
-    with pytest.raises(ConfigError, match=r"reward model .*none"):
-        RewardModelGrader(str(tmp_path / "none")).setup()

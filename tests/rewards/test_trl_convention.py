@@ -8,7 +8,7 @@ import pytest
 
 from agilerl import GRPO, Population, Runtime
 from agilerl.config.manifest import load_manifest
-from agilerl.envs import CuratedTask, DatasetTask
+from agilerl.envs import DatasetTask
 from agilerl.envs.core import grade_completions
 from agilerl.errors import RewardError
 from agilerl.rewards import (
@@ -17,7 +17,6 @@ from agilerl.rewards import (
     Overlong,
     ThreadedGrader,
     call_grader,
-    grade,
 )
 from agilerl.rewards.grader import GradedRow, TrainerState
 from agilerl.training.tasks import task
@@ -175,15 +174,3 @@ def test_trl_rewards_in_a_manifest(tmp_path: Path) -> None:
     assert grades.scores == {"think_format_reward": [1.0], "punishment": [-0.5], "accuracy_reward": [1.0]}
     assert grades.rewards == [1.0]
     assert made.counts["read"] == 10
-
-
-def test_a_dataset_task_reads_conversations_of_trl() -> None:
-    rows = [{"prompt": [{"role": "user", "content": text}], "solution": text} for text in "abcdefgh"]
-
-    def right(completions: Any, solution: Any, **kwargs: Any) -> list[float]:
-        return [float(c[0]["content"] == s) for c, s in zip(completions, solution)]
-
-    made = CuratedTask(rows, exam_prompts=2, test_prompts=2, grader=right)
-    row = made.row("train", 0)
-    assert grade(right, [row["solution"], "x"], [row, row]).rewards == [1.0, 0.0]
-    assert made.rewards([row["solution"], "x"], [row, row]) == [1.0, 0.0]

@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
@@ -13,6 +13,7 @@ import pytest
 
 from agilerl.envs.tools import SearchTool, Tool
 from agilerl.errors import ConfigError, EnvError
+from tests.loopback import Handler, running
 
 NETWORK = ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy")
 
@@ -21,7 +22,7 @@ class Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
+        super().__init__(("127.0.0.1", 0), Search)
         self.queries: list[dict[str, list[str]]] = []
         self.status, self.body = 200, b""
         self.delay = 0.0
@@ -37,7 +38,7 @@ class Server(ThreadingHTTPServer):
         self.body = json.dumps({"results": list(results)}).encode()
 
 
-class Handler(BaseHTTPRequestHandler):
+class Search(Handler):
     server: Server
     protocol_version = "HTTP/1.1"
 
@@ -54,21 +55,13 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(self.server.body)
 
-    def log_message(self, *arguments: Any) -> None:
-        pass
-
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     for name in NETWORK:
         monkeypatch.delenv(name, raising=False)
-    server = Server()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with running(Server()) as server:
+        yield server
 
 
 def test_results_of_a_query(server: Server) -> None:
@@ -107,6 +100,8 @@ def test_the_address_may_come_from_the_environment(server: Server, monkeypatch: 
     monkeypatch.delenv("SEARCH_URL")
     with pytest.raises(ConfigError, match="SEARCH_URL, found ''"):
         tool.search("x")
+    with pytest.raises(ConfigError, match="http://"):
+        SearchTool(search_url="localhost:8888")
     with pytest.raises(ConfigError, match="SEARCH_URL"):
         Tool(tool.search).call({"query": "x"})
 
@@ -133,7 +128,7 @@ def test_a_server_that_does_not_answer(server: Server) -> None:
     server.delay = 0.5
     with pytest.raises(EnvError, match="did not answer: ReadTimeout"):
         SearchTool(search_url=server.url, timeout=0.1).search("x")
-    free = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    free = Server()
     free.server_close()
     with pytest.raises(EnvError, match="did not answer: ConnectError"):
         SearchTool(search_url=f"http://127.0.0.1:{free.server_port}/").search("x")
@@ -148,14 +143,3 @@ def test_workers_are_the_most_requests_at_a_time(server: Server, workers: int) -
         assert list(pool.map(tool.search, "abcdefgh")) == ["1. one"] * 8
     assert server.busiest == workers
     tool.close()
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"search_url": "localhost:8888"}, "http://"),
-    ],
-)
-def test_settings_out_of_range(settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
-        SearchTool(**settings)

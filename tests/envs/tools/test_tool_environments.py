@@ -9,7 +9,6 @@ from agilerl.envs.adapters import as_text_env
 from agilerl.envs.check import check_env
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.envs.tools import FormatRewardWrapper, ToolEnv
-from agilerl.errors import ConfigError
 from tests.envs.tools.family_tokenizers import encoded, hermes
 from tests.probes import GridNavigation
 from tutorials.tools.calculator import calculator
@@ -133,5 +132,3 @@ def test_plain_environments_can_be_wrapped() -> None:
         env.reset(seed=0)
         assert env.step(f"<answer>{said}</answer>")[1] == reward
     assert FormatRewardWrapper(GridNavigation()).max_turns == 3
-    with pytest.raises(ConfigError, match="0 or more for format_bonus"):
-        FormatRewardWrapper(Correct(), -0.1)

@@ -201,7 +201,6 @@ def unreadable(a: "Missing") -> None:  # type: ignore[name-defined]  # noqa: F82
         (no_schema, "without a JSON schema"),
         (unreadable, r"read: .*'Missing'"),
         (partial(weather, "Ulm"), "Python function or method"),
-        ("weather", "expected a function"),
     ],
 )
 def test_functions_that_are_no_tools(function: Any, said: str) -> None:
