@@ -1,19 +1,16 @@
 """The command line, called as the console script calls it."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from agilerl.cli import main
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl, Outcome
 
 
 @pytest.fixture
-def agilerl(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Callable[..., Outcome]:
+def agilerl(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Agilerl:
     """Run the command line in this process, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")

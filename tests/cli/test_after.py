@@ -1,18 +1,15 @@
 """The commands after a run: what they find out, what they write, and what they refuse."""
 
 import base64
-import hashlib
 import json
 import logging
 import re
 import shlex
 import shutil
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from io import StringIO
 from itertools import combinations, pairwise
 from pathlib import Path
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,13 +31,14 @@ from agilerl.report.load import other_questions
 from agilerl.runs import RunDirectory, read_lines, strict_json
 from agilerl.runs.atomic import verify_folder
 from agilerl.training.evaluation import Answer, Results
-from tests.cli.outcome import Outcome
+from tests.cli.changed_runs import change_settings
+from tests.cli.outcome import Agilerl, Outcome
 from tests.cli.test_start import started
+from tests.loopback import Handler, answering
 from tests.report.synthetic_run import ATTACK, make_run
 from tests.test_readme import IN_ORDER, fences, shape
 from tests.training.small_runs import run_here
 
-Agilerl = Callable[..., Outcome]
 QUESTION = "Find the Greatest Common Divisor (GCD) of these numbers: 12, 18. Give only the GCD as your final answer."
 
 
@@ -73,14 +71,8 @@ def changed(run: Path, tmp_path: Path) -> Callable[..., Path]:
     """Return a copy of the run with other settings in its run.json, as a stranger could have written it."""
 
     def change(given: Any = None, **sections: dict[str, Any]) -> Path:
-        shutil.copytree(run, tmp_path / "changed", ignore=shutil.ignore_patterns("run.json", "checkpoints"))
-        info = json.loads((run / "run.json").read_text())
-        for part in ("config", "given"):
-            for section, values in sections.items():
-                info[part].setdefault(section, {}).update(values)
-        made = RunDirectory.create(tmp_path / "made", info["config"], 0, given=given or info["given"], command=[])
-        made.close()
-        shutil.move(tmp_path / "made" / "run.json", tmp_path / "changed" / "run.json")
+        shutil.copytree(run, tmp_path / "changed", ignore=shutil.ignore_patterns("checkpoints"))
+        change_settings(tmp_path / "changed", given, **sections)
         return tmp_path / "changed"
 
     return change
@@ -192,10 +184,6 @@ def test_eval_of_an_adapter_without_a_run(adapter: Path, agilerl: Agilerl) -> No
     ("setting", "word"),
     [
         ("environment.taks=x", "did you mean 'task'?"),
-        ("training.pop_size=8", "setting of training"),
-        ("algorithm.lr=1", "setting of training"),
-        ("mutation.mutate_elite=true", "setting of training"),
-        ("network.adapter=x", "setting of training"),
         ("environment.task=reasoning_gym:gcdd", "did you mean 'gcd'?"),
     ],
 )
@@ -339,15 +327,10 @@ def test_a_damaged_summary_is_a_sentence(run: Path, agilerl: Agilerl, tmp_path: 
     assert "is damaged" in done.errors
 
 
-def test_a_base_that_is_an_option_is_in_no_command_of_the_card(run: Path, agilerl: Agilerl, tmp_path: Path) -> None:
+def test_a_base_that_is_an_option_is_in_no_command_of_the_card(changed: Any, agilerl: Agilerl) -> None:
     """VLLM would run the code of a repository."""
-    copy = tmp_path / "copy"
-    shutil.copytree(run, copy)
-    info = json.loads((copy / "run.json").read_text())
-    info["config"]["network"]["pretrained_model_name_or_path"] = "--trust-remote-code"
-    info["config_sha256"] = hashlib.sha256(strict_json.dumps(info["config"]).encode()).hexdigest()
-    (copy / "run.json").write_text(json.dumps(info))
-    done = agilerl("export", str(copy), "out")
+    made = changed(network={"pretrained_model_name_or_path": "--trust-remote-code"})
+    done = agilerl("export", str(made), "out")
     assert done.code == 0, done.errors
     commands = [line for line in Path("out/README.md").read_text().splitlines() if line.startswith(("vllm", "python"))]
     assert commands
@@ -541,7 +524,10 @@ def test_load_says_what_is_missing(adapter: Path, tmp_path: Path) -> None:
 MISTAKES = {
     "eval RUN training.sede=7": "'seed'",
     "eval RUN trainin.seed=7": "'training'",
-    "eval RUN training.pop_size=9": "'training.pop_size'",
+    "eval RUN training.pop_size=9": "'training.pop_size' is a setting of training",
+    "eval RUN algorithm.lr=1": "setting of training",
+    "eval RUN mutation.mutate_elite=true": "setting of training",
+    "eval RUN network.adapter=x": "setting of training",
     "eval RUN other.yaml": "other.yaml",
     "eval RUN environment.task=reasoning_gym:gdc": "'gcd'",
     "eval RUN environment.test_prompts=0": "test_prompts",
@@ -598,7 +584,7 @@ def test_a_schedule_is_printed_and_written(evolved: Path, agilerl: Agilerl, tmp_
 # -- push --------------------------------------------------------------------------------------------------------------
 
 
-class _Hub(BaseHTTPRequestHandler):
+class _Hub(Handler):
     """What the hub answers to an upload of small files; with ``refuses`` it takes none."""
 
     received: list[tuple[str, Any]]
@@ -630,22 +616,16 @@ class _Hub(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(answer)
 
-    def log_message(self, *arguments: Any) -> None:
-        pass
-
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[_Hub]]:
     """A server on this machine in the place of the hub."""
     handler = type("Hub", (_Hub,), {"received": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_address[1]}")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_test")
-    yield handler
-    server.shutdown()
-    server.server_close()
+    with answering(handler) as url:
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        yield handler
 
 
 def test_push_uploads_the_elite_with_its_card(run: Path, hub: type[_Hub], agilerl: Agilerl) -> None:
@@ -726,13 +706,8 @@ def test_compare_says_which_settings_follow_from_others(run: Path, tmp_path: Pat
     info = json.loads((run / "run.json").read_text())
     info["given"]["training"].pop("evo_steps", None)
     for evo_steps, given in ((5, info["given"]), (3, info["given"] | {"algorithm": {"lr": 0.5}})):
-        made = tmp_path / str(evo_steps)
-        shutil.copytree(run, made, ignore=shutil.ignore_patterns("run.json", "checkpoints"))
-        config = {**info["config"], "training": info["config"]["training"] | {"evo_steps": evo_steps}}
-        config["algorithm"] = config["algorithm"] | given["algorithm"]
-        RunDirectory.create(tmp_path / "new", config, 0, given=given, command=[]).close()
-        shutil.move(tmp_path / "new" / "run.json", made / "run.json")
-        shutil.rmtree(tmp_path / "new")
+        made = Path(shutil.copytree(run, tmp_path / str(evo_steps), ignore=shutil.ignore_patterns("checkpoints")))
+        change_settings(made, given, training={"evo_steps": evo_steps}, algorithm=given["algorithm"])
     done = agilerl("compare", str(tmp_path / "5"), str(tmp_path / "3"))
     rows = [line.split() for line in done.output.splitlines() if line.startswith(("algorithm", "training"))]
     assert rows == [["algorithm.lr", "0.001", "0.5"], ["training.evo_steps", "(derived)", "5", "3"]]

@@ -1,18 +1,13 @@
 """A user's mistake: one clear sentence on stderr, exit code 2, nothing left behind."""
 
 import os
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from agilerl.runs import JsonLines, RunDirectory
-from tests.cli.outcome import Outcome
-from tests.training.small_runs import ROOT
-
-Agilerl = Callable[..., Outcome]
+from agilerl.runs import RunDirectory
+from tests.cli.outcome import Agilerl, Outcome
+from tests.faults.unfinished import contents
 
 
 def assert_refused(outcome: Outcome, *words: str) -> None:
@@ -113,10 +108,6 @@ def test_other_commands(arguments: list[str], words: str, agilerl: Agilerl) -> N
 # -- the run directory ------------------------------------------------------------------------------------------------
 
 
-def contents(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() for p in root.rglob("*") if p.is_file()}
-
-
 def test_a_finished_run_is_left_alone(agilerl: Agilerl, tmp_path: Path) -> None:
     with RunDirectory.create(tmp_path / "run", {}, 0) as run:
         run.finish({"generations": 1})
@@ -127,40 +118,11 @@ def test_a_finished_run_is_left_alone(agilerl: Agilerl, tmp_path: Path) -> None:
     assert contents(tmp_path) == before
 
 
-def test_an_unfinished_run_is_left_alone(agilerl: Agilerl, tmp_path: Path) -> None:
-    with RunDirectory.create(tmp_path / "run", {}, 0) as run, JsonLines(run.metrics) as metrics:
-        metrics.write({"kind": "train"})
-    before = contents(tmp_path)
-    assert_refused(agilerl("train", "--out", "run"), "holds an unfinished run")
-    assert contents(tmp_path) == before
-
-
 def test_other_peoples_files_are_left_alone(agilerl: Agilerl, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("...")
     assert_refused(agilerl("train", "--out", "run"), "is not empty (found thesis.tex)")
     assert contents(tmp_path) == {"run/thesis.tex": b"..."}
-
-
-@pytest.mark.processes
-def test_a_directory_in_use_by_another_process(agilerl: Agilerl, tmp_path: Path) -> None:
-    code = """
-import sys
-from agilerl.runs import RunDirectory
-with RunDirectory.create("run", {}, 0):
-    print("mine", flush=True)
-    sys.stdin.read()
-"""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, stdin=-1, stdout=-1, text=True
-    ) as owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == "mine\n"
-        before = contents(tmp_path)
-        assert_refused(agilerl("train", "--out", "run"), f"is in use by process {owner.pid}")
-        assert contents(tmp_path) == before
-        owner.communicate()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is closed to root")

@@ -4,19 +4,16 @@ import fcntl
 import json
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import place_of_run
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl, Outcome
 from tests.cli.test_start import started
 from tests.programs import Program
 from tests.training.small_runs import SMALL, environment
-
-Agilerl = Callable[..., Outcome]
 
 
 @pytest.mark.parametrize(
@@ -114,15 +111,6 @@ def test_runs_of_the_same_second_get_directories_of_their_own(tmp_path: Path, mo
     with place_of_run(config.environment, Path("given")) as root:
         assert root == Path("given")
     assert not root.exists()
-
-
-def test_a_refused_run_leaves_no_directory(agilerl: Agilerl, tmp_path: Path) -> None:
-    assert agilerl("train", "environment.task=reasoning_gym:gdc").code == 2
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_no_command_shows_the_help(agilerl: Agilerl) -> None:
-    assert agilerl() == agilerl("--help")
 
 
 def test_the_version_comes_with_what_a_bug_report_needs(agilerl: Agilerl) -> None:

@@ -2,7 +2,6 @@
 
 import hashlib
 import zipfile
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +11,11 @@ from huggingface_hub import constants
 from agilerl.cli import fetch
 from agilerl.models.base import load_base
 from agilerl.report.card import base_licence
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl
 from tests.gguf_files import tiny_llama, write_gguf
 
 pytestmark = [pytest.mark.model, pytest.mark.processes]
 
-Agilerl = Callable[..., Outcome]
 _ABOUT = {
     "METADATA": "Metadata-Version: 2.1\nName: tiny-model\nVersion: 1.0\nRequires-Dist: no-such\n",
     "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",

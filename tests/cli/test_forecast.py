@@ -1,7 +1,7 @@
 """What a dry run says of time, length and exam, from the loaded population."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import ceil, floor
 
 import pytest
@@ -14,10 +14,8 @@ from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness, probability_better
 from agilerl.planning.time import Machine
 from agilerl.training.setup import Session, build
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl
 from tests.models.two_agents import make_runtime
-
-Agilerl = Callable[..., Outcome]
 
 
 def session(*overrides: str) -> Session:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 
@@ -13,13 +12,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from agilerl.training.events import IterationDone
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl
 from tests.faults.pieces import begin
 from tests.gguf_files import tiny_llama, write_gguf
 
 pytestmark = pytest.mark.model
 
-Agilerl = Callable[..., Outcome]
 ROWS = "".join(json.dumps({"question": f"Say {n}.", "answer": str(n)}) + "\n" for n in range(60))
 SETTINGS = (
     *("training.pop_size=2", "training.max_steps=32", "training.evo_steps=1", "training.checkpoint_steps=1"),

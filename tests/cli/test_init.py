@@ -6,7 +6,6 @@ import pty
 import re
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ from agilerl.cli import main
 from agilerl.cli.init import proposed, sample_rows
 from agilerl.config.manifest import load_manifest
 from agilerl.runs.completions import read_completions
-from tests.cli.outcome import Outcome
-
-Agilerl = Callable[..., Outcome]
+from tests.cli.outcome import Agilerl
 
 SHORT = (
     *("training.pop_size=2", "training.max_steps=64", "training.evo_steps=1", "algorithm.group_size=4"),

@@ -1,7 +1,6 @@
 """``agilerl lineage``: who lived, who left and why, for people and for programs."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ from agilerl.hpo.lineage import birth_record
 from agilerl.report.load import load_run
 from agilerl.report.page import lineage_table
 from agilerl.runs import JsonLines, read_lines
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl
 from tests.report.synthetic_run import make_run
-
-Agilerl = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="module")

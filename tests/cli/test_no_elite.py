@@ -1,16 +1,14 @@
 """Runs that cannot have an elite: the reason is said, and as early as it is known."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl
 from tests.training.small_runs import SMALL, lines
 
 pytestmark = pytest.mark.model
 
-Agilerl = Callable[..., Outcome]
 GRADERS = """
 def never(completion, answer, question):
     return None

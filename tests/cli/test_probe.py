@@ -1,16 +1,14 @@
 """``agilerl probe``: a row for each task and setting, the reason of what cannot be made, and a sample."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl
 
 pytestmark = pytest.mark.model
 
-Agilerl = Callable[..., Outcome]
 FEW = ("--questions", "4", "--samples", "3")
 
 

@@ -59,6 +59,13 @@ def written(screen: Console) -> str:
     return screen.file.getvalue()
 
 
+def shown(events: Iterator[Event], session: Session, width: int = 200, *, terminal: bool = False) -> str:
+    """Return what a run shows."""
+    screen = console(width, terminal=terminal)
+    watch(events, session, screen)
+    return written(screen)
+
+
 def story(session: Session, *, sick: bool = False, result: float = 0.9) -> Iterator[Event]:
     """A made-up run."""
     metrics = {"reward": 0.25, "kl": 0.0123, "entropy": 0.5, "tokens_per_second": 12345.6}
@@ -96,9 +103,7 @@ def last_table(text: str) -> list[str]:
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140, 220])
 def test_one_line_an_agent_at_any_width(width: int, session: Session) -> None:
-    screen = console(width, terminal=False)
-    watch(story(session), session, screen)
-    header, *rows = last_table(written(screen))
+    header, *rows = last_table(shown(story(session), session, width))
     assert [row.split()[0] for row in rows] == ["0", "1", "2*"]
     assert all(len(row.rstrip()) <= width for row in [header, *rows])
     assert "reward" in header
@@ -148,9 +153,7 @@ def test_the_mark_is_on_the_elite_of_the_result(case: str) -> None:
                 event = replace(event, summary={**event.summary, "elite": chosen, "advice": ["it is early"]})
             yield event
 
-    screen = console(140, terminal=False)
-    watch(marked(), session, screen)
-    text = written(screen)
+    text = shown(marked(), session, 140)
     assert [row.split()[0] for row in last_table(text)[1:]] == [f"{i}*" if i == elite else str(i) for i in range(3)]
     assert words in text.partition("* elite: ")[2]
     assert f"elite (agent {elite} after iteration {step})" in text
@@ -198,16 +201,12 @@ def test_progress_as_lines_of_json(session: Session, tmp_path: Path) -> None:
 
 
 def test_columns_without_content_are_left_out(session: Session) -> None:
-    screen = console(200, terminal=False)
-    events = [e for e in story(session) if not isinstance(e, IterationDone)]
-    watch(iter(events), session, screen)
-    assert "trend" not in last_table(written(screen))[0]
+    events = (e for e in story(session) if not isinstance(e, IterationDone))
+    assert "trend" not in last_table(shown(events, session))[0]
 
 
 def test_plain_lines_where_there_is_no_terminal(session: Session) -> None:
-    screen = console(80, terminal=False)
-    watch(story(session), session, screen)
-    text = written(screen)
+    text = shown(story(session), session, 80)
     assert "\x1b" not in text
     assert "iteration 1 (50%, about 0 s left): reward 0: 0.250, 1: 0.250, 2: 0.250\n" in text
     assert "generation 0: exam 0: 0.500 ± 0.030, 1: 0.600 ± 0.030, 2: 0.700 ± 0.030\n" in text
@@ -221,7 +220,6 @@ def test_plain_lines_where_there_is_no_terminal(session: Session) -> None:
 def test_what_may_keep_agents_from_learning_is_said_once_and_at_an_end_without_gain(
     terminal: bool, result: float, session: Session
 ) -> None:
-    screen = console(200, terminal=terminal)
     events = list(story(session, result=result))
     ok, cut = {"reward": 0.5, "completions/clipped_ratio": 0.1}, {"completions/clipped_ratio": 0.9}
     metrics = {0: ok, 1: ok | cut | {"completions/max_length": 16.0}, 2: {**ok, "learning_rate": 1e-5}}
@@ -230,33 +228,30 @@ def test_what_may_keep_agents_from_learning_is_said_once_and_at_an_end_without_g
     outcomes = dict.fromkeys(metrics, "ok")
     iterations = [IterationDone(0, number, number / 4, metrics, outcomes, [failed]) for number in (1, 2, 3)]
     exam = next(event for event in events if isinstance(event, ExamDone))
-    watch(iter([*events[:3], *iterations, exam, exam, *events[-1:]]), session, screen)
-    progress, _, end = written(screen).partition("What may keep agents from learning")
+    text = shown(iter([*events[:3], *iterations, exam, exam, *events[-1:]]), session, terminal=terminal)
+    progress, _, end = text.partition("What may keep agents from learning")
     failing = (
         "agent 1: mine gave no grade to about 40 completions an iteration, for instance because it raised KeyError: "
     )
     for sentence in (failing, "agent 1: 90% of the completions were cut", "agent 2: the learning rate is 1e-05"):
         assert terminal or progress.count(sentence) == 1
         assert end.count(sentence) == (result < 0.5)
-    assert ("The elite is better than the base: +0.500\n" in written(screen)) == (result > 0.5)
-    assert ("The elite is not clearly better than the base: +0.010\n" in written(screen)) == (result < 0.5)
+    assert ("The elite is better than the base: +0.500\n" in text) == (result > 0.5)
+    assert ("The elite is not clearly better than the base: +0.010\n" in text) == (result < 0.5)
     assert "agent 0:" not in progress.replace("exam", "") + end
 
 
 def test_a_loss_is_not_called_a_small_gain(session: Session, tmp_path: Path) -> None:
-    screen = console(200, terminal=False)
-    watch(iter(story(session, result=0.0)), session, screen)
-    assert "The elite is worse than the base: -0.400\n" in written(screen)
+    assert "The elite is worse than the base: -0.400\n" in shown(story(session, result=0.0), session)
     *events, end = story(session)
     assert isinstance(end, RunFinished)
     scores = {"base": [0.0, 1.0, 0.0, 1.0], "elite": [1.0, 1.0, 1.0, 1.0]}
     tests = [{"kind": "test", "who": w, "by_question": {"sha256": "0", "scores": s}} for w, s in scores.items()]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in tests))
-    watch(iter([replace(events[0], out=tmp_path), *events[1:], end]), session, screen)
-    assert "The elite is better than the base: +0.500 ± 0.289 (one standard error, paired" in written(screen)
+    text = shown(iter([replace(events[0], out=tmp_path), *events[1:], end]), session)
+    assert "The elite is better than the base: +0.500 ± 0.289 (one standard error, paired" in text
     fewer = {**end.summary["test"], "base": {**end.summary["test"]["base"], "n": 8}}
-    watch(iter([*events, replace(end, summary={**end.summary, "test": fewer})]), session, screen)
-    last = written(screen).rpartition("Held-out test")[2]
+    last = shown(iter([*events, replace(end, summary={**end.summary, "test": fewer})]), session)
     assert "not comparable, because not the same questions got a grade (n)\n" in last
     assert "The elite is" not in last
 
@@ -292,16 +287,15 @@ def test_a_terminal_sees_bars_that_move_and_named_phases(width: int, session: Se
 def test_every_agent_stays_in_the_table_with_its_trend_and_why_it_left(
     width: int, session: Session, tmp_path: Path
 ) -> None:
-    screen, root = console(width, terminal=True), tmp_path / "r"
-    watch(train(session, root, command=["test"]), session, screen)
-    ended = written(screen)[written(screen).rindex("All agents of the run") :].partition("* elite")[0]
+    root = tmp_path / "r"
+    text = shown(train(session, root, command=["test"]), session, width, terminal=True)
+    ended = text[text.rindex("All agents of the run") :].partition("* elite")[0]
     plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", ended)
     deaths = {line["agent"]: line for line in lines(root / "lineage.jsonl") if line["event"] == "death"}
     births = {line["agent"] for line in lines(root / "lineage.jsonl") if line["event"] == "birth"}
     rows = {int(row.split()[0].strip("*")): row for row in plain.splitlines()[2:] if row.split()}
     assert rows.keys() == births
     assert deaths
-    assert re.search(r"generation 0: best \d \(0\.\d{3}\)", written(screen))
     dim = {int(match) for match in re.findall(r"\x1b\[2m *(\d+)", ended)}
     assert dim == deaths.keys()
     for index, death in deaths.items():
@@ -313,9 +307,8 @@ def test_every_agent_stays_in_the_table_with_its_trend_and_why_it_left(
 
 def test_a_resumed_run_shows_who_left_before(tmp_path: Path) -> None:
     def table(events: Iterator[Event], session: Session) -> list[str]:
-        screen = console(200, terminal=False)
-        watch(events, session, screen)
-        text = written(screen)[written(screen).rindex("All agents of the run") :].partition("* elite")[0]
+        text = shown(events, session)
+        text = text[text.rindex("All agents of the run") :].partition("* elite")[0]
         return [row.partition(" ± ")[0] for row in text.splitlines()[2:]]
 
     root, whole = tmp_path / "run", build(load_manifest(None, SMALL))
@@ -350,19 +343,14 @@ def test_a_failure_is_said_once_and_counted(session: Session) -> None:
                 event = replace(event, outcomes={0: "ok", 1: "nonfinite", 2: "ok"})
             yield event
 
-    screen = console(140, terminal=False)
-    watch(failing(), session, screen)
+    text = shown(failing(), session, 140)
     said = "iteration 1: agent 1 nonfinite (a loss or gradient that was not finite: lower algorithm.lr)\n"
-    assert written(screen).count(": agent 1 nonfinite") == written(screen).count(said) == 1
-    header, *rows = last_table(written(screen))
+    assert text.count(": agent 1 nonfinite") == text.count(said) == 1
+    header, *rows = last_table(text)
     assert "failures" in header
     assert ["2 nonfinite" in row for row in rows] == [False, True, False]
-    screen = console(140, terminal=True)
-    watch(failing(), session, screen)
-    assert "2 nonfinite" in written(screen)
-    screen = console(140, terminal=False)
-    watch(story(session), session, screen)
-    assert "failures" not in written(screen)
+    assert "2 nonfinite" in shown(failing(), session, 140, terminal=True)
+    assert "failures" not in shown(story(session), session, 140)
 
 
 def test_the_cursor_comes_back_when_a_run_breaks_off(session: Session) -> None:
@@ -391,15 +379,14 @@ def test_a_real_run_tells_its_story_in_order(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_who_leaves_is_said_with_the_reason(terminal: bool, session: Session, tmp_path: Path) -> None:
-    screen = console(250, terminal=terminal)
-    watch(train(session, tmp_path / "run", command=["test"]), session, screen)
+    text = shown(train(session, tmp_path / "run", command=["test"]), session, 250, terminal=terminal)
     deaths = [line for line in lines(tmp_path / "run" / "lineage.jsonl") if line["event"] == "death"]
     assert deaths
-    assert re.search(r"generation 0: best \d \(0\.\d{3}\)", written(screen))
+    assert re.search(r"generation 0: best \d \(0\.\d{3}\)", text)
     for death in deaths:
-        said = re.findall(rf"generation {death['generation']}: left .*", written(screen))
+        said = re.findall(rf"generation {death['generation']}: left .*", text)
         assert f"{death['agent']} ({death['reason'].removeprefix('left: ')})" in said[0]
-    assert f"agilerl lineage {tmp_path / 'run'}" in written(screen)
+    assert f"agilerl lineage {tmp_path / 'run'}" in text
 
 
 def check_it_is_written(event: Event, root: Path) -> None:

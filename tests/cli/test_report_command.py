@@ -10,12 +10,10 @@ from pathlib import Path
 import pytest
 
 from agilerl.cli.commands import default_report
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl, Outcome
 from tests.programs import Program
 from tests.report.synthetic_run import make_run
 from tests.training.small_runs import environment
-
-Agilerl = Callable[..., Outcome]
 
 
 @pytest.fixture(scope="module")

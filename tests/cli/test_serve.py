@@ -4,23 +4,20 @@ import json
 import re
 import shlex
 import shutil
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from agilerl.config.manifest import load_manifest
 from agilerl.config.vllm import installed_vllm
 from agilerl.models.tiny import tiny_model_path
-from agilerl.runs import RunDirectory
 from agilerl.training.loop import train
 from agilerl.training.setup import build
-from tests.cli.outcome import Outcome
+from tests.cli.changed_runs import change_settings
+from tests.cli.outcome import Agilerl
 from tests.test_readme import SERVING, commands, fences
 
-Agilerl = Callable[..., Outcome]
 OWN_NAME = "runs/all"
 """Where the page has its run."""
 
@@ -41,17 +38,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(made: Path, tmp_path: Path) -> Path:
     shutil.copytree(made, tmp_path / OWN_NAME)
     return tmp_path / OWN_NAME
-
-
-def changed(run: Path, **sections: dict[str, Any]) -> None:
-    """Write other settings into the run, as a stranger could have."""
-    info = json.loads((run / "run.json").read_text())
-    for part in ("config", "given"):
-        for section, values in sections.items():
-            info[part].setdefault(section, {}).update(values)
-    other = run.parent / "other"
-    RunDirectory.create(other, info["config"], 0, given=info["given"], command=[]).close()
-    shutil.move(other / "run.json", run / "run.json")
 
 
 def options(printed: str) -> dict[str, list[str]]:
@@ -131,7 +117,7 @@ def test_ranks_names_and_paths(run: Path, agilerl: Agilerl, tmp_path: Path) -> N
     "base", ["--trust-remote-code", "-x/y", "s3://bucket/model", "http://127.0.0.1:9/model", "a/b/c", "me/model:Q4"]
 )
 def test_a_base_is_a_folder_or_a_name_on_the_hub(base: str, run: Path, agilerl: Agilerl) -> None:
-    changed(run, network={"pretrained_model_name_or_path": base})
+    change_settings(run, network={"pretrained_model_name_or_path": base})
     done = agilerl("serve", str(run), "--dry-run")
     assert (done.code, done.output) == (2, "")
     assert base in done.errors
@@ -139,7 +125,7 @@ def test_a_base_is_a_folder_or_a_name_on_the_hub(base: str, run: Path, agilerl: 
 
 def test_what_a_run_did_differently_is_handed_over_or_said(run: Path, agilerl: Agilerl) -> None:
     (run.parent / "chat.jinja").write_text("{{ messages[0].content }}")
-    changed(
+    change_settings(
         run,
         network={"pretrained_model_name_or_path": "me/model", "chat_template_path": str(run.parent / "chat.jinja")}
         | {"chat_template_kwargs": {"enable_thinking": False}, "stop_sequences": ["</answer>"]},

@@ -7,7 +7,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -24,10 +24,8 @@ from agilerl.errors import ConfigError
 from agilerl.training import resolved
 from agilerl.training.loop import train as begin
 from agilerl.training.setup import build
-from tests.cli.outcome import ANNOUNCED, Outcome
+from tests.cli.outcome import Agilerl
 from tests.training.small_runs import SMALL, environment
-
-Agilerl = Callable[..., Outcome]
 
 TELLS_IMPORTS = """
 import sys
@@ -129,13 +127,6 @@ def test_the_first_line_names_manifest_and_directory(agilerl: Agilerl, tmp_path:
     assert (refused.results, refused.errors.count("\n")) == ("", 1)
     assert agilerl("train", "mine.yaml", "--quiet").output == ""
     assert agilerl("train", "mine.yaml", "--json").output == ""
-
-
-@pytest.mark.model
-def test_the_default_directory_is_the_same_in_the_first_line_and_in_the_plan(agilerl: Agilerl) -> None:
-    plan = agilerl("train", *SMALL, "--dry-run")
-    assert ANNOUNCED.match(plan.output)
-    assert json.loads(agilerl("train", *SMALL, "--dry-run", "--json").output)["results"].startswith("runs/")
 
 
 def test_the_table_of_names_is_what_the_algorithms_declare() -> None:

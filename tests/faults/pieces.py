@@ -1,7 +1,9 @@
 """Runs of this process that end before they are done, and go on in the same directory."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import pytest
 
 from agilerl.config.manifest import load_manifest
 from agilerl.training.events import Event, IterationDone, PhaseStarted
@@ -16,12 +18,25 @@ def begin(out: Path, *overrides: str, allow_code: bool = False) -> Iterator[Even
     return train(build(load_manifest(None, [*SHORT, *overrides]), allow_code=allow_code), out, command=["test"])
 
 
-def go_on(out: Path) -> Iterator[Event]:
+def go_on(out: Path, report: Callable[[str], None] = pytest.fail) -> Iterator[Event]:
     """Resume a run as a process that knows nothing but its directory."""
-    complaints: list[str] = []
-    saved = open_run(out, report=complaints.append)
-    assert complaints == []
+    saved = open_run(out, report=report)
     return resume(build(saved.config, saved.checkpoint), saved.run)
+
+
+def finish(out: Path, report: Callable[[str], None] = pytest.fail) -> Path:
+    """Resume a run and go to its end."""
+    for _ in go_on(out, report):
+        pass
+    return out
+
+
+def until(events: Iterator[Event], iteration: int) -> IterationDone:
+    """Go through the events of a run up to an iteration, and return that."""
+    for event in events:
+        if isinstance(event, IterationDone) and event.iteration == iteration:
+            return event
+    pytest.fail("it ended before that")
 
 
 def whole(out: Path, *overrides: str) -> Path:

@@ -4,7 +4,6 @@ import hashlib
 import importlib.util
 import json
 import py_compile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,11 @@ from agilerl.errors import CheckpointError, ConfigError
 from agilerl.safety.custom_code import file_of, load_code
 from agilerl.training.saved import open_run
 from agilerl.training.tasks import task
-from tests.cli.conftest import agilerl  # noqa: F401
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl
 from tests.faults.unfinished import Unfinished, change_config, change_json
 from tests.training.small_runs import SMALL, lines
 
 UNCHECKED = py_compile.PycInvalidationMode.UNCHECKED_HASH
-Agilerl = Callable[..., Outcome]
 
 REWARDS = '''
 from dataclasses import dataclass
@@ -162,11 +159,7 @@ def test_finding_the_file_of_a_module_runs_nothing(place: Path, monkeypatch: pyt
 
 
 @pytest.mark.model
-def test_a_run_records_its_code_and_goes_on_with_that_alone(
-    place: Path,
-    tmp_path: Path,
-    agilerl: Agilerl,  # noqa: F811
-) -> None:
+def test_a_run_records_its_code_and_goes_on_with_that_alone(place: Path, tmp_path: Path, agilerl: Agilerl) -> None:
     arguments = [str(manifest(place, graders=GRADERS)), *SMALL, "training.max_steps=96", "--out", "run"]
     assert "--allow-code" in agilerl("train", *arguments).errors
     assert agilerl("train", *arguments, "--allow-code", "--dry-run").code == 0
@@ -194,7 +187,7 @@ def test_a_run_records_its_code_and_goes_on_with_that_alone(
 
 
 @pytest.mark.model
-def test_a_run_directory_cannot_bring_its_own_code(unfinished: Unfinished, tmp_path: Path, agilerl: Agilerl) -> None:  # noqa: F811
+def test_a_run_directory_cannot_bring_its_own_code(unfinished: Unfinished, tmp_path: Path, agilerl: Agilerl) -> None:
     root = unfinished.copy(tmp_path / "run")
     evil = root / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\ndef reward(completion): return 1.0\n")
@@ -210,7 +203,7 @@ def test_a_run_directory_cannot_bring_its_own_code(unfinished: Unfinished, tmp_p
 
 
 @pytest.mark.model
-def test_rows_are_those_that_the_run_began_with(place: Path, tmp_path: Path, agilerl: Agilerl) -> None:  # noqa: F811
+def test_rows_are_those_that_the_run_began_with(place: Path, tmp_path: Path, agilerl: Agilerl) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"question": f"say {n}", "answer": str(n)}) + "\n" for n in range(60)))
     arguments = [*SMALL, "training.max_steps=48", "environment.dataset=rows.jsonl", "--out", "run"]

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,7 @@ from tests.cli.outcome import ANNOUNCED
 from tests.envs.tools.family_tokenizers import without_tools
 from tests.faults.evidence import SHORT
 from tests.faults.unfinished import Unfinished, change_config, change_json, newest
+from tests.loopback import Handler, answering
 from tests.training.small_runs import ROOT, environment
 
 pytestmark = [pytest.mark.model, pytest.mark.skipif(sys.platform != "linux", reason="limits of processes")]
@@ -69,7 +69,7 @@ class Listener:
 def listener() -> Iterator[Listener]:
     state = Listener()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Notes(Handler):
         def do_GET(self) -> None:
             state.headers.append(dict(self.headers))
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -82,17 +82,8 @@ def listener() -> Iterator[Listener]:
 
         do_POST = do_GET  # noqa: N815
 
-        def log_message(self, *args: object) -> None:
-            """Say nothing."""
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    state.url = f"http://127.0.0.1:{server.server_port}"
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield state
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with answering(Notes) as state.url:
+        yield state
 
 
 @pytest.fixture(scope="module")
@@ -208,6 +199,14 @@ def replaced(name: str, make_file: Callable[[Path], None]) -> Callable[[Path], N
 
 def lora(**values: Any) -> Attack:
     return lambda scene: scene.manifest(network={"lora_config": values})
+
+
+def overrides(**values: Any) -> Attack:
+    return lambda scene: scene.manifest(network={"config_overrides": values})
+
+
+def ended(change: Callable[[Path], None], *command: str) -> Attack:
+    return lambda scene: finished(scene, change, *command)
 
 
 def grader(name: str, **params: Any) -> Attack:
@@ -330,18 +329,23 @@ def in_summary(**values: Any) -> Callable[[Path], None]:
     return lambda root: change_json(root / "summary.json", lambda summary: {**summary, **values})
 
 
-def template_outside(scene: Scene) -> Callable[[Path], None]:
-    """A run that says that its chat template is a file of the user."""
-    secret = scene.folder / "secret.txt"
-    secret.write_text("xyzzycanary {{ messages[0].content }}")
+def on_a_base(**settings: str) -> Callable[[Path], None]:
+    """A run that says this of its base."""
 
     def change(info: dict[str, Any]) -> dict[str, Any]:
         for name in ("config", "given"):
-            info[name]["network"]["chat_template_path"] = str(secret)
+            info[name]["network"].update(settings)
             info[f"{name}_sha256"] = _sha256(info[name])
         return info
 
     return lambda root: change_json(root / "run.json", change)
+
+
+def template_outside(scene: Scene) -> Callable[[Path], None]:
+    """A run that says that its chat template is a file of the user."""
+    secret = scene.folder / "secret.txt"
+    secret.write_text("xyzzycanary {{ messages[0].content }}")
+    return on_a_base(chat_template_path=str(secret))
 
 
 def born(count: int) -> Callable[[Path], None]:
@@ -401,16 +405,8 @@ def has_hardware(value: Any) -> Callable[[Path], None]:
     return lambda root: change_json(root / "run.json", lambda info: {**info, "hardware": value})
 
 
-def on_an_option(root: Path) -> None:
-    """A run whose base is an option of vLLM's, which would run code."""
-
-    def change(info: dict[str, Any]) -> dict[str, Any]:
-        for name in ("config", "given"):
-            info[name]["network"]["pretrained_model_name_or_path"] = "--trust-remote-code"
-            info[f"{name}_sha256"] = _sha256(info[name])
-        return info
-
-    change_json(root / "run.json", change)
+on_an_option = on_a_base(pretrained_model_name_or_path="--trust-remote-code")
+"""A run whose base is an option of vLLM's, which would run code."""
 
 
 def half_a_character(path: Path) -> None:
@@ -453,14 +449,10 @@ REFUSED: dict[str, Attack] = {
         "config.json", _attn_implementation="kernels-community/flash-attn"
     ),
     "config: a type by an odd name": model_json("config.json", dtype="__import__('os')"),
-    "overrides: attention out of a repository": lambda scene: scene.manifest(
-        network={"config_overrides": {"_attn_implementation": "kernels-community/flash-attn"}}
-    ),
-    "overrides: attention by its other name": lambda scene: scene.manifest(
-        network={"config_overrides": {"attn_implementation": "kernels-community/flash-attn"}}
-    ),
-    "overrides: a method": lambda scene: scene.manifest(network={"config_overrides": {"to_dict": 5}}),
-    "overrides: a class": lambda scene: scene.manifest(network={"config_overrides": {"__class__": 5}}),
+    "overrides: attention out of a repository": overrides(_attn_implementation="kernels-community/flash-attn"),
+    "overrides: attention by its other name": overrides(attn_implementation="kernels-community/flash-attn"),
+    "overrides: a method": overrides(to_dict=5),
+    "overrides: a class": overrides(__class__=5),
     "config: deep": model_file("config.json", deep("a")),
     "config: code": model_json("config.json", auto_map={"AutoConfig": "evil.Evil"}, model_type="evil"),
     "model: a pipe as config.json": model_file("config.json", os.mkfifo),
@@ -488,9 +480,7 @@ REFUSED: dict[str, Attack] = {
     "config: weights of another kind": model_json(
         "config.json", quantization_config={"quant_method": "gptq", "bits": 4}
     ),
-    "overrides: a billion layers": lambda scene: scene.manifest(
-        network={"config_overrides": {"num_hidden_layers": 10**9}}
-    ),
+    "overrides: a billion layers": overrides(num_hidden_layers=10**9),
     "weights: an index that names a device": index_of("/dev/zero"),
     "weights: an index that names a file outside": index_of("../1.safetensors", whole_weights),
     "weights: an index that names a pipe": index_of("parts/1.safetensors", os.mkfifo),
@@ -541,21 +531,19 @@ REFUSED: dict[str, Attack] = {
         }
     ),
     # Run directories.
-    "run: five thousand agents at once": lambda scene: finished(scene, born(5000), "report", "run"),
+    "run: five thousand agents at once": ended(born(5000), "report", "run"),
     "run: a template of the user, in chat": lambda scene: finished(scene, template_outside(scene), "chat", "run"),
     "run: a template of the user, in a merged model": lambda scene: finished(
         scene, template_outside(scene), "merge", "run", "out"
     ),
-    "run: seconds that are text": lambda scene: finished(scene, in_summary(seconds="\x1b"), "compare", "run", "run"),
-    "run: tokens that are a list": lambda scene: finished(scene, in_summary(tokens=[1]), "compare", "run", "run"),
-    "run: an elite that is a list": lambda scene: finished(
-        scene, in_summary(elite={"index": [], "step": 0}), "schedule", "run"
-    ),
+    "run: seconds that are text": ended(in_summary(seconds="\x1b"), "compare", "run", "run"),
+    "run: tokens that are a list": ended(in_summary(tokens=[1]), "compare", "run", "run"),
+    "run: an elite that is a list": ended(in_summary(elite={"index": [], "step": 0}), "schedule", "run"),
     "run: genes that are a list": lambda scene: (
         scene.run.copy(scene.folder / "mine"),
         finished(scene, in_summary(elite={"index": 0, "step": 0, "hyperparameters": ["x"]}), "compare", "mine", "run"),
     )[1],
-    "run: an elite that is text": lambda scene: finished(scene, in_summary(elite="x"), "schedule", "run"),
+    "run: an elite that is text": ended(in_summary(elite="x"), "schedule", "run"),
     "run: a sparse journal": in_run(replaced("journal.jsonl", sparse(20 * 2**30))),
     "run: sparse metrics": in_run(replaced("metrics.jsonl", sparse(20 * 2**30)), "report"),
     "run: a sparse lineage": in_run(replaced("lineage.jsonl", sparse(2**40)), "report"),
@@ -579,9 +567,9 @@ REFUSED: dict[str, Attack] = {
         *scene.manifest(),
         'mutation={rl_hp_selection: {"reward_weights.\\ud83d": {min: 1, max: 2}}}',
     ],
-    "run: a base that is an option, in chat": lambda scene: finished(scene, on_an_option, "chat", "run"),
-    "run: a base that is an option, merged": lambda scene: finished(scene, on_an_option, "merge", "run", "out"),
-    "run: a base that is an option, served": lambda scene: finished(scene, on_an_option, "serve", "run", "--dry-run"),
+    "run: a base that is an option, in chat": ended(on_an_option, "chat", "run"),
+    "run: a base that is an option, merged": ended(on_an_option, "merge", "run", "out"),
+    "run: a base that is an option, served": ended(on_an_option, "serve", "run", "--dry-run"),
     "run: a link in its elite": lambda scene: finished(
         scene,
         lambda root: (
@@ -769,19 +757,14 @@ def test_a_key_does_not_follow_a_redirection(
 ) -> None:
     stolen: list[dict[str, str]] = []
 
-    class Thief(BaseHTTPRequestHandler):
+    class Thief(Handler):
         def do_GET(self) -> None:
             stolen.append(dict(self.headers))
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *args: object) -> None:
-            """Say nothing."""
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Thief) as thief:
-        thread = threading.Thread(target=thief.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        listener.answer = 307, {"Location": f"http://127.0.0.1:{thief.server_port}/health"}, b""
+    with answering(Thief) as thief:
+        listener.answer = 307, {"Location": f"{thief}/health"}, b""
         found = executed(
             lambda scene: scene.manifest(network=vllm(scene)),
             attacked,
@@ -790,8 +773,6 @@ def test_a_key_does_not_follow_a_redirection(
             tmp_path,
             AGILERL_ALLOWED_ADDRESSES=listener.url,
         )
-        thief.shutdown()
-        thread.join()
     assert found["code"] == 2
     assert stolen == []
     assert len(listener.headers) == 1

@@ -12,25 +12,13 @@ from agilerl.training.loop import resume
 from agilerl.training.saved import open_run
 from agilerl.training.setup import build
 from tests.faults.evidence import differences, evidence
+from tests.faults.pieces import finish
 from tests.faults.test_lost_lines import lengths
 from tests.faults.unfinished import Unfinished, change_json, sealed
 
 pytestmark = pytest.mark.model
 
 NAMES = ("metrics.jsonl", "lineage.jsonl")
-
-
-def finish(root: Path, said: Callable[[str], None] = pytest.fail) -> Path:
-    saved = open_run(root, report=said)
-    for _ in resume(build(saved.config, saved.checkpoint), saved.run):
-        pass
-    return root
-
-
-@pytest.fixture(scope="module")
-def reference(unfinished: Unfinished, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run as it ends where nobody changes anything."""
-    return finish(unfinished.copy(tmp_path_factory.mktemp("whole") / "run"))
 
 
 def change_digit(path: Path, start: int, end: int) -> None:

@@ -12,8 +12,7 @@ from agilerl.algorithms import GRPO
 from agilerl.algorithms.codec import read_state
 from agilerl.errors import AgileRLError, CheckpointError
 from agilerl.training.checkpoint import read_checkpoint
-from tests.cli.conftest import agilerl  # noqa: F401
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl
 from tests.faults.hostile import go_on, refused
 from tests.faults.unfinished import Unfinished, change_config, change_json, newest, sealed
 
@@ -250,12 +249,7 @@ def test_rows_of_another_file_are_not_read(unfinished: Unfinished, tmp_path: Pat
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{}", "[]", '{"schema_version": 1e400}', "x"])
-def test_a_run_json_that_is_none(
-    text: str,
-    unfinished: Unfinished,
-    tmp_path: Path,
-    agilerl: Callable[..., Outcome],  # noqa: F811
-) -> None:
+def test_a_run_json_that_is_none(text: str, unfinished: Unfinished, tmp_path: Path, agilerl: Agilerl) -> None:
     root = unfinished.copy(tmp_path / "run")
     (root / "run.json").write_text(text)
     refused(root, unfinished)

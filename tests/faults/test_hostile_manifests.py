@@ -16,8 +16,7 @@ from agilerl.envs.upstream import known_tasks
 from agilerl.errors import AgileRLError, ConfigError
 from agilerl.training.setup import check
 from agilerl.training.tasks import task
-from tests.cli.conftest import agilerl  # noqa: F401
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl
 
 TOUCH = "import os\nos.mkdir(os.environ['EXECUTED'])\n"
 
@@ -183,11 +182,7 @@ def test_code_is_named_with_the_flag_that_allows_it_and_not_run(name: str, place
 
 @pytest.mark.model
 @pytest.mark.parametrize("options", [(), ("--dry-run",)])
-def test_the_command_line_refuses_it_too(
-    options: tuple[str, ...],
-    place: Path,
-    agilerl: Callable[..., Outcome],  # noqa: F811
-) -> None:
+def test_the_command_line_refuses_it_too(options: tuple[str, ...], place: Path, agilerl: Agilerl) -> None:
     (place / "it.yaml").write_text(f"environment: {CODE['grader in a file']}")
     ended = agilerl("train", str(place / "it.yaml"), *options)
     assert (ended.code, ended.errors.count("\n")) == (2, 1)

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +14,7 @@ from agilerl.errors import CheckpointError
 from agilerl.runs import Journal
 from agilerl.runs.checkpoints import CheckpointStore
 from tests import programs
-from tests.cli.conftest import agilerl  # noqa: F401
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl
 from tests.faults.evidence import SHORT
 from tests.faults.unfinished import Unfinished, contents
 from tests.training.small_runs import ROOT, environment
@@ -84,9 +82,7 @@ def test_a_line_that_cannot_be_taken_back_is_the_last_one(tmp_path: Path, monkey
 
 @pytest.mark.processes
 def test_a_run_on_a_disk_without_room_ends_in_one_sentence_and_can_go_on(
-    unfinished: Unfinished,
-    tmp_path: Path,
-    agilerl: Callable[..., Outcome],  # noqa: F811
+    unfinished: Unfinished, tmp_path: Path, agilerl: Agilerl
 ) -> None:
     """A limit on the size of files, as ``ulimit -f`` sets it, stands for the disk."""
     root = unfinished.copy(tmp_path / "run")
@@ -110,12 +106,7 @@ def test_a_run_on_a_disk_without_room_ends_in_one_sentence_and_can_go_on(
 @pytest.mark.parametrize("command", ["report", "lineage", "resume", "chat", "schedule"])
 @pytest.mark.parametrize("named", [True, False])
 def test_a_folder_that_cannot_be_listed_is_told(
-    command: str,
-    named: bool,
-    unfinished: Unfinished,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    agilerl: Callable[..., Outcome],  # noqa: F811
+    command: str, named: bool, unfinished: Unfinished, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, agilerl: Agilerl
 ) -> None:
     """``readdir`` fails with the name of the folder, or after the first entries without it."""
     root = unfinished.copy(tmp_path / "run")
@@ -152,10 +143,7 @@ def test_a_python_that_lacks_something_is_told(command: str, words: str, tmp_pat
     assert "Traceback" not in done.stderr
 
 
-def test_a_thread_that_cannot_be_started_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-    agilerl: Callable[..., Outcome],  # noqa: F811
-) -> None:
+def test_a_thread_that_cannot_be_started_is_told(monkeypatch: pytest.MonkeyPatch, agilerl: Agilerl) -> None:
     def refused(*given: object, **named: object) -> None:
         raise RuntimeError("can't start new thread")
 

@@ -7,14 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from agilerl.runs import RunDirectory
-from tests.cli.conftest import agilerl  # noqa: F401
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl
 from tests.faults.unfinished import Unfinished, contents
 from tests.training.small_runs import ROOT, SMALL, environment
 
@@ -101,10 +100,7 @@ def test_a_second_command_stops_before_its_imports_and_changes_nothing(
 @pytest.mark.model
 @pytest.mark.processes
 def test_an_owner_that_was_killed_is_no_owner(
-    unfinished: Unfinished,
-    tmp_path: Path,
-    started: list["subprocess.Popen[str]"],
-    agilerl: Callable[..., Outcome],  # noqa: F811
+    unfinished: Unfinished, tmp_path: Path, started: list["subprocess.Popen[str]"], agilerl: Agilerl
 ) -> None:
     root = unfinished.copy(tmp_path / "run")
     command = [sys.executable, "-c", START.format(how="open(sys.argv[1])"), str(root)]

@@ -2,15 +2,13 @@
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from agilerl.errors import CheckpointError
 from agilerl.training.saved import open_run
-from tests.cli.conftest import agilerl  # noqa: F401
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl
 from tests.faults.evidence import differences, evidence
 from tests.faults.unfinished import Unfinished, contents
 
@@ -30,26 +28,9 @@ def lengths(root: Path, checkpoint: str, name: str) -> int:
     return sum(map(len, (root / name).read_bytes().splitlines(keepends=True)[: clock["journal_records"]]))
 
 
-@pytest.fixture(scope="module")
-def reference(unfinished: Unfinished, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run as it ends where nothing is lost."""
-    from agilerl.training.loop import resume
-    from agilerl.training.setup import build
-
-    root = unfinished.copy(tmp_path_factory.mktemp("whole") / "run")
-    saved = open_run(root, report=pytest.fail)
-    for _ in resume(build(saved.config, saved.checkpoint), saved.run):
-        pass
-    return root
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_an_older_checkpoint_that_can_do_without_them_is_used(
-    name: str,
-    unfinished: Unfinished,
-    reference: Path,
-    tmp_path: Path,
-    agilerl: Callable[..., Outcome],  # noqa: F811
+    name: str, unfinished: Unfinished, reference: Path, tmp_path: Path, agilerl: Agilerl
 ) -> None:
     root = unfinished.copy(tmp_path / "run")
     needs = {number: lengths(root, number, name) for number in ("000001", "000002")}
@@ -121,10 +102,7 @@ def test_a_line_that_grew_is_no_place_to_cut(unfinished: Unfinished, tmp_path: P
 
 
 def test_with_every_checkpoint_damaged_the_command_says_that_it_starts_again(
-    unfinished: Unfinished,
-    reference: Path,
-    tmp_path: Path,
-    agilerl: Callable[..., Outcome],  # noqa: F811
+    unfinished: Unfinished, reference: Path, tmp_path: Path, agilerl: Agilerl
 ) -> None:
     root = unfinished.copy(tmp_path / "run")
     for folder in (root / "checkpoints").iterdir():

@@ -16,19 +16,16 @@ from agilerl.algorithms import (
     GRPO,
     GSPO,
     KTO,
-    PPO,
     SFT,
     GRPOConfig,
 )
-from agilerl.config.manifest import load_manifest
 from agilerl.envs import (
     CuratedTask,
     DatasetTask,
-    ReasoningGymTask,
     read_dataset,
 )
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.errors import AgileRLError, CheckpointError, ConfigError, EnvError, RewardError
+from agilerl.errors import AgileRLError, CheckpointError, ConfigError, EnvError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Mutation
 from agilerl.hpo.parameters import HyperparameterConfig, RLParameter
@@ -42,13 +39,9 @@ from agilerl.llm_envs import (
 from agilerl.report import build_report
 from agilerl.rewards import (
     CombinedGrader,
-    IsolatedGrader,
     JudgeGrader,
     PairwiseJudgeGrader,
-    Regex,
-    call_grader,
     exact_match,
-    library_grader,
 )
 from agilerl.runs import RunDirectory
 from agilerl.training.trackers import check_trackers
@@ -73,7 +66,6 @@ from tests.faults.mistaken import (
     mutations,
     namesake,
     questions,
-    spelling,
     stranger,
     trained,
     trainer,
@@ -106,11 +98,9 @@ MISTAKES: dict[str, tuple[Callable[[World], Any], type[AgileRLError], *tuple[str
     "lora-number": (lambda w: w.grpo(lora_config=8), ConfigError, "lora_config", "int"),
     "device-unknown": (lambda w: GRPO(model_name="embedded", device="gpu"), ConfigError, "device", "'gpu'"),
     "accelerator-text": (lambda w: w.grpo(accelerator="cuda"), ConfigError, "accelerator", "'cuda'"),
-    "seed-negative": (lambda w: w.grpo(seed=-3), ConfigError, "seed", "-3"),
     "seed-huge": (lambda w: w.grpo(seed=2**70), ConfigError, "seed"),
     "sft-with-group": (lambda w: SFT(runtime=w.runtime, group_size=4), ConfigError, "group_size"),
     "gspo-with-loss": (lambda w: GSPO(runtime=w.runtime, loss_type="cispo"), ConfigError, "loss_type"),
-    "ppo-gamma": (lambda w: PPO(runtime=w.runtime, gamma=2), ConfigError, "gamma", "2"),
     "config-class-unknown": (lambda w: GRPOConfig(rate=1), ConfigError, "rate"),
     "config-assigned": (lambda w: setattr(GRPOConfig(), "lr", "x"), ConfigError, "lr", "'x'"),
     "attribute-true": (lambda w: setattr(w.agent, "lr", True), ConfigError, "lr", "boolean"),
@@ -255,27 +245,17 @@ MISTAKES: dict[str, tuple[Callable[[World], Any], type[AgileRLError], *tuple[str
     "scores-empty": (lambda w: Fitness.from_scores([]), ConfigError, "0"),
     "plan-index": (lambda w: NoSelection().plan({3: Fitness(1.0)}, 0, 0, 1), ConfigError, "next_index", "1"),
     # -- tasks and data ----------------------------------------------------------------------------------------------
-    "task-name-unknown": (lambda w: ReasoningGymTask("spell"), ConfigError, "spell"),
-    "task-params-text": (lambda w: spelling(params={"max_word_len": "x"}), ConfigError, "max_word_len"),
-    "row-split": (lambda w: ConstantTarget().row("dev", 0), EnvError, "'dev'"),
-    "row-index": (lambda w: ConstantTarget().row("exam", 99), EnvError, "99"),
     "row-text": (lambda w: ConstantTarget().row("exam", "0"), EnvError, "'0'"),
     "episodes-unknown": (lambda w: EpisodeTask(GridNavigation, {"width": 3}), ConfigError, "width"),
     "episode-seed": (lambda w: EpisodeTask(GridNavigation).episode_seed("x", 0), EnvError, "'x'"),
     "rows-none": (lambda w: DatasetTask(None, ROWS, reward_fn=exact_match), EnvError, "None"),
-    "rows-empty": (lambda w: DatasetTask([], ROWS, reward_fn=exact_match), EnvError, "none"),
-    "rows-numbers": (lambda w: DatasetTask([1, 2], ROWS, reward_fn=exact_match), EnvError, "1"),
     "rows-test-number": (lambda w: DatasetTask(ROWS, ROWS, 5, reward_fn=exact_match), EnvError, "5"),
     "rows-template-part": (lambda w: dataset(conversation_template=[{}]), ConfigError, "{}"),
     "curated-none": (lambda w: CuratedTask(None), EnvError, "None"),
     "curated-small": (lambda w: CuratedTask(ROWS), EnvError, "400", "12"),
     "read-none": (lambda w: read_dataset(None), EnvError, "None"),
-    "read-number": (lambda w: read_dataset(5), EnvError, "5"),
-    "read-missing": (lambda w: read_dataset("no.jsonl"), EnvError, "no.jsonl"),
     # -- environments of llm_envs ------------------------------------------------------------------------------------
     "gym-rows": (lambda w: gym(w, train_dataset=None), EnvError, "None"),
-    "gym-step-few": (lambda w: w.gym.step([]), EnvError, "0"),
-    "gym-step-others": (lambda w: w.gym.step([ids(1, 90), ids(1, 90)]), EnvError, "prompt"),
     "gym-state-empty": (lambda w: gym(w).from_state({}), ConfigError, "batches", "{}"),
     "sft-gym-rows": (lambda w: SFTGym(None, ROWS, w.tokenizer), EnvError, "None"),
     "preference-gym-rows": (lambda w: PreferenceGym(5, 5, w.tokenizer), EnvError, "5"),
@@ -285,23 +265,9 @@ MISTAKES: dict[str, tuple[Callable[[World], Any], type[AgileRLError], *tuple[str
     "wrapper-step-fractions": (lambda w: w.wrapper.step(torch.rand(1, 9)), ConfigError, "float32"),
     "grid-step-early": (lambda w: GridNavigationEnv().step("1"), EnvError, "reset"),
     # -- graders -----------------------------------------------------------------------------------------------------
-    "combined-text": (lambda w: CombinedGrader(["x"]), ConfigError, "'x'"),
-    "combined-weight": (lambda w: CombinedGrader([(exact_match, "x")]), ConfigError, "'x'"),
     "combined-triple": (lambda w: CombinedGrader([(exact_match, 1, 2)]), ConfigError, "2)"),
-    "regex-open": (lambda w: Regex("("), ConfigError, "'('"),
-    "isolated-lambda": (lambda w: IsolatedGrader(lambda completion: 1.0), ConfigError, "lambda"),
-    "library-unknown": (lambda w: library_grader("exact"), ConfigError, "'exact'"),
-    "library-other": (lambda w: library_grader("length", {"tokens": 5}), ConfigError, "tokens"),
-    "call-few-rows": (lambda w: call_grader(exact_match, ["x"], []), RewardError, "0"),
     # -- runs, reports, manifests ------------------------------------------------------------------------------------
-    "report-empty": (lambda w: build_report([], w.path / "r.html"), CheckpointError, "none"),
-    "report-nowhere": (lambda w: build_report([w.path / "no"], w.path / "r"), CheckpointError, "no"),
     "run-missing": (lambda w: RunDirectory.open(w.path / "no"), CheckpointError, "no"),
-    "pop-size-true": (lambda w: manifest(training={"pop_size": True}), ConfigError, "pop_size", "boolean"),
-    "steps-true": (lambda w: manifest(training={"max_steps": True}), ConfigError, "max_steps", "boolean"),
-    "rank-true": (lambda w: manifest(network={"lora_config": {"r": True}}), ConfigError, "r", "boolean"),
-    "ranks-true": (lambda w: manifest(mutation={"rank_range": [True, 8]}), ConfigError, "rank_range", "boolean"),
-    "pop-size-flag": (lambda w: load_manifest(None, ["training.pop_size=true"]), ConfigError, "pop_size"),
     "genes-above": (
         lambda w: manifest(mutation={"genes_per_mutation": 50, "rl_hp_selection": {"lr": {}}}),
         ConfigError,

@@ -7,7 +7,7 @@ import pytest
 
 from agilerl.training.events import Event, Evolved, IterationDone
 from tests.faults.evidence import differences, evidence
-from tests.faults.pieces import an_iteration_each, begin, go_on, stop_after
+from tests.faults.pieces import an_iteration_each, begin, finish, go_on, stop_after
 from tests.training.small_runs import lines
 
 pytestmark = pytest.mark.model
@@ -36,8 +36,7 @@ ALIKE = {2, 4, 8, 9, 10, 14, 15, 16, 18}
 def test_stopped_after_any_event(count: int, tiny: dict[str, str], tmp_path: Path) -> None:
     """Before, at and after every boundary of an iteration, an exam, a selection and the test."""
     assert stop_after(begin(tmp_path / "run", *TINY), count)
-    for _ in go_on(tmp_path / "run"):
-        pass
+    finish(tmp_path / "run")
     assert differences(evidence(tmp_path / "run"), tiny) == []
 
 

@@ -4,45 +4,34 @@ import json
 import os
 import shutil
 import signal
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from agilerl.cli import main
 from agilerl.runs.directory import RunDirectory
 from agilerl.training.events import IterationDone, PhaseStarted
 from agilerl.training.loop import resume
 from agilerl.training.saved import open_run
 from agilerl.training.setup import build
 from tests import programs
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl, Outcome
 from tests.faults.evidence import SHORT, differences, evidence
 from tests.faults.pieces import begin
 from tests.training.small_runs import environment
 
 pytestmark = pytest.mark.model
 
-Agilerl = Callable[..., Outcome]
 TINY = (*SHORT, "training.pop_size=2", "training.max_steps=64", "environment.data_batch_size_per_gpu=2")
 TINY += ("environment.eval_prompts=4", "environment.test_prompts=4")
 
 
 @pytest.fixture
-def agilerl(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Callable[..., Outcome]:
-    """The command line in this process, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
+def agilerl(agilerl: Agilerl) -> Agilerl:
+    """The command line, with all that it prints in one line."""
 
     def call(*arguments: str) -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["agilerl", *arguments])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        output, errors = capsys.readouterr()
-        return Outcome(int(ended.value.code or 0), " ".join(output.split()), " ".join(errors.split()))
+        done = agilerl(*arguments)
+        return Outcome(done.code, " ".join(done.output.split()), " ".join(done.errors.split()))
 
     return call
 

@@ -20,6 +20,7 @@ from agilerl.training.saved import open_run
 from agilerl.training.setup import build
 from tests.distributed.together import Job, run_jobs
 from tests.faults.evidence import SHORT, differences, evidence
+from tests.faults.pieces import finish, until
 from tests.faults.unfinished import change_json
 
 LONG_AGO = datetime(2023, 12, 31, 23, 59, 58)
@@ -46,17 +47,10 @@ def dated(model: Path, *overrides: str) -> RunConfig:
 
 
 def leave(config: RunConfig, root: Path, after: int) -> None:
+    """Leave a run after an iteration; after 0, before it has learned anything."""
     events = train(build(config), root, command=["test"])
-    for event in events:
-        if type(event).__name__ == "IterationDone" and event.iteration == after:  # type: ignore[union-attr]
-            break
+    until(events, after) if after else next(events)
     events.close()  # type: ignore[attr-defined]
-
-
-def go_on(root: Path) -> None:
-    saved = open_run(root, report=print)
-    for _ in resume(build(saved.config, saved.checkpoint), saved.run):
-        pass
 
 
 def test_a_template_gets_the_date_of_the_run_and_without_a_run_that_of_the_clock(model: Path) -> None:
@@ -78,17 +72,11 @@ def test_a_run_resumed_on_another_day_has_the_same_bits(model: Path, tmp_path: P
         pass
     for after in (0, 3):  # before the first checkpoint, and after it
         root = tmp_path / f"run {after}"
-        leave(config, root, after or 1) if after else _only_begin(config, root)
+        leave(config, root, after)
         assert json.loads((root / "run.json").read_text())["date"] == "2023-12-31T23:59:58"
-        go_on(root)
+        finish(root, print)
         found = differences(evidence(root), evidence(tmp_path / "whole"))
         assert [name for name in found if name != "journal.jsonl"] == []
-
-
-def _only_begin(config: RunConfig, root: Path) -> None:
-    events = train(build(config), root, command=["test"])
-    next(events)
-    events.close()  # type: ignore[attr-defined]
 
 
 @pytest.mark.model

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,10 @@ from agilerl.report import build_report
 from agilerl.rewards.judge import JudgeGrader
 from agilerl.runs import RunDirectory
 from agilerl.runs.completions import completion_steps, read_completions
-from agilerl.training.setup import check
 from agilerl.training.tasks import task
 from tests import programs
-from tests.cli.conftest import agilerl  # noqa: F401
-from tests.cli.outcome import Outcome
+from tests.cli.outcome import Agilerl
+from tests.faults.test_hostile_manifests import read_and_checked
 from tests.rewards.chat_server import Answer, chat, serve
 from tests.training.small_runs import SMALL, environment, lines
 
@@ -116,11 +114,7 @@ def assert_nowhere(folder: Path) -> None:
         f"algorithm.secret={KEY}",
     ],
 )
-def test_a_key_among_the_settings_is_refused_and_not_repeated(
-    setting: str,
-    tmp_path: Path,
-    agilerl: Callable[..., Outcome],  # noqa: F811
-) -> None:
+def test_a_key_among_the_settings_is_refused_and_not_repeated(setting: str, tmp_path: Path, agilerl: Agilerl) -> None:
     ended = agilerl("train", setting, "--out", "run")
     assert (ended.code, ended.errors.count("\n")) == (2, 1)
     assert KEY not in ended.errors + ended.output
@@ -144,12 +138,6 @@ def test_a_secret_is_recognised_wherever_it_is_nested(params: dict[str, Any]) ->
             RunConfig.from_dict({"environment": section})
         assert KEY not in str(caught.value)
     RunConfig.from_dict({"environment": {"params": {"api_key_env": "MY_KEY", "max_tokens": "5", "api_key": None}}})
-
-
-def read_and_checked(path: Path) -> None:
-    config = load_manifest(path)
-    check(config)
-    task(config)
 
 
 def test_a_judge_without_its_key_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

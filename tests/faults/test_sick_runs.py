@@ -16,11 +16,11 @@ from agilerl.report.load import load_run
 from agilerl.report.page import lineage_table, render
 from agilerl.runs.journal import read_lines
 from agilerl.runs.strict_json import read_json
-from agilerl.training.events import IterationDone
 from agilerl.training.loop import resume, train
 from agilerl.training.saved import open_run
 from agilerl.training.setup import Session, build
 from tests.faults.evidence import SHORT, differences, evidence
+from tests.faults.pieces import until
 from tests.training.small_runs import TOURNAMENT, lines
 
 pytestmark = pytest.mark.model
@@ -74,16 +74,14 @@ def test_the_run_says_what_happened(whole: Path) -> None:
 
 def test_a_failure_is_an_event_of_the_iteration_it_happens_in(tmp_path: Path) -> None:
     events = train(sick_session(), tmp_path / "run", command=["test"])
-    assert after(events, 1).failed == {SICK: "nonfinite"}
-    assert after(events, 2).failed == {}
+    assert until(events, 1).failed == {SICK: "nonfinite"}
+    assert until(events, 2).failed == {}
     events.close()  # type: ignore[attr-defined]
 
 
 def test_an_interruption_changes_nothing_of_it(whole: Path, tmp_path: Path) -> None:
     events = train(sick_session(), tmp_path / "run", command=["test"])
-    for event in events:
-        if isinstance(event, IterationDone) and event.iteration == 2:
-            break
+    until(events, 2)
     events.close()  # type: ignore[attr-defined]
     saved = open_run(tmp_path / "run", report=print)
     assert saved.checkpoint is not None
@@ -104,9 +102,7 @@ def test_a_sick_agent_is_not_the_elite_of_the_run_whatever_its_exam_says(tmp_pat
 
     session.population.evaluate = flattering  # type: ignore[method-assign]
     events = train(session, tmp_path / "run", command=["test"])
-    for event in events:
-        if isinstance(event, IterationDone) and event.iteration == 3:
-            break
+    until(events, 3)
     events.close()  # type: ignore[attr-defined]
     lineage = list(read_lines(tmp_path / "run/lineage.jsonl"))
     exam = {line["agent"]: line["mean"] for line in lineage if line["event"] == "fitness"}
@@ -117,27 +113,19 @@ def test_a_sick_agent_is_not_the_elite_of_the_run_whatever_its_exam_says(tmp_pat
     assert state["progress"]["best"] == exam[elite] < 1.0
 
 
-def after(events: Any, iteration: int) -> IterationDone:
-    """Go through the events of a run up to an iteration, and return that."""
-    for event in events:
-        if isinstance(event, IterationDone) and event.iteration == iteration:
-            return event
-    pytest.fail("it ended before that")
-
-
 def test_weights_that_are_no_numbers_are_kept_and_gone_on_with_until_the_agent_goes(tmp_path: Path) -> None:
     """Saved and read as they are, so that the interruption changes nothing; in a checkpoint of others it is refused."""
     for name in ("whole", "killed"):
         session = build(load_manifest(None, list(SHORT)))
         events = train(session, tmp_path / name, command=["test"])
-        after(events, 1)
+        until(events, 1)
         store, slot = session.population.runtime.store, session.population.agent(SICK).slot
         store.theta[slot, :7] = float("nan")
         store.exp_avg[slot, :7] = float("nan")
         if name == "whole":
             complete(events)
         else:
-            after(events, 2)
+            until(events, 2)
             events.close()  # type: ignore[attr-defined]
     saved = open_run(tmp_path / "killed", report=pytest.fail)
     assert saved.checkpoint is not None

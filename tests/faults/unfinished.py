@@ -11,10 +11,10 @@ from agilerl.config.manifest import load_manifest
 from agilerl.runs import atomic, strict_json
 from agilerl.runs.atomic import MANIFEST
 from agilerl.runs.directory import _sha256
-from agilerl.training.events import IterationDone
 from agilerl.training.loop import train
 from agilerl.training.setup import Session, build
 from tests.faults.evidence import SHORT
+from tests.faults.pieces import until
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,7 @@ def leave_unfinished(root: Path, *overrides: str) -> Unfinished:
     two = ("training.pop_size=2", "training.max_steps=128")
     session = build(load_manifest(None, [*SHORT, *two, *overrides]))
     events = train(session, root, command=["test"])
-    for event in events:
-        if isinstance(event, IterationDone) and event.iteration == 3:
-            break
+    until(events, 3)
     events.close()  # type: ignore[attr-defined]
     assert sorted(p.name for p in (root / "checkpoints").iterdir()) == ["000001", "000002"]
     return Unfinished(root, session)
