@@ -55,8 +55,8 @@ def moment(agent: SFT | DPO) -> torch.Tensor:
     return agent.runtime.store.exp_avg[agent.slot].clone()
 
 
-def embedded_runtime() -> Runtime:
+def embedded_runtime(scale: float = 0.5) -> Runtime:
     """A random model that speaks the embedded tokenizer's characters."""
     tokenizer = load_tokenizer("embedded")
     config = qwen2(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    return Runtime.for_model(random_model(config, scale=0.5), tokenizer=tokenizer, seed=1)
+    return Runtime.for_model(random_model(config, scale=scale), tokenizer=tokenizer, seed=1)

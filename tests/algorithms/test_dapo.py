@@ -12,14 +12,14 @@ from agilerl.algorithms.credit import shaped_rewards
 from agilerl.data import RolloutBatch
 from agilerl.envs.core import Row, Split
 from agilerl.errors import ConfigError
-from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.rollouts.engine import Rollout
 from agilerl.runtime import Runtime
 from tests.algorithms.conftest import batch_of, equal, weights
+from tests.algorithms.data_agents import embedded_runtime
 from tests.algorithms.test_grpo_golden import MASK, batch
 from tests.probes import ConstantTarget
-from tests.tiny_models import PAD, qwen2, random_model
+from tests.tiny_models import PAD, random_model
 
 pytestmark = pytest.mark.model
 
@@ -51,9 +51,7 @@ class CountedRows(SomeFlat):
 
 
 def make_agents(*settings: dict[str, Any]) -> list[GRPO]:
-    tokenizer = load_tokenizer("embedded")
-    config = qwen2(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    runtime = Runtime.for_model(random_model(config), tokenizer=tokenizer, seed=1)
+    runtime = embedded_runtime(scale=1.0)
     defaults = {"lr": 1e-2, "group_size": 8, "batch_size": 16, "beta": 0.0, "max_output_tokens": 3, "seed": 1}
     return [GRPO(runtime=runtime, index=i, **{**defaults, **own}) for i, own in enumerate(settings)]
 

@@ -16,14 +16,14 @@ from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Change, Mutation, Mutations
 from agilerl.hpo.parameters import Gene, genes_from
 from agilerl.hpo.tournament import TournamentSelection
-from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.runtime import Runtime
 from agilerl.training.resolved import resolve
 from agilerl.training.setup import build
 from tests.algorithms.conftest import batch_of, equal, lora, sample, weights
+from tests.algorithms.data_agents import embedded_runtime
 from tests.probes import ConstantTarget
-from tests.tiny_models import PAD, qwen2, random_model
+from tests.tiny_models import PAD, random_model
 
 pytestmark = pytest.mark.model
 
@@ -189,9 +189,7 @@ def test_a_class_that_names_only_its_config_has_an_algorithm_of_its_own() -> Non
 
 
 def probe(*classes: type[GRPO], prompts: int = 8, **settings: Any) -> Population:
-    tokenizer = load_tokenizer("embedded")
-    config = qwen2(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    runtime = Runtime.for_model(random_model(config), tokenizer=tokenizer, seed=1)
+    runtime = embedded_runtime(scale=1.0)
     defaults = {"lr": 5e-3, "group_size": 16, "batch_size": 64, "max_output_tokens": 1, "seed": 1}
     agents = [cls(runtime=runtime, index=i, **{**defaults, **settings}) for i, cls in enumerate(classes)]
     return Population(agents, ConstantTarget(), prompts_per_step=prompts, eval_max_new_tokens=1)

@@ -9,12 +9,10 @@ import torch
 from agilerl.algorithms import GRPO
 from agilerl.data import MicroBatch, RolloutBatch
 from agilerl.functional import kl_estimate
-from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
-from agilerl.runtime import Runtime
 from tests.algorithms.conftest import batch_of, make_agents
+from tests.algorithms.data_agents import embedded_runtime
 from tests.probes import ConstantTarget
-from tests.tiny_models import qwen2, random_model
 
 pytestmark = pytest.mark.model
 
@@ -78,9 +76,7 @@ def test_the_names_after_learn() -> None:
 
 
 def test_the_names_after_a_populations_step() -> None:
-    tokenizer = load_tokenizer("embedded")
-    config = qwen2(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    runtime = Runtime.for_model(random_model(config), tokenizer=tokenizer, seed=1)
+    runtime = embedded_runtime(scale=1.0)
     agents = GRPO.population(2, runtime=runtime, group_size=4, batch_size=16, max_output_tokens=2, beta=0.1)
     population = Population(agents, ConstantTarget(), prompts_per_step=4, eval_max_new_tokens=2)
     for metrics in population.learn(population.rollout()).values():

@@ -11,10 +11,10 @@ from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import Mutations
 from agilerl.hpo.parameters import HyperparameterConfig, RLParameter
 from agilerl.hpo.tournament import TournamentSelection
-from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.rollouts import GenerationRequest
 from agilerl.runtime import Runtime
+from tests.algorithms.data_agents import embedded_runtime
 from tests.probes import ConditionalTarget, ConstantTarget, GridNavigation
 from tests.tiny_models import PAD, qwen2, random_model
 
@@ -60,11 +60,15 @@ def bandit(agent: PPO, task: Any, episodes: int, reward: float | None = None) ->
     return found
 
 
-def walk(agent: PPO, episodes: int, size: int = 3) -> list[Trajectory]:
-    """Play GridNavigation turn by turn: one digit of the agent, then the two digits that it observes."""
+def walk(agent: Any, episodes: int, size: int = 3) -> list[Trajectory]:
+    """Play GridNavigation turn by turn, ``group_size`` times from each start; the only reward is at the goal.
+
+    A turn is one digit of the agent, then the two digits that it observes.
+    """
+    group = agent.config.group_size
     envs = [GridNavigation(size) for _ in range(episodes)]
-    starts = [env.reset(seed=agent.rollouts * episodes + i)[0] for i, env in enumerate(envs)]
-    found = [Trajectory(encode(start), [], [], [], [], group=i) for i, start in enumerate(starts)]
+    starts = [env.reset(seed=(agent.rollouts * episodes + i) // group)[0] for i, env in enumerate(envs)]
+    found = [Trajectory(encode(start), [], [], [], [], group=i // group) for i, start in enumerate(starts)]
     for turn in range(envs[0].max_turns):
         completions = act(agent, [t.prompt_ids + t.token_ids for t in found], turn)
         for t, env, c in zip(found, envs, completions):
@@ -126,9 +130,7 @@ def test_credit_reaches_the_first_turn_of_a_walk() -> None:
 
 
 def population(task: Any, **settings: Any) -> Population:
-    tokenizer = load_tokenizer("embedded")
-    config = qwen2(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    runtime = Runtime.for_model(random_model(config), tokenizer=tokenizer, seed=1)
+    runtime = embedded_runtime(scale=1.0)
     genes = HyperparameterConfig(lr_actor=RLParameter(1e-5, 1e-1), lr_critic=RLParameter(1e-5, 1e-1))
     defaults = {"lr_actor": 3e-3, "lr_critic": 3e-3, "beta": 0.0, "max_output_tokens": 1, "seed": 1, "batch_size": 128}
     agents = PPO.population(hp_config=genes, runtime=runtime, **{**defaults, **settings})

@@ -8,8 +8,8 @@ from agilerl.algorithms import CISPO, DPPO, GRPO, GSPO, REINFORCE, RLOO, LLMAlgo
 from agilerl.data import Trajectory
 from agilerl.rollouts import GenerationRequest
 from agilerl.runtime import Runtime
-from tests.algorithms.test_ppo_learning import decode, encode, learn_until
-from tests.probes import ConditionalTarget, GridNavigation, MultiInputConditional
+from tests.algorithms.test_ppo_learning import decode, encode, learn_until, walk
+from tests.probes import ConditionalTarget, MultiInputConditional
 from tests.tiny_models import PAD, qwen2, random_model
 
 pytestmark = pytest.mark.model
@@ -40,32 +40,6 @@ def answers(agent: Any, task: Any, count: int) -> list[Trajectory]:
     ]
 
 
-def walks(agent: Any, episodes: int, size: int = 3) -> list[Trajectory]:
-    """Play GridNavigation, ``group_size`` times from each start; the only reward is at the goal."""
-    group = agent.config.group_size
-    envs = [GridNavigation(size) for _ in range(episodes)]
-    starts = [env.reset(seed=(agent.rollouts * episodes + i) // group)[0] for i, env in enumerate(envs)]
-    found = [Trajectory(encode(start), [], [], [], [], group=i // group) for i, start in enumerate(starts)]
-    for turn in range(envs[0].max_turns):
-        requests = [
-            GenerationRequest(
-                agent.slot, t.prompt_ids + t.token_ids, 1, agent.sampling(9), key=(agent.rollouts, i, turn)
-            )
-            for i, t in enumerate(found)
-        ]
-        for t, env, (c,) in zip(found, envs, agent.runtime.engine.generate(requests)):
-            observation, reward, over, _, _ = env.step(decode(c.token_ids))
-            told = [] if over else encode(observation)
-            t.rewards.append(reward)
-            t.token_ids += c.token_ids + told
-            t.logprobs += c.logprobs + [0.0] * len(told)
-            t.turn_ids += [turn] * len(c.token_ids) + [-1] * len(told)
-    for t in found:
-        t.action_mask = [k >= 0 for k in t.turn_ids]
-    agent.rollouts += 1
-    return found
-
-
 @pytest.mark.parametrize("cls", [GRPO, GSPO, CISPO, RLOO, MaxRL, DPPO, REINFORCE])
 def test_the_answer_to_one_digit(cls: type[LLMAlgorithm]) -> None:
     agent = digits_agent(cls)
@@ -86,7 +60,7 @@ def test_the_answer_to_two_digits() -> None:
 )
 def test_a_walk_whose_only_reward_comes_last(cls: type[LLMAlgorithm], settings: dict[str, Any]) -> None:
     agent = digits_agent(cls, entropy_coef=0.03, **settings)
-    assert learn_until(agent, lambda a: walks(a, 128), 0.95, 50) <= 50
-    far = [t.token_ids for t in walks(agent, 128) if abs(t.prompt_ids[0] - t.prompt_ids[1]) == 2]
+    assert learn_until(agent, lambda a: walk(a, 128), 0.95, 50) <= 50
+    far = [t.token_ids for t in walk(agent, 128) if abs(t.prompt_ids[0] - t.prompt_ids[1]) == 2]
     assert len(far) > 10
     assert sum(decode(t[:1]) in "13" for t in far) / len(far) > 0.6  # of ten digits two move

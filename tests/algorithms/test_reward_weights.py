@@ -16,12 +16,10 @@ from agilerl.hpo.lineage import birth_record, mutation_record
 from agilerl.hpo.mutation import Change, Mutation, Mutations
 from agilerl.hpo.parameters import Gene, HyperparameterConfig, RLParameter, declared_gene, genes_from, genes_in_force
 from agilerl.hpo.tournament import TournamentSelection
-from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.rewards import CombinedGrader
-from agilerl.runtime import Runtime
+from tests.algorithms.data_agents import embedded_runtime
 from tests.probes import ConstantTarget
-from tests.tiny_models import qwen2, random_model
 
 EVEN = "reward_weights.even"
 EVOLVING = HyperparameterConfig(**{EVEN: RLParameter(min=0, max=1)})
@@ -43,9 +41,7 @@ def graded(fitness: bool = True) -> GradedTask:
 
 
 def make(size: int = 1, algorithm: type[GRPO] | type[PPO] = GRPO, **settings: Any) -> list[Any]:
-    tokenizer = load_tokenizer("embedded")
-    config = qwen2(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
-    runtime = Runtime.for_model(random_model(config, scale=0.5), tokenizer=tokenizer, seed=1)
+    runtime = embedded_runtime()
     defaults = {"group_size": 4, "batch_size": 16, "beta": 0.0, "max_output_tokens": 3, "seed": 1}
     return algorithm.population(size, runtime=runtime, **{**defaults, **settings})
 

@@ -331,12 +331,7 @@ def test_the_loops_of_data_have_trackers_too(
 def test_wrong_arguments_are_said(runtime: Runtime, rows: Any) -> None:
     pop, gym = agents(runtime), questions(runtime, rows)
     for arguments, match in (
-        ({"env": gym, "env_fn": lambda: gym}, "exactly one"),
-        ({}, "exactly one"),
         ({"env": object()}, "ReasoningGym"),
-        ({"env": gym, "max_step": 1}, "max_steps"),
-        ({"env": gym, "max_steps": 0}, "max_steps"),
-        ({"env": gym, "tournament": search()["tournament"]}, "mutation"),
         ({"env": gym, **search()}, "evo_steps"),
         ({"env": gym, **search(), "selection_strategy": TournamentSelection(2, True, 2)}, "two names"),
     ):
@@ -344,10 +339,6 @@ def test_wrong_arguments_are_said(runtime: Runtime, rows: Any) -> None:
             finetune_llm_reasoning(pop, **arguments)
     with pytest.raises(ConfigError, match="finetune_llm_reasoning"):
         finetune_llm_sft(pop, SFTGym(*rows, runtime.tokenizer, response_column="answer"))
-    with pytest.raises(ConfigError, match="at least one"):
-        finetune_llm_reasoning([], gym)
-    with pytest.raises(ConfigError, match="BATCH_SIZE"):
-        finetune_llm_multiturn(pop, 2, GuessTheNumber, init_hp={"BATCH_SIZE": 0})
     with pytest.warns(UserWarning, match="no effect"):
         finetune_llm_reasoning(pop, gym, max_steps=1, evo_steps=5, **QUIET)
     endless = ReasoningGym.from_task(ReasoningGymTask("spell_backward", exam_prompts=8), runtime.tokenizer)

@@ -162,7 +162,6 @@ OUT_OF_RANGE = {
     "mutation.probabilities={no_mut: 0, rl_hp_mut: 0}": "not all 0",
     "mutation.probabilities.new_layer=0.5": "the base is frozen",
     "mutation.rank_range=[8, 4]": "rank_range must be (smallest, largest)",
-    "environment.env_type=sft": "learns from environment.env_type='reasoning' or 'multiturn', found 'sft'",
     "training.device=tpu": "training.device: expected cpu, cuda, or cuda with a number such as cuda:1, found 'tpu'",
 }
 NOT_FINITE = {
