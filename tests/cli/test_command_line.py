@@ -41,7 +41,6 @@ def test_help_and_typing_errors_are_quick(arguments: list[str], code: int, tmp_p
         (["--help"], ["train", "report", "fetch", "Exit codes"]),
         (["train", "--help"], ["--out", "--seed", "--dry-run", "--quiet", "--json", "KEY.PATH=VALUE"]),
         (["probe", "--help"], ["[OPTIONS] [MANIFEST | KEY.PATH=VALUE]...", " N "]),
-        (["--version"], ["agilerl 0."]),
     ],
 )
 def test_help_names_what_there_is(arguments: list[str], words: list[str], agilerl: Agilerl) -> None:

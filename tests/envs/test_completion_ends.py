@@ -15,7 +15,7 @@ from agilerl.compat.tokenized import SyncMultiTurnVecEnv, TokenObservationWrappe
 from agilerl.data import Completion
 from agilerl.envs.core import Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.prompts import completion_length, decode_completions, end_token_ids, render_prompt
+from agilerl.envs.prompts import completion_length, end_token_ids, render_prompt
 from agilerl.errors import EnvError
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.collect import collect_answers
@@ -259,12 +259,6 @@ def test_a_row_of_some_known_logprobs_has_none() -> None:
     assert env.trajectories()[0].logprobs is not None
     env.step(torch.cat([prompt["input_ids"], ids], 1))
     assert env.trajectories()[0].logprobs is None
-
-
-def test_decoding_knows_the_models_ends(tmp_path: Path) -> None:
-    tokenizer = tokenizer_of("several ends", tmp_path)
-    ids = [tokenizer.convert_tokens_to_ids(c) for c in "ab"]
-    assert decode_completions(tokenizer, [[ids[0], tokenizer.pad_token_id, ids[1]]]) == ["a"]
 
 
 def test_a_completion_ends_at_the_tokenizers_end_where_the_model_does_not_name_it() -> None:

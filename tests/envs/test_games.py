@@ -135,12 +135,6 @@ def test_the_last_run_of_digits_is_the_guess(action):
     assert of_number(7).step(action)[1] == 1.0
 
 
-def test_numbers_are_uniform():
-    env = GuessTheNumber(4, max_turns=1)
-    found = [play(env, seed, lambda _: "2")[1] for seed in range(2000)]
-    assert sum(found) / 2000 == pytest.approx(0.25, abs=0.04)
-
-
 def test_the_embedded_model_can_read_and_say_everything():
     from transformers import AutoTokenizer
 

@@ -62,16 +62,6 @@ def test_a_rejected_column_is_kept_and_equal_answers_are_reported():
         PreferenceTask(ConstantTarget()).row("train", 0)
 
 
-def test_a_pair_shares_its_prompt(tokenizer):
-    task = PreferenceTask(ConditionalTarget())
-    row = task.row("train", 0)
-    chosen, rejected = task.examples(tokenizer, row)
-    start = chosen.learned.index(True)
-    assert chosen.ids[:start] == rejected.ids[:start]
-    assert tokenizer.decode(chosen.ids[start:]) == row["answer"] + "<end>"
-    assert tokenizer.decode(rejected.ids[start:]) == row["rejected"] + "<end>"
-
-
 # -- PreferenceGym ---------------------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,23 @@ def started() -> Iterator[list["subprocess.Popen[str]"]]:
         process.communicate()
 
 
+def start(started: list["subprocess.Popen[str]"], how: str, root: Path) -> None:
+    """Add a process that takes a run as soon as it is told to."""
+    command = [sys.executable, "-c", START.format(how=how), str(root)]
+    started.append(subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=-1, stdout=-1, stderr=-1, text=True))
+
+
+def answer(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def tell(process: "subprocess.Popen[str]") -> None:
+    assert process.stdin is not None
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
 @pytest.mark.parametrize("count", [2, 5, 8])
 @pytest.mark.parametrize("how", ["create(sys.argv[1], {}, 0)", "open(sys.argv[1])"])
 @pytest.mark.processes
@@ -51,15 +68,10 @@ def test_exactly_one_of_many_that_start_at_once_proceeds(
     if how.startswith("open"):
         RunDirectory.create(tmp_path / "run", {}, 0).close()
     for _ in range(count):
-        command = [sys.executable, "-c", START.format(how=how), str(tmp_path / "run")]
-        started.append(
-            subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=-1, stdout=-1, stderr=-1, text=True)
-        )
+        start(started, how, tmp_path / "run")
     for process in started:
-        assert process.stdin is not None
-        process.stdin.write("go\n")
-        process.stdin.flush()
-    answers = [process.stdout.readline().strip() for process in started]  # type: ignore[union-attr]
+        tell(process)
+    answers = list(map(answer, started))
     assert answers.count("mine") == 1, answers
     owner = started[answers.index("mine")].pid
     assert all(f"is in use by process {owner} " in answer for answer in answers if answer != "mine"), answers
@@ -103,14 +115,10 @@ def test_an_owner_that_was_killed_is_no_owner(
     unfinished: Unfinished, tmp_path: Path, started: list["subprocess.Popen[str]"], agilerl: Agilerl
 ) -> None:
     root = unfinished.copy(tmp_path / "run")
-    command = [sys.executable, "-c", START.format(how="open(sys.argv[1])"), str(root)]
-    owner = subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=-1, stdout=-1, text=True)
-    started.append(owner)
-    assert owner.stdin is not None
-    assert owner.stdout is not None
-    owner.stdin.write("go\n")
-    owner.stdin.flush()
-    assert owner.stdout.readline() == "mine\n"
+    start(started, "open(sys.argv[1])", root)
+    (owner,) = started
+    tell(owner)
+    assert answer(owner) == "mine"
     assert f"is in use by process {owner.pid} " in agilerl("resume", "run").errors
     owner.send_signal(signal.SIGKILL)
     owner.wait()

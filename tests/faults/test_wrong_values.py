@@ -22,7 +22,6 @@ from pydantic import AfterValidator, BaseModel
 from pydantic.fields import FieldInfo
 
 import agilerl
-from agilerl import TournamentSelection
 from agilerl.algorithms import ALGORITHMS
 from agilerl.checks.arguments import Having, checked
 from agilerl.checks.validation import validated
@@ -328,12 +327,6 @@ def test_numbers_have_bounds() -> None:
     assert {name for name, hint in named.items() if hint in plain} == UNBOUNDED
 
 
-@pytest.mark.parametrize("name", ["learning_rate", "grp_size"])
-def test_an_unknown_keyword_of_an_agent_has_a_sentence(name: str, world: World) -> None:
-    with pytest.raises(ConfigError, match=name):
-        world.grpo(**{name: 1})
-
-
 def test_an_unknown_keyword_elsewhere_is_pythons_own_type_error(world: World) -> None:
     with pytest.raises(TypeError, match=r"no argument 'prompts_per_stp'; did you mean 'prompts_per_step'\?"):
         people(world, prompts_per_stp=1)
@@ -342,13 +335,6 @@ def test_an_unknown_keyword_elsewhere_is_pythons_own_type_error(world: World) ->
 
 
 # -- what is taken rather than refused --------------------------------------------------------------------------------
-
-
-def test_numbers_of_numpy_are_taken(world: World) -> None:
-    population = people(world, prompts_per_step=np.int64(3), max_error_rate=np.float32(0.5))
-    assert (population.prompts_per_step, population.max_error_rate) == (3, 0.5)
-    assert (type(population.prompts_per_step), type(population.max_error_rate)) == (int, float)
-    assert TournamentSelection(np.int32(2), np.bool_(True), 4).tournament_size == 2
 
 
 def test_padding_is_no_part_of_a_prompt(world: World) -> None:
