@@ -1,6 +1,5 @@
 """Populations on a small random model."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -105,8 +104,3 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 @pytest.fixture
 def agents() -> list[GRPO]:
     return make_agents()
-
-
-@pytest.fixture
-def new_agents() -> Callable[..., list[GRPO]]:
-    return make_agents

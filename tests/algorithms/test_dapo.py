@@ -183,23 +183,6 @@ def test_agents_sample_together_what_they_would_sample_alone() -> None:
         assert agents[i].position == together.agents[i].position
 
 
-def test_it_learns_where_most_groups_are_flat() -> None:
-    pop = population(
-        {"dynamic_sampling": True, "lr": 3e-3, "group_size": 16, "batch_size": 96, "max_output_tokens": 1},
-        task=SomeFlat("12356789"),
-    )
-    rewards = []
-    for _ in range(8):
-        rollout = pop.rollout()
-        kept = [t.episode_return for t in rollout.batch(0)]
-        rewards.append(sum(kept) / max(len(kept), 1))
-        pop.learn(rollout)
-    pop.agents[0].dynamic_sampling = False
-    (final,) = pop.rollout().trajectories.values()
-    assert rewards[0] < 0.7
-    assert sum(t.episode_return for t in final) / len(final) > 0.95
-
-
 # -- length ----------------------------------------------------------------------------------------------------------
 
 

@@ -209,18 +209,10 @@ def test_only_good_answers_are_examined() -> None:
     assert sum(not task.row("train", place)["label"] for place in range(6)) == 4
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([{**ROWS[0], "label": "yes"}], "column label"),
-        ([{**ROWS[0], "label": None}], "column label"),
-        ([{**ROWS[0], "label": 0.5}], "column label"),
-        ([{**ROWS[0], "label": "0.0"}], "column label"),
-        ([{"prompt": "q", "completion": "a"}], "column label"),
-    ],
-)
-def test_labels_that_are_none(rows: list[dict[str, Any]], words: str) -> None:
-    with pytest.raises(EnvError, match=words):
+@pytest.mark.parametrize("label", [{"label": word} for word in ("yes", None, 0.5, "0.0")] + [{}], ids=repr)
+def test_labels_that_are_none(label: dict[str, Any]) -> None:
+    rows = [{"prompt": "q", "completion": "a", **label}]
+    with pytest.raises(EnvError, match="column label"):
         UnpairedGym(rows, rows, embedded_runtime().tokenizer)
 
 

@@ -21,7 +21,6 @@ from agilerl.errors import ConfigError, EngineError, EnvError
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.engine import RolloutEngine
 from agilerl.rollouts.torch_engine import TorchEngine
-from agilerl.rollouts.vllm.backend import row_of
 from agilerl.rollouts.vllm.colocated import ColocatedVLLM
 from agilerl.training.loop import train
 from agilerl.training.resolved import resolve
@@ -108,14 +107,6 @@ def test_the_least_length_holds_for_texts_too() -> None:
     least = asked(runtime, (0,), min_new_tokens=7)
     lengths = [len(c.token_ids) for group in runtime.engine.generate(least) for c in group]
     assert min(lengths) == 8  # more than min_new_tokens, as for end tokens
-
-
-def test_stops_are_told_to_vllm() -> None:
-    runtime = stopping()
-    (request, *_) = asked(runtime, (0,))
-    config = VLLMConfig().model_copy(update={"stop_sequences": ["e"]})
-    row = row_of(request, 1, adapter=None, room=99, eos=(1,), config=config)
-    assert row.sampling["stop"] == ["e"]
 
 
 def test_wrong_stops_are_refused() -> None:

@@ -16,7 +16,6 @@ from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.vllm.backend import Answer, Row, completion_of, request_seed, row_of
 from agilerl.rollouts.vllm.engine import AdapterVersions, OffloadedBase
 from agilerl.runtime import Runtime
-from agilerl.utils import algo_utils
 from tests.models.perturbed import perturb
 from tests.tiny_models import random_model
 
@@ -71,10 +70,6 @@ def test_a_resolved_copy_means_the_same() -> None:
     config = VLLMConfig(base_url="http://localhost:8000/v1/", server_timeout=5)
     assert config.base_url == "http://localhost:8000"
     assert VLLMConfig(**config.model_dump(mode="json")) == config
-
-
-def test_the_documented_import_path_holds_it() -> None:
-    assert algo_utils.VLLMConfig is VLLMConfig
 
 
 def test_ranks_are_rounded_up_to_what_vllm_reserves() -> None:

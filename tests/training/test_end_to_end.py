@@ -200,11 +200,3 @@ def test_the_elite_is_a_peft_adapter_that_scores_as_the_summary_says(finished_ru
         adapted = model(input_ids=ids).logits
         with model.disable_adapter():
             assert not torch.equal(model(input_ids=ids).logits, adapted)
-
-
-@pytest.mark.processes
-def test_the_report_stands_alone(finished_run: FinishedRun) -> None:
-    page = (finished_run.root / "report.html").read_text(encoding="utf-8")
-    assert page.startswith("<!")
-    assert "<script src=" not in page
-    assert "reasoning_gym:gcd" in page
