@@ -21,7 +21,6 @@ def assert_refused(outcome: Outcome, *words: str) -> None:
 
 
 BEFORE_THE_MODEL = {
-    "unknown manifest key": (["training.popsize=4"], "did you mean 'pop_size'?"),
     "value out of range": (["algorithm.lr=-1"], "algorithm.lr: input should be greater than 0, found -1"),
     "unknown task": (["environment.task=reasoning_gym:gdc"], "'gdc'; did you mean 'gcd'"),
     "missing model folder": (["network.pretrained_model_name_or_path=/no/such"], "no model folder at '/no/such'"),
@@ -49,7 +48,6 @@ BEFORE_THE_MODEL = {
     ),
     "a seed that is no number": (["--seed", "x"], "Invalid value for '--seed'"),
     "a seed beyond 64 bits": (["--seed", str(2**70)], "training.seed: input should be less than or equal to"),
-    "an unknown option": (["--bogus"], "No such option: --bogus"),
     "an option without its value": (["--out"], "'--out' requires an argument"),
     "a run directory inside a file": (["--out", "/dev/null/x"], "'/dev/null' is not a directory"),
     "a file as run directory": (["--out", "/dev/null"], "found a file; choose another path"),

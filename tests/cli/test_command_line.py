@@ -16,21 +16,11 @@ from tests.programs import Program
 from tests.training.small_runs import SMALL, environment
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code"),
-    [
-        (["--help"], 0),
-        (["train", "--help"], 0),
-        (["report", "--help"], 0),
-        (["--version"], 0),
-        (["train", "--bogus"], 2),
-        (["train", "training.popsize=4"], 2),
-    ],
-)
+@pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], ["train", "--bogus"]])
 @pytest.mark.processes
-def test_help_and_typing_errors_are_quick(arguments: list[str], code: int, tmp_path: Path) -> None:
+def test_help_and_typing_errors_are_quick(arguments: list[str], tmp_path: Path) -> None:
     ended, _, modules, _ = started(*arguments, cwd=tmp_path)
-    assert ended == code
+    assert ended == (2 if "--bogus" in arguments else 0)
     assert modules.isdisjoint({"torch", "transformers", "peft", "scipy", "reasoning_gym", "plotly", "pyarrow"})
     assert "agilerl" in modules
 

@@ -45,7 +45,6 @@ from agilerl.rewards import (
 )
 from agilerl.runs import RunDirectory
 from agilerl.training.trackers import check_trackers
-from agilerl.utils.algo_utils import VLLMConfig
 from agilerl.utils.probe_envs_llm import GridNavigationEnv
 from agilerl.utils.utils import (
     aggregate_metrics_across_gpus,
@@ -104,7 +103,6 @@ MISTAKES: dict[str, tuple[Callable[[World], Any], type[AgileRLError], *tuple[str
     "config-class-unknown": (lambda w: GRPOConfig(rate=1), ConfigError, "rate"),
     "config-assigned": (lambda w: setattr(GRPOConfig(), "lr", "x"), ConfigError, "lr", "'x'"),
     "attribute-true": (lambda w: setattr(w.agent, "lr", True), ConfigError, "lr", "boolean"),
-    "attribute-text": (lambda w: setattr(w.agent, "batch_size", "x"), ConfigError, "batch_size", "'x'"),
     "attributes-unknown": (lambda w: w.agent.set_hyperparameters({"rate": 1}), ConfigError, "rate"),
     # -- agents: acting ----------------------------------------------------------------------------------------------
     "act-texts": (lambda w: w.agent.get_action(["2+2?"]), ConfigError, "input_ids", "'2+2?'"),
@@ -294,7 +292,6 @@ MISTAKES: dict[str, tuple[Callable[[World], Any], type[AgileRLError], *tuple[str
         "isolate",
     ),
     "section-left-out": (lambda w: manifest(pop_size=3), ConfigError, "pop_size", "'training.pop_size'"),
-    "vllm-config": (lambda w: VLLMConfig(gpu_memory_utilization="x"), ConfigError, "gpu_memory", "'x'"),
     "unknown-name": (lambda w: Mutations(0, 0, 0, 0, 0, 0), ConfigError, "rl_hp=0"),
     # -- runs from Python --------------------------------------------------------------------------------------------
     "train-task-misspelt": (lambda w: trained(w, task="reasoning_gym:gdc"), ConfigError, "'gcd'"),

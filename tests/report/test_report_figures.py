@@ -202,11 +202,6 @@ def test_the_tree_of_26_generations_fits_a_screen_of_1200_pixels(load):
     assert tree_width(run) <= 1095  # without the paddings of the page
 
 
-def test_no_agents_no_tree(load):
-    run = load()
-    assert tree_figure(run) is None
-
-
 @pytest.mark.parametrize(
     ("value", "text"), [(1e-5, "1e-5"), (0.00031416, "0.000314"), (8, "8"), (12345678.0, "1.23e+7"), ("grpo", "grpo")]
 )
@@ -338,9 +333,3 @@ def test_picking_evenly_keeps_both_ends(count, most):
     assert sorted(set(found)) == found
     if most > 1 and count:
         assert (found[0], found[-1]) == (items[0], items[-1])
-
-
-def test_eval_lines_stand_in_for_a_lineage(load):
-    line = {"kind": "eval", "agent": 0, "generation": 0, "step": 8, "eval/reward_mean": 0.5, "eval/stderr": 0.1}
-    (exam,) = load(metrics=[{**line, "eval/n": 9}]).agents[0].exams
-    assert (exam.score.mean, exam.score.stderr, exam.score.n) == (0.5, 0.1, 9)
