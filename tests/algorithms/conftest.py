@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from peft import LoraConfig
 
@@ -99,8 +98,3 @@ def weights(agent: GRPO) -> list[torch.Tensor]:
 
 def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b))
-
-
-@pytest.fixture
-def agents() -> list[GRPO]:
-    return make_agents()

@@ -16,7 +16,7 @@ from agilerl.models.base import BaseModel
 from agilerl.processes import ALONE
 from agilerl.rollouts import GenerationRequest
 from agilerl.runtime import Runtime
-from tests.algorithms.conftest import batch_of, lora, sample
+from tests.algorithms.conftest import batch_of, lora, make_agents, sample
 from tests.envs.scripted import Echo
 from tests.tiny_models import PAD, qwen2, random_model
 
@@ -158,8 +158,8 @@ def test_the_first_window_is_exact_whatever_was_computed() -> None:
     assert not seen[0].any()
 
 
-def test_fp32_takes_the_samplers_own(agents: list[GRPO]) -> None:
-    for it in agents:
+def test_fp32_takes_the_samplers_own() -> None:
+    for it in make_agents():
         assert it.runtime.base.decodes_exactly
         batch = batch_of(it)
         assert batch.sampling_logps is not None

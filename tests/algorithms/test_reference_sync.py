@@ -1,6 +1,5 @@
 """A reference that follows the policy (TR-DPO): what it becomes, when, and that agents stay independent."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ def pairs(seed: int = 0) -> Any:
     return examples(6, seed, pairs=True)
 
 
-def deltas(agent: DPO, slot: int | None) -> Sequence[Tensor]:
+def deltas(agent: Any, slot: int | None) -> list[Tensor]:
     """What an adapter adds to each layer's weight, in fp64; nothing for the base model."""
     store = agent.runtime.store
     if slot is None:

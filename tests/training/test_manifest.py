@@ -323,11 +323,3 @@ def test_hints_name_the_nearest_or_a_few() -> None:
     )
     assert nearest("zzz", ["lr", "beta"]) == "known: lr, beta"
     assert nearest("zzz", map(str, range(100))).endswith("11, ...")
-
-
-@pytest.mark.parametrize(("name", "env_type"), [("SFT", "sft"), ("DPO", "preference"), ("KTO", "unpaired")])
-def test_an_algorithm_of_data_needs_only_its_name(name: str, env_type: str) -> None:
-    config = load_manifest(None, [f"algorithm.name={name}", "algorithm.lr=1e-4"])
-    assert config.environment.env_type == env_type
-    assert config.algorithm == {"name": name, "lr": 1e-4}
-    assert resolve(config).algorithm.__name__ == name

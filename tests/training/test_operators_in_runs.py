@@ -13,6 +13,7 @@ from agilerl.errors import ConfigError
 from agilerl.runs.strict_json import read_json
 from agilerl.training.setup import build
 from tests.algorithms.conftest import batch_of, make_agents
+from tests.algorithms.test_reference_sync import deltas, nearest
 from tests.training.small_runs import lines, run_here
 
 pytestmark = pytest.mark.model
@@ -25,20 +26,9 @@ def trained(**changes: Any) -> list[GRPO]:
     return agents
 
 
-def deltas(agent: GRPO, slot: int | None = None) -> list[torch.Tensor]:
-    store = agent.runtime.store
-    slot = agent.slot if slot is None else slot
-    return [float(store.scaling[slot]) * b.double() @ a.double() for a, b in store.adapter(slot)]
-
-
 def far(found: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
     gap = torch.stack([(a - b).norm() for a, b in zip(found, expected)]).norm()
     return float(gap / torch.stack([b.norm() for b in expected]).norm())
-
-
-def low_rank(delta: torch.Tensor, rank: int) -> torch.Tensor:
-    u, s, v = torch.linalg.svd(delta)
-    return (u[:, :rank] * s[:rank]) @ v[:rank]
 
 
 # -- soup -------------------------------------------------------------------------------------------------------------
@@ -49,11 +39,11 @@ def test_a_soup_is_the_weighted_mean_of_all_deltas() -> None:
     shares = (0.5, 0.3, 0.2)
     states = [agent.state(), other.state(), agent.clone(4).state()]
     mixed = GRPO.from_state(soup(states, shares), agent.runtime)
-    expected = [0.7 * a + 0.3 * b for a, b in zip(deltas(agent), deltas(other))]
-    assert far(deltas(mixed), [low_rank(delta, 8) for delta in expected]) < 1e-6
+    expected = [0.7 * a + 0.3 * b for a, b in zip(deltas(agent, agent.slot), deltas(other, other.slot))]
+    assert far(deltas(mixed, mixed.slot), [nearest(delta, 8) for delta in expected]) < 1e-6
     assert (mixed.index, mixed.rank, mixed.lr) == (agent.index, 8, agent.lr)
     same = GRPO.from_state(soup([agent.state()] * 3, (1 / 3,) * 3), agent.runtime)
-    assert far(deltas(same), deltas(agent)) < 1e-6
+    assert far(deltas(same, same.slot), deltas(agent, agent.slot)) < 1e-6
 
 
 SEARCH = (
