@@ -12,6 +12,7 @@ import pytest
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms import keywords as typed
+from agilerl.compat.agents import ALIASES
 from tests import programs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -97,7 +98,7 @@ def test_a_misspelt_keyword_is_an_error(checker: str, python: Path, tmp_path: Pa
 def test_typed_keywords_are_those_of_the_signature(name: str) -> None:
     """`make generated` writes them."""
     taken = set(ALGORITHMS[name].__signature__.parameters)  # type: ignore[attr-defined]
-    accepted = {"wrap", "clone", "calc_position_embeddings", "reduce_memory_peak", "model_config"}
+    accepted = {"wrap", "clone", "calc_position_embeddings", "reduce_memory_peak", "use_liger_loss", *ALIASES}
     assert set(getattr(typed, f"{name}Keywords").__optional_keys__) == taken | accepted
 
 

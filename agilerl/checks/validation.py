@@ -84,8 +84,7 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
         path, owner = _follow(model, item["loc"])
         key = ".".join([where, *path] if where else path) or model.__name__
         if item["type"] == "extra_forbidden":
-            hint = instead(key) or _in_a_section(path[-1], owner) or nearest(path[-1], owner.model_fields)
-            text = f"unknown key {shown(key)}; {hint}"
+            text = unknown_key(key, _in_a_section(path[-1], owner) or nearest(path[-1], owner.model_fields))
         elif item["type"] == "missing":
             text = f"{key} is required and has no value"
         elif item["type"] in ("model_type", "dict_type"):
@@ -106,6 +105,11 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
         " or ".join([*(text.rpartition(", found ")[0] for text in texts[:-1]), texts[-1]]) for texts in by_key.values()
     )
     return "; ".join(sentences) + ("; and more" if error.error_count() > _MOST_FINDINGS else "")
+
+
+def unknown_key(key: str, hint: str) -> str:
+    """Return what is wrong with a key: it has gone, or there is none of this name, and ``hint`` says what was meant."""
+    return instead(key) or f"unknown key {shown(key)}; {hint}"
 
 
 def _in_a_section(key: str, model: type[BaseModel]) -> str:

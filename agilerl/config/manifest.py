@@ -243,7 +243,7 @@ def key_of(override: str) -> str:
 
 def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
     if keys[0] not in RunConfig.model_fields:
-        raise ConfigError(f"unknown key {shown(keys[0])}; {unknown_section('.'.join(keys))}")
+        raise ConfigError(unknown_section(".".join(keys)))
     for depth, key in enumerate(keys[:-1], 1):
         # A section without content is None in YAML.
         if values.get(key) is None:

@@ -223,7 +223,7 @@ class RunConfig(Section):
             warnings.warn(sentence, stacklevel=3)
         for section, content in values.items():
             if section not in cls.model_fields:
-                raise ConfigError(f"unknown key {shown(section)}; {unknown_section(section)}")
+                raise ConfigError(unknown_section(section))
             if not isinstance(content, Mapping):
                 raise ConfigError(f"{section} must be a mapping of settings, found {shown(content)}")
         return validated(cls, values)
@@ -241,11 +241,11 @@ def addresses_of(name: str, *, nearly: bool = False) -> list[str]:
 
 
 def unknown_section(key: str) -> str:
-    """Return a hint for a key that does not begin with a section: where it belongs, or the nearest section."""
-    if gone := instead(key):
-        return gone
+    """Return what is wrong with a key that does not begin with a section: it has gone, or belongs elsewhere."""
+    first = key.partition(".")[0]
     places = " or ".join(map(repr, addresses_of(key) or addresses_of(key, nearly=True)))
-    return f"did you mean {places}?" if places else nearest(key.partition(".")[0], RunConfig.model_fields)
+    hint = f"did you mean {places}?" if places else nearest(first, RunConfig.model_fields)
+    return instead(key) or f"unknown key {shown(first)}; {hint}"
 
 
 def default_out(e: EnvironmentConfig) -> Path:

@@ -12,13 +12,12 @@ from typing import Any
 from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.checks.arguments import checked, nearest, shown
-from agilerl.checks.validation import grouped, idle, validated
+from agilerl.checks.validation import grouped, idle, unknown_key, validated
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.run import RunConfig
 from agilerl.config.search import MutationConfig, SelectionConfig
 from agilerl.config.training import ReplayConfig
 from agilerl.errors import ConfigError
-from agilerl.gone import instead
 from agilerl.hpo.knockout import KnockoutSelection
 from agilerl.hpo.mutation import LEARNING_RATES, Mutations
 from agilerl.hpo.parameters import Gene, values_of, with_changes
@@ -282,8 +281,7 @@ def _hyperparameters(config: RunConfig, algorithm: type[LLMAlgorithm]) -> Algori
         # Those of GRPO pass: an algorithm's own Config says why it does not use one of them.
         if key not in model.model_fields and key not in GRPO.Config.model_fields:
             known = [*model.model_fields, *(f"network.{name}" for name in SharedOptions.model_fields)]
-            hint = instead(f"algorithm.{key}") or nearest(key, known)
-            raise ConfigError(f"unknown key {shown(f'algorithm.{key}')}; {hint}")
+            raise ConfigError(unknown_key(f"algorithm.{key}", nearest(key, known)))
     values.setdefault("seed", config.training.seed)
     # A least length may be above the default limit, and a limit of the context is one.
     bounded = {"max_model_len", "min_output_tokens"} & values.keys()
