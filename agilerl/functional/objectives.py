@@ -350,7 +350,10 @@ def _variance(x: Tensor, mask: Tensor) -> Tensor:
 
 LossNorm = Literal["seq-mean-token-mean", "token-mean", "seq-mean-token-sum", "fixed-length"]
 
-LOSS_NORM_ALIASES: Mapping[str, LossNorm] = {"micro_batch": "seq-mean-token-mean"}
+LOSS_NORM_ALIASES: Mapping[str, LossNorm] = {
+    "micro_batch": "seq-mean-token-mean",
+    "accumulation_window": "token-mean",
+}
 """The name that AgileRL documents for an aggregation mode."""
 
 

@@ -42,3 +42,4 @@ def test_a_window_without_tokens_gives_zero(mode):
 
 def test_documented_names_map_to_modes():
     assert LOSS_NORM_ALIASES["micro_batch"] == "seq-mean-token-mean"
+    assert LOSS_NORM_ALIASES["accumulation_window"] == "token-mean"
