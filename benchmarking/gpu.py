@@ -51,6 +51,7 @@ MODULES = {
     "safetensors": "everything (weights)",
     "numpy": "everything",
     "pydantic": "everything (settings)",
+    "pydantic_core": "everything (settings)",
     "yaml": "everything (manifests)",
     "gymnasium": "everything (environments)",
     "regex": "everything (answers)",

@@ -113,12 +113,13 @@ def test_warnings_of_a_run_are_plain(tmp_path: Path) -> None:
 
     seen = []
 
-    def rows() -> Iterator[dict[str, str]]:
-        seen.extend([line(UserWarning), line(DeprecationWarning)])
-        yield {"a": "1"}
+    class Rows(list[dict[str, str]]):
+        def __iter__(self) -> Iterator[dict[str, str]]:
+            seen.extend([line(UserWarning), line(DeprecationWarning)] if not seen else [])
+            return super().__iter__()
 
     with pytest.raises(EnvError, match="column"):
-        agilerl.train(dataset=rows(), reward=short, out=tmp_path / "no", **SMALL)
+        agilerl.train(dataset=Rows([{"a": "1"}]), reward=short, out=tmp_path / "no", **SMALL)
     assert seen == ["warning: careful\n", "code.py:7: DeprecationWarning: careful\n"]
     assert line(UserWarning) == "code.py:7: UserWarning: careful\n"
 
