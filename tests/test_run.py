@@ -4,14 +4,13 @@ import json
 import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import agilerl
-from agilerl.errors import CheckpointError, ConfigError, EnvError
+from agilerl.errors import CheckpointError, ConfigError, EnvError, RewardError
 from agilerl.rewards.grader import exact_match
 from agilerl.safety.custom_code import given_name, load_code
 from agilerl.training.events import IterationDone
@@ -113,14 +112,13 @@ def test_warnings_of_a_run_are_plain(tmp_path: Path) -> None:
 
     seen = []
 
-    class Rows(list[dict[str, str]]):
-        def __iter__(self) -> Iterator[dict[str, str]]:
-            seen.extend([line(UserWarning), line(DeprecationWarning)] if not seen else [])
-            return super().__iter__()
+    def grade(completion: str) -> float:
+        seen.append((line(UserWarning), line(DeprecationWarning)))
+        raise ValueError("no grade")
 
-    with pytest.raises(EnvError, match="column"):
-        agilerl.train(dataset=Rows([{"a": "1"}]), reward=short, out=tmp_path / "no", **SMALL)
-    assert seen == ["warning: careful\n", "code.py:7: DeprecationWarning: careful\n"]
+    with pytest.raises(RewardError, match="no grade"):
+        agilerl.train(dataset=ROWS, reward=grade, out=tmp_path / "no", **SMALL)
+    assert [*seen[0]] == ["warning: careful\n", "code.py:7: DeprecationWarning: careful\n"]
     assert line(UserWarning) == "code.py:7: UserWarning: careful\n"
 
 
