@@ -57,7 +57,7 @@ SHOWING = [
 ]
 """What may show code."""
 FENCE = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
-HUB_NAME = re.compile(r"network\.pretrained_model_name_or_path=\w+/[\w.-]+|algorithm\.use_vllm=true")
+HUB_NAME = re.compile(r"network\.pretrained_model_name_or_path=\w+/[\w.-]+|network\.use_vllm=true")
 """What this machine need not have: a model of the hub, vLLM."""
 PROGRAMS = {
     *("agilerl", "make", "pip", "python", "python3", "git", "cd", "source", "torchrun", "accelerate", "vllm"),
