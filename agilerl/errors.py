@@ -52,7 +52,7 @@ class MemoryExhaustedError(EngineError):
 
 
 class LostProcessError(EngineError):
-    """Processes of a run cannot go on together, so an error of one cannot be passed on to the others."""
+    """A process of a run is lost, so the errors of the others cannot be passed on to it."""
 
 
 # Of Python's threading, the dynamic loader, torch's allocator and the system: none of these is a MemoryError.

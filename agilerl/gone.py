@@ -73,7 +73,7 @@ def remaining(settings: Mapping[str, Any], *, given: bool = False, section: str 
     """Return the settings of a run's record without those that have gone.
 
     Of what the user had ``given`` only those that were off (0, False, None, empty) are left out: a run that used what
-    has gone cannot go on without it.
+    has gone cannot be resumed without it.
     """
     left: dict[str, Any] = {}
     for key, value in settings.items():

@@ -57,8 +57,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         "agilerl.envs.programs: place",
         "agilerl.population: place",
         "agilerl.rollouts.engine: place",
-        # What an error says was expected and found, and where:
-        "agilerl.checks.arguments: place",
         # Arguments that are given by name:
         "agilerl.rollouts.vllm.engine: own",
         "agilerl.training.trackers: own",

@@ -313,11 +313,11 @@ def _taken(check: Check, value: Any) -> Any:
     try:
         new = check(value)
     except ValidationError as error:
-        given, value = value, _plain(_listed(value))
+        original, value = value, _plain(_listed(value))
         try:
             new = check(value)
         except ValidationError as again:
-            raise (error if isinstance(given, list | tuple | Mapping) else again) from None
+            raise (error if isinstance(original, list | tuple | Mapping) else again) from None
     # Objects, and the lists that hold them, stay the same ones.
     return new if isinstance(new, tuple) or _of_numpy(value) else value
 
@@ -371,13 +371,13 @@ def _refusal(error: ValidationError, hint: Any, value: Any, owner: str, name: st
     """Return an error of pydantic as one sentence."""
     misfits = [(_at(value, item["loc"]), item) for item in error.errors()]
     # What is wrong with an item says more than that the whole matches none of the types.
-    depth = max(len(place) for place, _ in misfits)
+    depth = max(len(path) for path, _ in misfits)
     misfits = [misfit for misfit in misfits if len(misfit[0]) == depth]
-    place, first = misfits[0]
-    words = list(dict.fromkeys(_expected(item) for where, item in misfits if where == place))
+    deepest, first = misfits[0]
+    words = list(dict.fromkeys(_expected(item) for path, item in misfits if path == deepest))
     if not depth and type(None) in typing.get_args(hint):
         words.append("None")
-    where = "".join(f"[{shown(part)}]" for part in place)
+    where = "".join(f"[{shown(part)}]" for part in deepest)
     return ConfigError(
         f"{owner}: expected {', or '.join(words)} for {name}{where}, found {described(first['input'])}"
         + "".join(f"; {text}" for text in [*_to_do(hint)][:1])
@@ -386,12 +386,12 @@ def _refusal(error: ValidationError, hint: Any, value: Any, owner: str, name: st
 
 def _at(value: Any, location: Iterable[str | int]) -> list[Any]:
     """Return where in a value an error is: pydantic names the members of a union in between."""
-    place = []
+    path = []
     for part in location:
         with suppress(TypeError, LookupError):
             value = value[part]
-            place.append(part)
-    return place
+            path.append(part)
+    return path
 
 
 def _expected(item: Any) -> str:
