@@ -40,7 +40,7 @@ GONE: dict[str, str] = {
     "algebra); call get_... in a file of your own, penalty = get_soft_overlong_punishment(80, 20), and name that",
     "parser=llama": "pass the response template LLAMA of tutorials/tools/response_templates.py as parser",
     "parser=mistral": "pass the response template MISTRAL of tutorials/tools/response_templates.py as parser",
-    "mutation.crossover": "a clone has one parent; averaging adapters of two gained nothing",
+    "mutation.crossover": "a clone has one parent; averaging adapters of two gained nothing; leave it out",
     "mutation.probabilities.act_mut": "the base is frozen, so its activations stay; leave it out, or let rl_hp_mut or "
     "arch_mut mutate",
     "mutation.probabilities.new_layer": "the base is frozen, so its layers stay; leave it out, or let arch_mut change "
@@ -60,20 +60,29 @@ GONE: dict[str, str] = {
 fits behind "has gone:"."""
 
 
+WITHOUT_EFFECT = ("training.price_per_hour",)
+"""Settings that changed nothing of what a run computed: one that had them can be resumed without."""
+
+
 def instead(name: str) -> str | None:
     """Return what to use instead of something that has gone, or that is inside of it; None for other names."""
     while name:
         if name in GONE:
-            return f"{name} has gone: {GONE[name]}"
+            return f"{name.rpartition('=')[2]} has gone: {GONE[name]}"
         name = name.rpartition(".")[0]
     return None
+
+
+def keyword_instead(name: str) -> str | None:
+    """Return what to use instead of a keyword of Python that a setting of this name had; None for other names."""
+    return next((instead(key) for key in GONE if key.rpartition(".")[2] == name), None)
 
 
 def remaining(settings: Mapping[str, Any], *, given: bool = False, section: str = "") -> dict[str, Any]:
     """Return the settings of a run's record without those that have gone.
 
-    Of what the user had ``given`` only those that were off (0, False, None, empty) are left out: a run that used what
-    has gone cannot be resumed without it.
+    Of what the user had ``given`` only those are left out that were off (0, False, None, empty) or without effect: a
+    run that used what has gone cannot be resumed without it.
     """
     left: dict[str, Any] = {}
     for key, value in settings.items():
@@ -83,6 +92,6 @@ def remaining(settings: Mapping[str, Any], *, given: bool = False, section: str 
             inner = remaining(value, given=given, section=name)
             if inner or not has_gone:
                 left[key] = inner
-        elif not has_gone or (given and value):
+        elif not has_gone or (given and value and name not in WITHOUT_EFFECT):
             left[key] = value
     return left

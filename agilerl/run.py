@@ -19,6 +19,7 @@ from rich import get_console
 
 from agilerl.checks.arguments import Count, Location, Name, NotNegative, Seed, Whole, checked, described, nearest, shown
 from agilerl.errors import CheckpointError, ConfigError, plain_warnings
+from agilerl.gone import keyword_instead
 
 if TYPE_CHECKING:
     from agilerl.algorithms import LLMAlgorithm
@@ -96,7 +97,8 @@ def train(
     settings: dict[str, Any] = {}
     for section, values in sections.items():
         if section not in SECTIONS:
-            raise ConfigError(f"train() has no argument {section!r}; {_meant(section, values)}")
+            hint = keyword_instead(section) or _meant(section, values)
+            raise ConfigError(f"train() has no argument {section!r}; {hint}")
         if not isinstance(values, Mapping):
             raise ConfigError(f"{section}: expected a mapping of settings, found {described(values)}")
         settings |= {f"{section}.{name}": value for name, value in values.items()}

@@ -64,7 +64,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 CEILINGS = {
-    ".": 2_340,
+    ".": 2_350,
     "algorithms": 6_060,
     "checks": 695,
     "cli": 4_175,

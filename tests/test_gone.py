@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import agilerl
+from agilerl import Mutations, gone
 from agilerl.compat import manifests
 from agilerl.config.manifest import config_of
 from agilerl.envs.adapters import make_env
@@ -90,6 +92,15 @@ def test_a_value() -> None:
         assert GONE[name] in str(raised.value)
 
 
+def test_a_keyword() -> None:
+    for call, key in (
+        (lambda: Mutations(crossover=0.1), "mutation.crossover"),  # type: ignore[call-arg]
+        (lambda: agilerl.train(sharing={"experience": 1}), "sharing"),
+    ):
+        with pytest.raises((ConfigError, TypeError), match=re.escape(GONE[key])):
+            call()
+
+
 def test_a_run_that_recorded_what_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(GONE, "section", "use the other one")
     monkeypatch.setitem(GONE, "training.old", "use training.max_steps")
@@ -108,6 +119,9 @@ def test_a_run_that_recorded_what_has_gone(tmp_path: Path, monkeypatch: pytest.M
     assert read_with({"training": {"old": 3}}) == (today, {"training": {"old": 3}})
     # A run that did not record what it was given may have been given all of it.
     assert read_with(None) == ({"section": {"cap": 2.0}, "training": {"old": 3, "max_steps": 8, "seed": 1}}, None)
+    # Except for what had no effect.
+    monkeypatch.setattr(gone, "WITHOUT_EFFECT", ("training.old",))
+    assert read_with({"training": {"old": 3}}) == (today, {"training": {}})
 
 
 def test_a_key_with_another_name(monkeypatch: pytest.MonkeyPatch) -> None:

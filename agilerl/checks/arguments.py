@@ -23,6 +23,7 @@ from pydantic_core import PydanticCustomError, core_schema
 
 from agilerl.checks.redaction import without_keys
 from agilerl.errors import AgileRLError, ConfigError
+from agilerl.gone import keyword_instead
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -173,7 +174,7 @@ def checked(function: Callable[P, R]) -> Callable[P, R]:
         if len(hints) < len(door.__annotations__):
             hints.update(_hints(door))
         for name in () if takes_all else kwargs.keys() - known:
-            hint = nearest(name, [n for n in known if n != "self"])
+            hint = keyword_instead(name) or nearest(name, [n for n in known if n != "self"])
             raise TypeError(f"{_called(function, args)} has no argument {name!r}; {hint}")
         named = [argument(args, name, value) for name, value in zip(known[: code.co_argcount], args)]
         rest = args[len(named) :]

@@ -17,7 +17,6 @@ _DOCUMENTED = {
     "tournament_selection": "selection_strategy",
     "algorithm.action_granularity": "algorithm.advantage_granularity",
     "algorithm.chunk_rows": "network.fused_logprobs_chunk_rows",
-    "algorithm.fused_loss_chunk_rows": "network.fused_logprobs_chunk_rows",
     "algorithm.model_config": "network.config_overrides",
     "algorithm.quantization": "network.quantization_config",
     "environment.env_config": "environment.params",
@@ -30,6 +29,7 @@ _DOCUMENTED = {
 """Keys that AgileRL documents, with their name here."""
 _EARLIER: dict[str, str] = {
     **{f"algorithm.{name}": f"network.{name}" for name in SharedOptions.model_fields},
+    "algorithm.fused_loss_chunk_rows": "network.fused_logprobs_chunk_rows",
     "network.quantization": "network.quantization_config",
     "sharing.distillation": "teacher.weight",
     "sharing.teacher": "teacher.adapter",
@@ -87,7 +87,9 @@ def renamed(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     two of its names, with different values.
     """
     values: Section = _copied(settings)
-    _take(values, "mutation.mutation_sd")  # the size of what params_mut turns on
+    # The size of what params_mut turns on. Without it nothing may be left of its section.
+    if _take(values, "mutation.mutation_sd") is not _NOTHING and not values["mutation"]:
+        del values["mutation"]
     chances = _section(values, "mutation.probabilities")
     for name in _OFF:
         if chances.get(name) in (0, None):

@@ -97,7 +97,7 @@ class LocalTrainer:
         if getattr(accelerator, "num_processes", 1) > 1:
             raise ConfigError(
                 f"LocalTrainer trains in one process, found an accelerator of {accelerator.num_processes}; start "
-                "several with `accelerate launch -m agilerl.cli train MANIFEST` (docs/one_agent.md)"
+                "several with `accelerate launch -m agilerl.cli train MANIFEST` (docs/distributed.md)"
             )
         from agilerl.envs.upstream import check_task
         from agilerl.training.resolved import resolve

@@ -24,8 +24,9 @@ def check_known(name: str, known: Collection[str], kind: str, code: str) -> None
     """Raise ValueError unless a name is among the known ones of a ``kind``, or that of custom code as in ``code``."""
     if not (name in known or names_code(name)):
         raise ValueError(
-            f"expected one of the {kind} {', '.join(known)}, or custom code ({code}), found {shown(name)}; "
-            f"{instead(f'{kind}={name}') or nearest(name, known)}"
+            instead(f"{kind}={name}")
+            or f"expected one of the {kind} {', '.join(known)}, or custom code ({code}), found {shown(name)}; "
+            f"{nearest(name, known)}"
         )
 
 

@@ -166,8 +166,8 @@ def _check_text(tokenizer: Any, text: str) -> None:
 def _fitted(example: Example, max_tokens: int | None) -> Example:
     if max_tokens is not None and len(example.ids) > max_tokens:
         raise PromptTooLongError(
-            f"expected an example of at most {max_tokens} tokens, found {len(example.ids)}; raise max_context_length "
-            f"(or max_model_len), or remove such rows: {example.text[:80]!r}"
+            f"expected an example of at most {max_tokens} tokens, found {len(example.ids)}; raise max_model_len (of a "
+            f"gym, max_context_length), or remove such rows: {example.text[:80]!r}"
         )
     return example
 

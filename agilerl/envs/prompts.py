@@ -80,8 +80,8 @@ def render_prompt(
         raise EnvError(f"expected a prompt of at least one token, found none in {conversation!r}")
     if max_tokens is not None and len(ids) > max_tokens:
         raise PromptTooLongError(
-            f"expected a prompt of at most {max_tokens} tokens, found {len(ids)}; raise max_context_length (or "
-            f"max_model_len), or remove such prompts: {conversation[-1]['content'][:80]!r}"
+            f"expected a prompt of at most {max_tokens} tokens, found {len(ids)}; raise max_model_len (of a "
+            f"gym, max_context_length), or remove such prompts: {conversation[-1]['content'][:80]!r}"
         )
     return ids
 

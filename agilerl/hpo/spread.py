@@ -27,8 +27,8 @@ def lora_rate(hidden_size: Count, family: str) -> float:
 
     p is 0.781 for Llama and 0.0775 for Qwen (tinker-cookbook, ``hyperparam_utils``; fitted on models of 1 to 70 billion
     parameters); other families, by ``model_type``, take Qwen's, the more careful one. Below a hidden size of 2000 the
-    formula is not extrapolated: for SmolLM2-135M (Llama, 576) it would give 1.3e-3, near the cliff that
-    ``benchmarking/rates.py`` measures.
+    formula is not extrapolated: for SmolLM2-135M (Llama, 576) it would give 1.3e-3, near the rates at
+    which it collapses.
     """
     exponent = next((p for name, p in _EXPONENTS.items() if family.lower().startswith(name)), _EXPONENTS["qwen"])
     return float(5e-5 * 10 * (2000 / max(hidden_size, 2000)) ** exponent)

@@ -199,8 +199,8 @@ def _check_id(env_id: str) -> None:
     spec = gymnasium.registry.get(env_id)
     if spec is None or str(spec.entry_point).startswith(("gymnasium.", "shimmy.")):
         what = "unknown" if spec is None else "not a text environment"
-        hint = instead(f"environments={env_id}") or nearest(env_id, ENVIRONMENTS)
-        raise ConfigError(f"environment.env_id={shown(env_id)} is {what}; {hint}")
+        hint = f"environment.env_id={shown(env_id)} is {what}; {nearest(env_id, ENVIRONMENTS)}"
+        raise ConfigError(instead(f"environments={env_id}") or hint)
 
 
 def _careless(row: Row, draws: np.random.Generator) -> str | None:
@@ -283,8 +283,8 @@ def _grader(where: str, entry: GraderConfig, task: Task, allow_code: bool) -> Gr
     if entry.isolate:
         raise ConfigError(f"{where}.isolate is for custom functions, found {shown(entry.name)}; remove it")
     if entry.name not in LIBRARY:
-        hint = instead(f"graders={entry.name}") or nearest(entry.name, [OWN, *LIBRARY])
-        raise ConfigError(f"{where}.name={shown(entry.name)} is unknown; {hint}")
+        hint = f"{where}.name={shown(entry.name)} is unknown; {nearest(entry.name, [OWN, *LIBRARY])}"
+        raise ConfigError(instead(f"graders={entry.name}") or hint)
     try:
         return library_grader(entry.name, entry.params)
     except ConfigError as error:

@@ -45,7 +45,7 @@ def test_ids_are_plain_integers(tokenizer, tokenizer_without_template):
 def test_prompt_longer_than_the_context(tokenizer):
     count = len(render_prompt(tokenizer, [USER]))
     assert len(render_prompt(tokenizer, [USER], max_tokens=count)) == count
-    with pytest.raises(EnvError, match=f"at most {count - 1} tokens, found {count};.*max_context_length"):
+    with pytest.raises(EnvError, match=f"at most {count - 1} tokens, found {count};.*max_model_len"):
         render_prompt(tokenizer, [USER], max_tokens=count - 1)
 
 

@@ -54,7 +54,7 @@ def detaches() -> float:
             time.sleep(600)
         os._exit(0)
     os.wait()
-    while not os.path.exists(os.environ["DETACHED"]):
+    while not (os.path.exists(os.environ["DETACHED"]) and os.path.getsize(os.environ["DETACHED"])):
         time.sleep(0.01)
     return 0.0
 

@@ -214,3 +214,11 @@ def test_keys_of_this_package_stay_as_they_are() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert config_of(resolve(ours).given()).model_dump() == RunConfig.from_dict(resolve(ours).given()).model_dump()
+
+
+def test_the_size_of_noise_is_read_without_a_word_wherever_it_stands(place: Path) -> None:
+    genes = {"rl_hp_selection": {"lr": {"min": 1e-6, "max": 1e-3}}}
+    assert read({"mutation": {**genes, "mutation_sd": 0.1}}, place)[1] == []
+    for value in ("0.1", "null", "{}"):
+        config = config_of({"mutation": genes}, [f"mutation.mutation_sd={value}"])
+        assert list(config.mutation.rl_hp_selection) == ["lr"]

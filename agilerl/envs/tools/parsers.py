@@ -248,8 +248,8 @@ def parser_for(tokenizer: Vocabulary, family: str | None = None) -> ToolCallPars
 def parser_of(family: str) -> Callable[[Any], ToolCallParser]:
     """Return what makes a family's parser; raises ConfigError for an unknown one."""
     if family not in PARSERS:
-        hint = instead(f"parser={family}") or nearest(family, PARSERS)
-        raise ConfigError(f"unknown family of tool calls {family!r}; {hint}")
+        hint = f"unknown family of tool calls {family!r}; {nearest(family, PARSERS)}"
+        raise ConfigError(instead(f"parser={family}") or hint)
     return PARSERS[family]
 
 
