@@ -1,4 +1,4 @@
-"""What holds for every algorithm: copies go on to the bit, every gene acts, and together is as alone."""
+"""What holds for every algorithm: copies continue to the bit, genes act, training together equals training alone."""
 
 from collections.abc import Callable
 from dataclasses import replace
