@@ -27,8 +27,12 @@ class Browser:
         self.requests: list[str] = []
         self._loaded = False
         self._last = 0
-        port = self._wait(lambda: (profile / "DevToolsActivePort").read_text(encoding="utf-8").split())
-        self._socket = connect(f"ws://127.0.0.1:{port[0]}{port[1]}", max_size=None, proxy=None)
+        try:
+            self._socket = connect(self._address(profile / "DevToolsActivePort"), max_size=None, proxy=None)
+        except Exception:
+            self.process.kill()
+            self.process.wait()
+            raise
         self._session: str | None = None
         (page,) = (t for t in self._send("Target.getTargets")["targetInfos"] if t["type"] == "page")
         attached = self._send("Target.attachToTarget", targetId=page["targetId"], flatten=True)
@@ -36,15 +40,19 @@ class Browser:
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._send(f"{domain}.enable")
 
-    def _wait(self, found: Any, seconds: float = 60.0) -> Any:
+    @staticmethod
+    def _address(file: Path, seconds: float = 60.0) -> str:
+        """Wait for the address that the browser writes to a file, which is empty for a moment after it was made."""
         end = time.monotonic() + seconds
         while True:
             try:
-                return found()
-            except (OSError, IndexError):
+                port, path = file.read_text(encoding="utf-8").split()
+            except (OSError, ValueError):
                 if time.monotonic() > end:
                     raise
                 time.sleep(0.05)
+            else:
+                return f"ws://127.0.0.1:{port}{path}"
 
     def _send(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._last += 1
