@@ -67,7 +67,7 @@ CEILINGS = {
     ".": 2_350,
     "algorithms": 6_060,
     "checks": 695,
-    "cli": 4_175,
+    "cli": 4_190,
     "compat": 2_390,
     "config": 2_245,
     "data": 645,
@@ -81,8 +81,8 @@ CEILINGS = {
     "rollouts": 4_075,
     "runs": 2_155,
     "safety": 795,
-    "text": 305,
-    "training": 4_500,
+    "text": 495,
+    "training": 4_560,
     "utils": 40,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises

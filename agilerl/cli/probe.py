@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from agilerl.cli.options import AllowCode, Arguments, AsJson
 from agilerl.cli.output import console as new_console
 from agilerl.cli.output import one_line, tell_line
 from agilerl.cli.process_settings import loading_done
-from agilerl.cli.running import configuration, quieten_libraries
+from agilerl.cli.running import configuration, is_file, manifests_in, quieten_libraries
 from agilerl.config.named_files import check_allowed
 from agilerl.config.run import RunConfig
 from agilerl.errors import AgileRLError
@@ -84,9 +85,18 @@ def run_probe(
     agilerl probe --task gcd --task chain_sum
 
     agilerl probe my.yaml --try environment.answer_format=tags --try 'environment.answer_format=after'
+
+    Of a model (a folder, a .gguf file, a name), say what training can rely on, a line for each claim:
+
+    agilerl probe meta-llama/Llama-3.2-1B-Instruct
     """
     if task and every:
         raise typer.BadParameter("expected --task or --all, found both; leave out one of them")
+    if (model := _model_in(arguments or [])) is not None:
+        if task or every or tries:
+            raise typer.BadParameter("--task, --all and --try need a task to ask, found a model; leave out one of them")
+        _tell_contract(model, [a for a in arguments or [] if a != model], as_json=as_json)
+        return
     rows = _rows(arguments or [], task or [], tries or [], every=every)
     single = len(rows) == 1
     if single:
@@ -125,6 +135,33 @@ def run_probe(
         sentences = [f"A run would stop here: {rows[0].advice}"] if rows[0].advice else rows[0].hints
         for line in sentences:
             tell_line(f"\n{line}")
+
+
+def _model_in(arguments: Sequence[str]) -> str | None:
+    """Return the argument that names a model: one that is neither a setting nor a manifest."""
+    names = [name for name in manifests_in(arguments) if Path(name).suffix not in (".yaml", ".yml")]
+    models = [name for name in names if not is_file(name) or name.endswith(".gguf")]
+    return models[0] if len(models) == 1 else None
+
+
+def _tell_contract(model: str, settings: Sequence[str], *, as_json: bool) -> None:
+    """Print what a base, its tokenizer and its template keep; exit with code 1 if something does not hold."""
+    network = configuration([*settings, f"network.pretrained_model_name_or_path={model}"]).network
+    new_console(quiet=as_json).print("Loading the libraries and the model.")
+    quieten_libraries()
+    from agilerl.runtime import Runtime
+    from agilerl.training.contract import lines_of
+
+    lines = lines_of(Runtime.from_pretrained(model, options=network.options, **network.of_tokenizer))
+    loading_done()
+    if as_json:
+        rows = [{"name": line.name, "holds": line.holds, "text": line.text} for line in lines]
+        print(json.dumps({"model": model, "contract": rows}, indent=1))
+    else:
+        for line in lines:
+            tell_line(f"{line.name:<10}{'' if line.holds else 'NO: '}{line.text}")
+    if not all(line.holds for line in lines):
+        sys.exit(1)
 
 
 def _rows(arguments: Sequence[str], tasks: Sequence[str], tries: Sequence[str], *, every: bool) -> list[_Row]:

@@ -98,3 +98,17 @@ def test_a_run_without_a_signal_stops_unless_it_is_forced(agilerl: Agilerl, tmp_
     assert "Preflight: reward 0.000, 0% of groups differ" in forced.output
     assert "warning: nothing can be learned from these answers: all 128 answers" in forced.output
     assert json.loads((tmp_path / "run/run.json").read_text())["config"]["training"]["preflight"] == "warn"
+
+
+def test_of_a_model_its_contract_is_told(agilerl: Agilerl) -> None:
+    done = agilerl("probe", "embedded")
+    assert (done.code, done.errors) == (0, "")
+    _, begin, end, *_ = done.output.splitlines()
+    assert begin == "begin     prompts begin with <bos> (2); a text without a template with nothing"
+    assert end == "end       answers end with <eos> (4)"
+    rows = json.loads(agilerl("probe", "embedded", "--json").output)["contract"]
+    assert rows[1] == {"name": "end", "holds": True, "text": "answers end with <eos> (4)"}
+
+
+def test_a_model_has_no_task(agilerl: Agilerl) -> None:
+    assert "found a model" in agilerl("probe", "embedded", "--task", "gcd").errors

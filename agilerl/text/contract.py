@@ -1,0 +1,192 @@
+"""What a tokenizer and its chat template put around prompts and answers; found by rendering, never by a model's name.
+
+Sampling, supervised rows, graders and servers all read it here, so that what stops an answer is what was taught.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from agilerl.text.padding import decoded, has_template
+from agilerl.text.templates import apply_chat_template, settings_of
+
+MARK = "agilerl:here-the-model-spoke"
+"""Placeholder for an answer while the text around it is determined."""
+_LARGEST_CONFIG = 1 << 20
+"""Largest configuration to read, in bytes."""
+_ENDS, _CONTRACT = "model_ends", "text_contract"
+"""Attributes of a tokenizer: the end tokens of the base that it is used with; what was found of it."""
+
+
+@dataclass(frozen=True)
+class TextContract:
+    """What surrounds prompts and answers, as token ids and as text."""
+
+    begins: tuple[int, ...]
+    """What the tokenizer puts before a text that is no conversation."""
+    behind: tuple[int, ...]
+    """What it puts behind such a text; a prompt, which is to be continued, does not get it."""
+    ends: tuple[int, ...]
+    """The tokens that end an answer: those of the model, of the tokenizer and of the chat template."""
+    end: int | None
+    """The token that ends an answer in rows to learn from: the template's, else the tokenizer's, else the model's."""
+    closing: str
+    """What the template writes behind an answer, its end token included; empty if it writes none."""
+    opened: str
+    """What the generation prompt opens for the model beyond the header of an answer, such as ``<think>``."""
+    joins: bool
+    """Whether texts tokenised one by one are the tokens of the whole text: no piece gets a space of its own."""
+
+
+def contract_of(tokenizer: Any) -> TextContract:
+    """Return what a tokenizer puts around prompts and answers; found once for each state of it."""
+    key = (
+        *(getattr(tokenizer, name, None) for name in ("chat_template", "bos_token", "eos_token", _ENDS)),
+        getattr(tokenizer, "name_or_path", None),
+        repr(settings_of(tokenizer)["chat_template_kwargs"]),
+    )
+    known = getattr(tokenizer, _CONTRACT, None)
+    if known is None or known[0] != key:
+        known = key, _found(tokenizer)
+        setattr(tokenizer, _CONTRACT, known)
+    contract: TextContract = known[1]
+    return contract
+
+
+def of_model(tokenizer: Any, ends: Sequence[int]) -> None:
+    """Let a tokenizer know the end tokens that the base states with which it is used from now on."""
+    setattr(tokenizer, _ENDS, tuple(ends))
+
+
+def stated_ends(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the end tokens in a generation configuration and a model's configuration.
+
+    The second counts where the first states none, and where it is a list: a single one may be its class's default.
+    """
+    text = config.get("text_config")
+    values = [one.get("eos_token_id") for one in (generation, config, text if isinstance(text, Mapping) else {})]
+    if values[0] not in (None, []):
+        values[1:] = [value for value in values[1:] if isinstance(value, list | tuple)]
+    ids = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
+    return tuple(dict.fromkeys(one for one in ids if one is not None))
+
+
+def token_ids(encoded: Any) -> list[int]:
+    """Return the ids of a BatchEncoding, or of the plain list of a tokenizer of another kind."""
+    return [int(token) for token in (encoded["input_ids"] if isinstance(encoded, Mapping) else encoded)]
+
+
+def _pieces(tokenizer: Any, text: str) -> list[int]:
+    return token_ids(tokenizer(text, add_special_tokens=False))
+
+
+def plain_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that is no conversation and may be continued: begun once, and not ended."""
+    contract, start = contract_of(tokenizer), getattr(tokenizer, "bos_token", None)
+    if start and text.startswith(start):
+        return _pieces(tokenizer, text)
+    ids, behind = token_ids(tokenizer(text)), list(contract.behind)
+    return ids[: -len(behind)] if behind and ids[-len(behind) :] == behind else ids
+
+
+def continuation_ids(tokenizer: Any, before: str, text: str) -> list[int]:
+    """Return the tokens of a text that continues another one, as a model would produce them; no special tokens.
+
+    Where a tokenizer gives each piece a space of its own, the piece is read behind what precedes it.
+    """
+    if contract_of(tokenizer).joins:
+        return _pieces(tokenizer, text)
+    # Where both ends of the seam become one token, behind something that becomes none with the text.
+    for start in (before, *"\n:a"):
+        first, whole = _pieces(tokenizer, start), _pieces(tokenizer, start + text)
+        if whole[: len(first)] == first:
+            return whole[len(first) :]
+    return _pieces(tokenizer, text)
+
+
+# -- how it is found ---------------------------------------------------------------------------------------------------
+
+
+def _found(tokenizer: Any) -> TextContract:
+    begins, behind = _around(tokenizer)
+    stated, usual = getattr(tokenizer, _ENDS, None), getattr(tokenizer, "eos_token_id", None)
+    if stated is None:
+        stated = _ends_beside(str(getattr(tokenizer, "name_or_path", None) or ""))
+    ends = dict.fromkeys((*stated, *(() if usual is None else (int(usual),))))
+    closing, end = _closing(tokenizer, ends)
+    # The tokenizer's own, if the template writes none.
+    end = (usual if usual is not None else next(iter(ends), None)) if end is None else end
+    both = decoded(tokenizer, [*_pieces(tokenizer, "a"), *_pieces(tokenizer, "b")])
+    ends = ends if end is None else {**ends, int(end): None}
+    return TextContract(begins, behind, tuple(ends), end, closing, _opened(tokenizer), both == "ab")
+
+
+def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return what a tokenizer puts before and behind a text."""
+    bare, whole = _pieces(tokenizer, "a"), token_ids(tokenizer("a"))
+    for start in range(len(whole) - len(bare) + 1):
+        if whole[start : start + len(bare)] == bare:
+            return tuple(whole[:start]), tuple(whole[start + len(bare) :])
+    return (), ()
+
+
+def _rendered(tokenizer: Any, *roles: str, prompts: bool = False) -> str:
+    """Return a conversation as the template writes it, ``MARK`` for answers; empty without one or if it refuses it."""
+    messages = [{"role": role, "content": MARK if role == "assistant" else "x"} for role in roles]
+    try:
+        return str(apply_chat_template(tokenizer, messages, tokenize=False, add_generation_prompt=prompts))
+    except (TemplateError, ValueError, TypeError, LookupError, AttributeError):
+        return ""
+
+
+def _closing(tokenizer: Any, ends: Iterable[int]) -> tuple[str, int | None]:
+    """Return what the template writes behind an answer up to its end token, and that token."""
+    if not has_template(tokenizer):
+        return "", None
+    _, mark, after = _rendered(tokenizer, "user", "assistant").rpartition(MARK)
+    added = {int(i): token.content for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+    for token in _pieces(tokenizer, after) if mark else ():
+        text = added.get(token, "")
+        if token in ends or text.strip():
+            text = text or decoded(tokenizer, [token])
+            return after.partition(text)[0] + text, token
+    return "", None
+
+
+def _opened(tokenizer: Any) -> str:
+    """Return what the generation prompt writes beyond the header that an answer has in a conversation."""
+    if not has_template(tokenizer):
+        return ""
+    prompt = _rendered(tokenizer, "user", prompts=True)
+    header, mark, _ = _rendered(tokenizer, "user", "assistant", "user").partition(MARK)
+    return prompt[len(header) :] if mark and prompt.startswith(header) else ""
+
+
+@lru_cache(maxsize=64)
+def _ends_beside(name: str) -> tuple[int, ...]:
+    """Return the end tokens that the configurations in a folder, or of a cached hub name, state."""
+    # By type, since JSON has true, and a bool is an int.
+    ends = stated_ends(*(_settings(name, file) for file in ("generation_config.json", "config.json")))
+    return tuple(end for end in ends if type(end) is int)
+
+
+def _settings(name: str, file: str) -> Mapping[str, Any]:
+    from huggingface_hub import try_to_load_from_cache
+
+    if not name:
+        return {}
+    try:
+        path = Path(name, file) if Path(name).is_dir() else try_to_load_from_cache(name, file)
+        # The cache answers with a path, None, or a mark for a file that is known not to exist.
+        if not isinstance(path, str | Path) or not Path(path).is_file() or os.path.getsize(path) > _LARGEST_CONFIG:
+            return {}
+        settings = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):  # damaged, or no valid name on the hub
+        return {}
+    return settings if isinstance(settings, Mapping) else {}
