@@ -13,6 +13,18 @@ from tests.tiny_models import llama, random_model
 TEMPLATE = "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}<|end|>"
 SPECIAL = ("<|pad|>", "<|end|>", "<|user|>", "<|assistant|>")
 TOKENS = [*SPECIAL, *(bytes_to_unicode()[byte] for byte in range(256)), "ab"]
+PIECES = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    "<end>",
+    *(f"<0x{byte:02X}>" for byte in range(256)),
+    "\u2581",
+    "a",
+    "b",
+    "\u2581a",
+    "ab",
+]
 _NAMES = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
@@ -32,11 +44,22 @@ _NAMES = {
 
 def tiny_llama(**changes: Any) -> PreTrainedModel:
     """Return a random Llama for the tokens of these files."""
-    return random_model(llama(vocab_size=len(TOKENS), rms_norm_eps=1e-5, **changes), scale=0.2)
+    return random_model(llama(**{"vocab_size": len(TOKENS), "rms_norm_eps": 1e-5, **changes}), scale=0.2)
 
 
-def write_gguf(path: Path, model: PreTrainedModel, *, kind: str = "F32", template: str = TEMPLATE) -> Path:
-    """Write a Llama with a tokenizer of bytes; ``kind`` is the type of its matrices."""
+def write_gguf(
+    path: Path,
+    model: PreTrainedModel,
+    *,
+    kind: str = "F32",
+    template: str | None = TEMPLATE,
+    pieces: bool = False,
+    **settings: Any,
+) -> Path:
+    """Write a Llama with a tokenizer of bytes, or of SentencePiece's pieces; ``kind`` is the type of its matrices.
+
+    ``settings`` are calls of the writer: ``add_bos_token=True`` is ``add_add_bos_token(True)``.
+    """
     config, writer = model.config, GGUFWriter(path, "llama")
     writer.add_name("tiny")
     writer.add_context_length(config.max_position_embeddings)
@@ -48,15 +71,24 @@ def write_gguf(path: Path, model: PreTrainedModel, *, kind: str = "F32", templat
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([TokenType.CONTROL] * len(SPECIAL) + [TokenType.NORMAL] * (len(TOKENS) - len(SPECIAL)))
-    writer.add_token_merges(["a b"])
-    writer.add_pad_token_id(0)
-    writer.add_eos_token_id(1)
-    writer.add_bos_token_id(1)
-    writer.add_chat_template(template)
+    if pieces:
+        settings = {"bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0, **settings}
+        writer.add_tokenizer_model("llama")
+        writer.add_token_list(PIECES)
+        writer.add_token_scores([0.0] * 260 + [-float(number) for number in range(len(PIECES) - 260)])
+        kinds = [TokenType.UNKNOWN, *[TokenType.CONTROL] * 3, *[TokenType.BYTE] * 256]
+        writer.add_token_types(kinds + [TokenType.NORMAL] * (len(PIECES) - len(kinds)))
+    else:
+        settings = {"tokenizer_pre": "default", "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1, **settings}
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list(TOKENS)
+        writer.add_token_types([TokenType.CONTROL] * len(SPECIAL) + [TokenType.NORMAL] * (len(TOKENS) - len(SPECIAL)))
+        writer.add_token_merges(["a b"])
+    if template is not None:
+        writer.add_chat_template(template)
+    for name, value in settings.items():
+        if value is not None:
+            getattr(writer, f"add_{name}")(value)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue

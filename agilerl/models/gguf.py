@@ -7,8 +7,9 @@ import mmap
 import os
 import shutil
 import struct
+from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from io import StringIO
 from pathlib import Path
@@ -22,11 +23,19 @@ from agilerl.safety.bounds import check_file, memory_bytes
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of the metadata types of a fixed size; 8 is a string, 9 an array."""
-_UINT32, _STRING, _ARRAY = 4, 8, 9
+_UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
 _ENTRIES, _ELEMENTS, _TOKEN_BYTES = 65_536, 2_097_152, 4096
 """Most tensors and most metadata; most array elements in all, of which readers make objects; most bytes of a token, for
 which merges are derived by trying every way to cut it in two."""
 _F32, _MOST_DIMENSIONS = 0, 4
+_VERSION = 2
+"""Counts the ways in which folders of the cache were written: what an earlier one wrote is not read."""
+_TOKENIZER = "tokenizer.ggml."
+_BEGINNING = {
+    *("llama3", "llama-v3", "llama-bpe", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
+    *("tekken", "chameleon"),
+}
+"""Ways to split text (``tokenizer.ggml.pre``) whose tokenizers begin with BOS in llama.cpp if the file is silent."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +46,8 @@ class Header:
     """Numbers of all tensors together."""
     dtype: str
     """``float32`` if every tensor is, else ``bfloat16``: what blocks of a few bits were most likely made from."""
+    metadata: Mapping[str, int | str] = field(default_factory=dict, compare=False)
+    """Its counts, ids, switches and short texts."""
 
 
 def base_folder(file: Path, dtype: str | None = None) -> Path:
@@ -55,7 +66,7 @@ def base_folder(file: Path, dtype: str | None = None) -> Path:
         digest = _digest(str(file.resolve()), status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise ConfigError(f"{shown(str(file))} cannot be read: {error.strerror or error}") from error
-    target = Path(constants.HF_HOME) / "gguf" / f"{digest[:32]}-{dtype or 'tokenizer'}"
+    target = Path(constants.HF_HOME) / "gguf" / f"{digest[:32]}.{_VERSION}-{dtype or 'tokenizer'}"
     if target.is_dir():
         return target
     shape = None if dtype is None else base_folder(file)
@@ -126,27 +137,66 @@ def write_base(file: Path, folder: Path, dtype: str | None) -> None:
             redirect_stderr(StringIO()),  # a progress bar that transformers' own settings do not reach
         ):
             if not (folder / "config.json").exists():
-                _write_shape(folder, alone.name, header.dtype)
+                _write_shape(folder, alone.name, header)
             if dtype is not None:
                 _write_weights(name, folder, alone.name, getattr(torch, dtype))
     finally:
         alone.unlink()
 
 
-def _write_shape(folder: Path, file: str, dtype: str) -> None:
-    from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+def _write_shape(folder: Path, file: str, header: Header) -> None:
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PretrainedConfig
 
-    values = {**PretrainedConfig.get_config_dict(folder, gguf_file=file)[0], "dtype": dtype}
+    values = {**PretrainedConfig.get_config_dict(folder, gguf_file=file)[0], "dtype": header.dtype}
+    ends = [header.metadata.get(f"{_TOKENIZER}{end}_token_id") for end in ("eos", "eot", "eom")]
+    if any(end is not None for end in ends[1:]):  # of a message, of a turn: transformers reads eos alone
+        values["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
     (folder / "config.json").write_text(json.dumps(values), encoding="utf-8")  # from here on as any model's folder
     check_config(str(folder))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     tokenizer = AutoTokenizer.from_pretrained(folder, config=config, gguf_file=file, trust_remote_code=False)
+    _add_special_tokens(tokenizer, header.metadata)
     tokenizer.save_pretrained(folder)
     config.save_pretrained(folder)
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
     # transformers adds the special tokens of a class that it takes for the file's, such as GPT-2's <|endoftext|>.
     kept = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     kept["added_tokens"] = [token for token in kept["added_tokens"] if token["id"] < config.vocab_size]
+    _prefix_space(kept, header.metadata.get(f"{_TOKENIZER}add_space_prefix"))
     (folder / "tokenizer.json").write_text(json.dumps(kept, ensure_ascii=False), encoding="utf-8")
+
+
+def _add_special_tokens(tokenizer: Any, metadata: Mapping[str, int | str]) -> None:
+    """Let a tokenizer add BOS and EOS where llama.cpp does (``llama-vocab.cpp``): transformers drops the settings."""
+    begins = metadata.get(f"{_TOKENIZER}model") == "llama" or metadata.get(f"{_TOKENIZER}pre") in _BEGINNING
+    for name, default in (("bos", begins), ("eos", False)):
+        adds = bool(metadata.get(f"{_TOKENIZER}add_{name}_token", default))
+        if adds and getattr(tokenizer, f"{name}_token") is None:
+            raise ConfigError(
+                f"the file's tokenizer adds {name.upper()} to texts, but has no {_TOKENIZER}{name}_token_id; write it "
+                f"into the file, or {_TOKENIZER}add_{name}_token = false"
+            )
+        if adds:
+            setattr(tokenizer, f"add_{name}_token", True)
+
+
+def _prefix_space(tokenizer: dict[str, Any], wanted: int | str | None) -> None:
+    """Let a ``tokenizer.json`` of SentencePiece pieces put a space before a text, or not; None leaves it as it is."""
+    space = {"type": "Prepend", "prepend": "\u2581"}
+    parts = tokenizer["normalizer"]
+    parts = [] if parts is None else parts.get("normalizers", [parts])
+    pieces = tokenizer["pre_tokenizer"] or {}
+    prepends = space in parts or pieces.get("prepend_scheme", "never") != "never"
+    is_pieces = tokenizer["model"].get("byte_fallback")  # bytes have no such space, whatever the file says
+    if wanted is None or prepends == bool(wanted) or not is_pieces:
+        return
+    strip = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    decoders = [part for part in tokenizer["decoder"]["decoders"] if part != strip]
+    tokenizer["decoder"]["decoders"] = [*decoders, strip] if wanted else decoders
+    parts = [space, *parts] if wanted else [part for part in parts if part != space]
+    tokenizer["normalizer"] = {"type": "Sequence", "normalizers": parts}
+    if not wanted and "prepend_scheme" in pieces:
+        pieces["prepend_scheme"] = "never"
 
 
 def _write_weights(name: str, folder: Path, file: str, dtype: Any) -> None:
@@ -193,12 +243,13 @@ class _Reader:
         self._expect(version in _VERSIONS, "version 2 or 3, little-endian", version)
         for what, count in (("tensors", tensors), ("metadata entries", pairs)):
             self._expect(count <= _ENTRIES, f"at most {_ENTRIES:,} {what}", count)
-        known: dict[str, int | None] = {}
+        known: dict[str, int | str | None] = {}
         for _ in range(pairs):
             key = self._text()
             self._expect(key not in known, "each metadata key once", key)
             known[key] = self._value(self._number("I"))
-        alignment = known.get("general.alignment", _ALIGNMENT) or 0
+        alignment = known.get("general.alignment", _ALIGNMENT)
+        alignment = alignment if isinstance(alignment, int) else 0
         self._expect(alignment > 0 and alignment & (alignment - 1) == 0, "general.alignment as a power of 2", alignment)
         table = [self._tensor(sizes) for _ in range(tensors)]
         room = len(self._data) - -(-self._at // alignment) * alignment
@@ -211,7 +262,11 @@ class _Reader:
         held = sum(length for *_, length in table)  # else tensors that share bytes could be far larger than the file
         self._expect(held <= room, f"tensors of {held:,} bytes", f"{room:,} bytes of data")
         kinds = {kind for _, kind, *_ in table}
-        return Header(sum(count for _, _, count, *_ in table), "float32" if kinds == {_F32} else "bfloat16")
+        return Header(
+            sum(count for _, _, count, *_ in table),
+            "float32" if kinds == {_F32} else "bfloat16",
+            {key: value for key, value in known.items() if value is not None},
+        )
 
     def _tensor(self, sizes: dict[int, tuple[int, int]]) -> tuple[str, int, int, int, int]:
         """Return name, type, count of numbers, offset and length in bytes of a tensor."""
@@ -225,10 +280,12 @@ class _Reader:
         count = math.prod(shape)
         return name, kind, count, offset, count // block * width
 
-    def _value(self, kind: int) -> int | None:
-        """Skip a value, and return it if it is a number of the kind that an alignment has."""
+    def _value(self, kind: int) -> int | str | None:
+        """Skip a value, and return it if it is a count, an id, a switch or a short text."""
         if kind == _UINT32:
             return self._number("I")
+        if kind == _BOOL:
+            return self._number("?")
         if kind == _ARRAY:
             kind, count = self._number("I"), self._number("Q")
             self._elements += count
@@ -242,7 +299,9 @@ class _Reader:
         else:
             count = 1
         if kind == _STRING:
-            self._skip(self._number("Q"))
+            start, length = self._at, self._number("Q")
+            self._skip(length)
+            return self._data[start + 8 : self._at].decode(errors="replace") if length <= _TOKEN_BYTES else None
         else:
             self._expect(kind in _WIDTHS, "a known type of metadata", kind)
             self._skip(count * _WIDTHS[kind])

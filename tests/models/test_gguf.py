@@ -10,6 +10,7 @@ import tracemalloc
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +20,13 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agilerl.algorithms import GRPO
-from agilerl.envs.prompts import render_text
+from agilerl.envs.prompts import end_token_ids, render_text
 from agilerl.errors import AgileRLError, ConfigError, WriteError
 from agilerl.models import gguf
 from agilerl.models.base import is_of_hub, load_base, load_tokenizer
 from agilerl.models.gguf import Header, read_header
 from agilerl.runtime import Runtime
-from tests.gguf_files import TOKENS, tiny_llama, write_gguf
+from tests.gguf_files import PIECES, TOKENS, tiny_llama, write_gguf
 
 pytestmark = pytest.mark.model
 
@@ -92,6 +93,59 @@ def test_its_tokenizer_and_template_are_the_files(file: Path, cache: Path) -> No
     assert tokenizer.encode("ab ba") == [260, *(TOKENS.index(letter) for letter in ("Ġ", "b", "a"))]
     assert (tokenizer.eos_token, tokenizer.pad_token, len(tokenizer)) == ("<|end|>", "<|pad|>", len(TOKENS))
     assert render_text(tokenizer, [{"role": "user", "content": "hi"}]) == "<|user|>hi<|end|>"
+
+
+PIECED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "silent: begins, with a space": ({}, ["<s>", "\u2581a", "b", "\u2581a"]),
+    "begins": ({"add_bos_token": True}, ["<s>", "\u2581a", "b", "\u2581a"]),
+    "does not begin": ({"add_bos_token": False}, ["\u2581a", "b", "\u2581a"]),
+    "no space": ({"add_space_prefix": False}, ["<s>", "ab", "\u2581a"]),
+    "nothing at all": ({"add_bos_token": False, "add_space_prefix": False}, ["ab", "\u2581a"]),
+    "ends": ({"add_eos_token": True}, ["<s>", "\u2581a", "b", "\u2581a", "</s>"]),
+    "another beginning": ({"bos_token_id": 3}, ["<end>", "\u2581a", "b", "\u2581a"]),
+}
+
+
+@pytest.mark.parametrize("name", PIECED)
+def test_texts_of_pieces_begin_and_end_as_in_llama_cpp(name: str, tmp_path: Path) -> None:
+    settings, tokens = PIECED[name]
+    model = tiny_llama(vocab_size=len(PIECES))
+    tokenizer = load_tokenizer(str(write_gguf(tmp_path / "m.gguf", model, template=None, pieces=True, **settings)))
+    assert tokenizer.convert_ids_to_tokens(tokenizer("ab a")["input_ids"]) == tokens
+    for text in ("ab a", "b\n", *([" ab", "  a"] if settings.get("add_space_prefix") is False else [])):
+        assert tokenizer.decode(tokenizer(text, add_special_tokens=False)["input_ids"]) == text
+
+
+@pytest.mark.parametrize(
+    ("settings", "begins"),
+    [
+        ({}, False),
+        ({"tokenizer_pre": "llama-bpe"}, True),
+        ({"tokenizer_pre": "tekken"}, True),
+        ({"tokenizer_pre": "llama-bpe", "add_bos_token": False}, False),
+        ({"tokenizer_pre": "smollm", "add_bos_token": True}, True),
+        ({"add_space_prefix": True}, False),  # byte-level tokenizers know no such space
+    ],
+)
+def test_texts_of_bytes_begin_as_in_llama_cpp(settings: dict[str, Any], begins: bool, tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", tiny_llama(), **settings)
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer("ab")["input_ids"] == [1, 260] if begins else [260]
+    assert tokenizer("ab", add_special_tokens=False)["input_ids"] == [260]
+
+
+def test_a_beginning_that_the_file_does_not_name_is_refused(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", tiny_llama(), bos_token_id=None, add_bos_token=True)
+    with pytest.raises(ConfigError, match=r"adds BOS to texts, but has no tokenizer\.ggml\.bos_token_id"):
+        load_tokenizer(str(path))
+
+
+def test_the_ends_of_turns_and_messages_end_a_completion(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", tiny_llama(), eot_token_id=2, eom_token_id=3)
+    assert load_base(str(path)).eos_token_ids == (1, 2, 3)
+    tokenizer = load_tokenizer(str(path))
+    assert end_token_ids(tokenizer) == {1, 2, 3}
+    assert tokenizer.eos_token_id == 1
 
 
 def test_an_adapter_names_the_file(file: Path, tmp_path: Path) -> None:
