@@ -12,7 +12,7 @@ from typing import Any
 
 from agilerl.checks.arguments import nearest, shown
 from agilerl.cli.running import configuration, manifests_in
-from agilerl.config.base_model import NetworkConfig
+from agilerl.config.base_model import NetworkConfig, with_layers_by_weight
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.config.manifest import config_of_run, key_of
 from agilerl.config.named_files import check_unchanged, named_files
@@ -147,7 +147,7 @@ def _about(folder: Path, config: RunConfig, *, given_base: bool, examined: bool)
 
     Without a ``given_base`` the base is the one that the adapter names.
     """
-    adapter, agent = read_json(folder / ADAPTER_CONFIG), _agent_json(folder)
+    adapter, agent = with_layers_by_weight(read_json(folder / ADAPTER_CONFIG)), _agent_json(folder)
     document = _without_training(config.model_dump(mode="json", exclude_unset=True), config.algorithm)
     document["network"] |= {
         "adapter": str(folder.absolute()),

@@ -159,6 +159,18 @@ class LoraSection(Section):
     """Share of an adapter's inputs that its training leaves out at random; sampling and exams use all of them."""
 
 
+def with_layers_by_weight(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a PEFT folder with layers that it names by their weights among ``target_modules``.
+
+    Anything else in ``target_parameters`` stays there.
+    """
+    modules, weights = fields.get("target_modules") or [], fields.get("target_parameters") or []
+    if not isinstance(modules, list) or not all(isinstance(w, str) and w.endswith(".weight") for w in weights):
+        return fields
+    named = [*modules, *(weight.removesuffix(".weight") for weight in weights)]
+    return {**fields, "target_modules": named, "target_parameters": None}
+
+
 class BaseSection(Section):
     """Which base model, with which tokenizer and adapters."""
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from agilerl.checks.arguments import shown
+from agilerl.config.base_model import with_layers_by_weight
 from agilerl.errors import CheckpointError, ConfigError, WriteError
 from agilerl.models.quantised import imported_peft
 from agilerl.models.slots import LinearShape
@@ -64,7 +65,7 @@ def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[
                 f"lora_config targets {name!r}, a {type(module).__name__}; only linear layers can carry an adapter"
             )
         shapes.append(LinearShape(name, int(module.in_features), int(module.out_features)))
-    if shapes:
+    if shapes := _loadable(shapes, model, named=named):
         return shapes
     targets, hint = lora_config.target_modules, ""
     # Parameters that hold several matrices: the experts of a mixture.
@@ -78,6 +79,29 @@ def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[
     elif scope is not None:
         hint = f" within lora_target_scope={scope!r}; expected a part of a module's path, for instance 'language_model'"
     raise ConfigError(f"lora_config.target_modules={targets!r} matches no layer of the model{hint}")
+
+
+def _loadable(shapes: Sequence[LinearShape], model: Any, *, named: bool) -> list[LinearShape]:
+    """Return the layers whose adapters PEFT can load, each with the way in which PEFT has to be told of it.
+
+    PEFT translates adapters of older versions of some models. It takes every ``up_proj`` of a mixture for one of the
+    experts that have been fused since, also in dense layers and shared experts, and renames the tensors of others: such
+    layers are left out, or refused if they are ``named``.
+    """
+    from peft.utils import transformers_weight_conversion as peft
+
+    config = imported_peft().LoraConfig(target_modules=[shape.name for shape in shapes])
+    peft.convert_peft_config_for_transformers(config, model, None)
+    shapes = [dataclasses.replace(shape, by_weight=shape.name not in config.target_modules) for shape in shapes]
+    keys = {key: torch.empty((1, 1), device="meta") for shape in shapes for key in shape.keys}
+    kept = peft.convert_peft_adapter_state_dict_for_transformers(model, for_peft(config, shapes), dict(keys)).keys()
+    lost = [shape.name for shape in shapes if not kept >= set(shape.keys)]
+    if named and lost:
+        raise ConfigError(
+            f"lora_config targets {lost[0]!r}, whose adapter PEFT would load under another name; leave it out "
+            "(all-linear does)"
+        )
+    return [shape for shape in shapes if shape.name not in lost]
 
 
 def _does_more(module: Any) -> bool:
@@ -209,19 +233,25 @@ def lora_scaling(config: Any, rank: int | None = None) -> float:
 def write_adapter(folder: Path, layers: Sequence[LinearShape], factors: Factors, config: Any, base_name: str) -> None:
     """Write ``adapter_model.safetensors`` and ``adapter_config.json``; PeftModel.from_pretrained loads the folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {}
-    for layer, (a, b) in zip(layers, factors):
-        tensors[f"base_model.model.{layer.name}.lora_A.weight"] = a
-        tensors[f"base_model.model.{layer.name}.lora_B.weight"] = b
-    write_tensors(folder / WEIGHTS_FILE, tensors)
-    written = copy.deepcopy(config)
-    # Full paths of this model's layers: a pattern might match other layers in another model.
-    written.target_modules = [layer.name for layer in layers]
+    pairs = (zip(layer.keys, pair) for layer, pair in zip(layers, factors))
+    write_tensors(folder / WEIGHTS_FILE, {key: factor for pair in pairs for key, factor in pair})
+    written = for_peft(config, layers)
     written.base_model_name_or_path = base_name
     # As in what PEFT saves: whoever trains the adapter further asks for that.
     written.inference_mode = True
-    written.fan_in_fan_out = all(layer.fan_in_fan_out for layer in layers)  # PEFT warns if it differs from the layers
     written.save_pretrained(str(folder))
+
+
+def for_peft(config: Any, layers: Sequence[LinearShape]) -> Any:
+    """Return a copy of a ``peft.LoraConfig`` with which PEFT adapts these layers, and no others."""
+    config = copy.deepcopy(config)
+    # Full paths of this model's layers: a pattern might match other layers in another model.
+    config.target_modules = [layer.name for layer in layers if not layer.by_weight] or None
+    config.target_parameters = [f"{layer.name}.weight" for layer in layers if layer.by_weight] or None
+    if config.target_parameters:
+        config.lora_dropout = 0.0  # PEFT has none for parameters
+    config.fan_in_fan_out = all(layer.fan_in_fan_out for layer in layers)  # PEFT warns if it differs from the layers
+    return config
 
 
 def read_config(folder: Path) -> Any:
@@ -237,6 +267,7 @@ def read_config(folder: Path) -> Any:
         fields = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
         if (kind := fields.get("peft_type", "LORA")) != "LORA":
             raise CheckpointError(f"the adapter at {str(folder)!r} has peft_type {shown(kind)}; expected LORA")
+        fields = with_layers_by_weight(fields)
         # Options that only matter during training (dropout, how the factors were initialised) are ignored.
         for name, value in fields.items():
             if not _is_plain(name, value, known=name in known):
@@ -288,7 +319,7 @@ def read_adapter(
     config = read_config(folder)
     tensors, factors = read_tensors(folder / WEIGHTS_FILE), []
     for layer in layers:
-        a, b = (tensors.pop(f"base_model.model.{layer.name}.lora_{x}.weight", None) for x in "AB")
+        a, b = (tensors.pop(key, None) for key in layer.keys)
         shapes = [(config.r, layer.in_features), (layer.out_features, config.r)]
         if a is None or b is None or [a.shape, b.shape] != shapes:
             pair = "nothing" if a is None or b is None else f"{tuple(a.shape)} and {tuple(b.shape)}"

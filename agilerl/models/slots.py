@@ -27,6 +27,14 @@ class LinearShape:
     out_features: int
     fan_in_fan_out: bool = False
     """Whether its weight is ``[in, out]``, as in GPT-2's ``Conv1D``."""
+    by_weight: bool = False
+    """Whether PEFT is given the name of its weight (``target_parameters``), because it takes the layer's own name for
+    that of an expert."""
+
+    @property
+    def keys(self) -> tuple[str, str]:
+        """Names of A and B in PEFT's files."""
+        return f"base_model.model.{self.name}.lora_A.weight", f"base_model.model.{self.name}.lora_B.weight"
 
 
 @dataclass(frozen=True)

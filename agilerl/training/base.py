@@ -11,7 +11,7 @@ from agilerl.config.base_model import SharedOptions
 from agilerl.config.run import RunConfig
 from agilerl.envs.prompts import generation_prompt, text_ids
 from agilerl.errors import AgileRLError, ConfigError, lacks_memory
-from agilerl.models.adapters import lora_layers, read_adapter, read_config
+from agilerl.models.adapters import for_peft, lora_layers, read_adapter, read_config
 from agilerl.models.base import check_device, is_of_hub, load_base, load_tokenizer, resolve_model, tokenizer_fingerprint
 from agilerl.models.model_config import model_config
 from agilerl.models.quantised import imported_peft
@@ -114,10 +114,12 @@ def merged_model(folder: Path, config: RunConfig, *, dtype: str = "auto") -> tup
     base = _guarded(name, lambda: load_base(name, dtype="float32", options=changed))
     tokenizer = _guarded(name, lambda: load_tokenizer(name, **network.of_tokenizer))
     scope = options.lora_target_scope
-    read_adapter(folder, lora_layers(base.model, settings, scope))  # every layer is there, and nothing else
+    layers = lora_layers(base.model, settings, scope)
+    read_adapter(folder, layers)  # every layer is there, and nothing else
     loaded = {"weights": base.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer), "config_overrides": overrides}
     warn_of_another_base(folder, base, loaded)
     kind = files.dtype or "float32" if dtype == "auto" else dtype
     # safe_merge: PEFT raises if a merged weight is not finite, rather than hand it on.
-    merged = peft.PeftModel.from_pretrained(base.model, str(folder), config=settings).merge_and_unload(safe_merge=True)
+    adapted = peft.PeftModel.from_pretrained(base.model, str(folder), config=for_peft(settings, layers))
+    merged = adapted.merge_and_unload(safe_merge=True)
     return merged.to(getattr(torch, str(kind).removeprefix("torch."))), tokenizer

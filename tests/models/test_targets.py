@@ -10,7 +10,10 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     CLIPVisionConfig,
+    DeepseekV3Config,
+    Glm4MoeConfig,
     GPT2Config,
+    LagunaConfig,
     LlamaConfig,
     LlavaConfig,
     MixtralConfig,
@@ -51,6 +54,14 @@ MIXTURES = {
     "phi": PhimoeConfig(num_local_experts=4, **EXPERTS),
     "qwen2": Qwen2MoeConfig(num_experts=4, moe_intermediate_size=32, shared_expert_intermediate_size=48, **EXPERTS),
 }
+_GROUPED: dict[str, Any] = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, **EXPERTS}
+_LATENT = {"num_key_value_heads": 4, "kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "v_head_dim": 16}
+PARTLY_DENSE = {
+    "qwen3": Qwen3MoeConfig(num_experts=4, moe_intermediate_size=32, head_dim=16, mlp_only_layers=[0], **EXPERTS),
+    "glm4": Glm4MoeConfig(moe_intermediate_size=32, head_dim=16, **_GROUPED),
+    "deepseek": DeepseekV3Config(moe_intermediate_size=32, **{**_GROUPED, **_LATENT}),
+}
+"""Mixtures whose first layer has no experts, and some of which have shared ones."""
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
@@ -131,18 +142,44 @@ def test_the_code_of_experts_is_not_written_with_a_model(tmp_path: Path) -> None
     assert layers.EXPERTS not in (tmp_path / "config.json").read_text()
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-def test_peft_computes_the_same_on_a_mixture(name: str, tmp_path: Path) -> None:
-    """Shared experts get rows and tokens flattened into one dimension: each must still meet its own adapter."""
-    model = mixture(name)
+@pytest.mark.parametrize("config", [*MIXTURES.values(), *PARTLY_DENSE.values()], ids=[*MIXTURES, *PARTLY_DENSE])
+def test_peft_computes_the_same_on_a_mixture(config: Any, tmp_path: Path) -> None:
+    """Shared experts get rows and tokens flattened into one dimension: each must still meet its own adapter.
+
+    Of models whose experts are fused PEFT takes the layers of dense parts for experts, unless it gets their weights.
+    """
+    model = random_model(config, scale=0.5)
     runtime = make_runtime(model)
     store, ids = runtime.store, rows(0, 64).ids
     adapters.write_adapter(tmp_path, store.layers, store.adapter(1), runtime.lora_config, "")
     with torch.no_grad(), store.routed(Route((0, 1), (2, len(ids)))):
         ours = runtime.base.hidden(torch.cat([ids[:2], ids]))[2:]
-    theirs = PeftModel.from_pretrained(mixture(name), tmp_path)
+    theirs = PeftModel.from_pretrained(random_model(config, scale=0.5), tmp_path)
     with torch.no_grad():
         torch.testing.assert_close(runtime.base.logits(ours), theirs(input_ids=ids).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", PARTLY_DENSE)
+def test_of_a_mixture_dense_layers_carry_adapters_that_are_read_again(name: str, tmp_path: Path) -> None:
+    model = random_model(PARTLY_DENSE[name], scale=0.5)
+    runtime = make_runtime(model)
+    store = runtime.store
+    assert {"gate_proj", "up_proj", "down_proj"} <= {n.name.rpartition(".")[2] for n in store.layers if n.by_weight}
+    adapters.write_adapter(tmp_path, store.layers, store.adapter(1), runtime.lora_config, "")
+    assert lora_layers(model, adapters.read_config(tmp_path)) == list(store.layers)
+    for ours, theirs in zip(store.adapter(1), adapters.read_adapter(tmp_path, store.layers)[0], strict=True):
+        assert all(map(torch.equal, ours, theirs))
+
+
+def test_layers_that_peft_renames_are_refused_or_left_out() -> None:
+    """It reads ``mlp.shared_expert.`` in this model's files as a pattern, and writes ``mlp.shared_experts.`` for it."""
+    config = LagunaConfig(
+        moe_intermediate_size=32, shared_expert_intermediate_size=32, num_experts=4, head_dim=16, **EXPERTS
+    )
+    model = random_model(config)
+    assert not any("shared_experts" in name for name in names(model))
+    with pytest.raises(ConfigError, match=r"'model\.layers\.1\.mlp\.shared_experts\.\w+', whose adapter PEFT would"):
+        names(model, ["down_proj"])
 
 
 def gpt2() -> Any:
