@@ -58,6 +58,7 @@ from agilerl.rollouts.engine import Ask, CustomEngine, GenerationRequest, Rollou
 from agilerl.rollouts.torch_engine import Stops, TorchEngine
 from agilerl.rollouts.vllm.engine import VLLMEngine
 from agilerl.sizes import MAX_ROWS
+from agilerl.text.contract import contract_of, with_ends
 from agilerl.text.padding import padded, with_padding
 from agilerl.text.templates import settings_of, with_chat_template
 
@@ -138,7 +139,10 @@ class Runtime:
         self._finalizer = weakref.finalize(self, _give_back, base, self.store, base.store)
         attach(base.model, self.store)
         base.store = self.store
-        base.tokenizer_end = getattr(tokenizer, "eos_token_id", None)
+        base.ends_of_text = ()
+        if tokenizer is not None:
+            self.tokenizer = with_ends(self.tokenizer, base.eos_token_ids)
+            base.ends_of_text = contract_of(self.tokenizer).ends
         self._fingerprinted: tuple[Any, str | None] | None = None
         self.limits = MemoryLimits()
         """What memory has turned out to hold; the sizes that a user gave bound what is tried first."""

@@ -47,6 +47,7 @@ from agilerl.runs import RunLayout, read_lines
 from agilerl.runs.diagnosis import Observer, Symptom, advice, by_sentence
 from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.stopping import AFTER_ITERATION, StopRequest
+from agilerl.text.contract import readings
 from agilerl.training.events import (
     Event,
     Evolved,
@@ -201,6 +202,9 @@ def _of_base_and_task(session: Session) -> Iterator[tuple[str, str]]:
     template = bool(getattr(tokenizer, "chat_template", None))
     if not template:
         yield "", "no chat template: the contents of a conversation are joined by newlines, without roles"
+    begin, end, ambiguous = readings(tokenizer)
+    if ambiguous:
+        yield "", f"{begin}; {end}"
     layers = population.runtime.store.layers
     numbers = adapter_numbers(agent.rank, layers)
     yield "adapters", f"LoRA rank {agent.rank} on {counted(len(layers), 'layer')}: {numbers:,} numbers each"

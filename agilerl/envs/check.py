@@ -266,7 +266,7 @@ def _check_tokenizer(env: TextEnv, tokenizer: Any) -> Iterator[Finding]:
     observation, _ = env.reset(seed=0)
     system = [] if env.system_prompt is None else [{"role": "system", "content": env.system_prompt}]
     try:
-        chat = ChatFormat(padded(tokenizer), tools=env.tools)
+        chat = ChatFormat(padded(tokenizer), tools=env.tools, system=env.system_prompt is not None)
         ids = chat.prompt([*system, *as_messages(observation)])
     except AgileRLError as error:
         yield _error("template", f"the tokenizer cannot render the conversation: {error}")

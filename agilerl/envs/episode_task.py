@@ -16,13 +16,14 @@ from agilerl.checks.arguments import Count, Hint, Positive, Seed, Whole, checked
 from agilerl.data import Completion, EpisodeOutcome, Trajectory
 from agilerl.envs.adapters import as_text_env
 from agilerl.envs.core import Lengths, Place, Split
-from agilerl.envs.prompts import ChatFormat, as_messages
+from agilerl.envs.prompts import REWRITES, ChatFormat, as_messages
 from agilerl.envs.text_env import RETURNED, Observation, TextEnv
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards.grader import check_score
 from agilerl.rewards.waiting import Threads
 from agilerl.safety.custom_code import contained, left, torch_restored
 from agilerl.streams import stream
+from agilerl.text.contract import contract_of
 
 Truncation = Literal["turns", "context", "environment"]
 
@@ -205,15 +206,20 @@ class Episode:
 
     def _continue(self, messages: list[dict[str, Any]], completion: Sequence[int]) -> None:
         """Make the prompt of the next turn from the environment's messages."""
+        before = self._messages[:-1]
         self._messages += messages
         self._log += [f"< {m['content']}" for m in messages]
-        # After the opening alone, which takes as long in the last turn as in the first.
-        between = self.chat.between(self._opening, completion, messages)
-        self._turns[-1] += between
         budget = self.limits.prompt_length
         current = self._rows[-1]
-        # With forks the whole conversation is rendered again, which may change turns that were sampled before.
-        prompt = self.chat.prompt(self._messages) if self.limits.forks else current.ids + between
+        if self.limits.forks:
+            # The whole conversation is rendered again, which may change turns that were sampled before.
+            prompt = self.chat.prompt(self._messages)
+        else:
+            if not self.chat.appends(before, messages):
+                raise EnvError(REWRITES)
+            between = self.chat.between(before, completion, messages)
+            self._turns[-1] += between
+            prompt = current.ids + between
         if budget is not None and len(prompt) > budget and self.limits.sliding_window and not self.limits.forks:
             prompt = self._window(budget)
         if budget is not None and len(prompt) > budget:
@@ -357,7 +363,7 @@ class EpisodeTask:
         Raises EnvError for an environment that fails at this.
         """
         first, replies = [], []
-        nothing = Completion([tokenizer.eos_token_id], None, "stop")
+        nothing = Completion([contract_of(tokenizer).end or 0], None, "stop")
         for question in places[:_TRIED]:
             episode, sizes = self.episode(self.chat(tokenizer), context_length, 1), []
             for call in (partial(episode.begin, question.row["seed"]), partial(episode.act, nothing, "")):
@@ -386,14 +392,15 @@ class EpisodeTask:
             return self._chat
         env = self.take()
         env.bind(tokenizer)
-        chat = ChatFormat(tokenizer, tools=env.tools, apply_chat_template=self.apply_chat_template)
+        chat = ChatFormat(
+            tokenizer,
+            tools=env.tools,
+            apply_chat_template=self.apply_chat_template,
+            system=env.system_prompt is not None,
+        )
         self.give_back(env)
         if chat.rewrites_history and self.strict and self.max_turns > 1:
-            raise ConfigError(
-                "the tokenizer's chat template changes earlier turns of the assistant when later ones follow, so a "
-                "transcript is not append-only; allow this with strict_chat_template_boundary=False (one training row "
-                "for each turn after a change), or write turns without it: apply_chat_template=False"
-            )
+            raise ConfigError(REWRITES)
         self._chat = chat
         return chat
 

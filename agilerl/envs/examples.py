@@ -12,9 +12,19 @@ from agilerl.data import Trajectory
 from agilerl.envs.core import AnyTask, Place, Row, Split, Task, TaskWrapper
 from agilerl.envs.curation import Sample, label_of
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.prompts import PromptTooLongError, check_tokenizer, render_prompt, render_text, text_ids
+from agilerl.envs.prompts import (
+    PromptTooLongError,
+    behind_opened,
+    check_tokenizer,
+    prompt_text,
+    render_prompt,
+    render_text,
+    template_ids,
+    text_ids,
+)
 from agilerl.errors import ConfigError, EnvError
 from agilerl.streams import stream
+from agilerl.text.contract import MARK, contract_of, plain_ids
 from agilerl.text.padding import has_template
 
 LossOn = Literal["completion", "assistant"]
@@ -51,9 +61,9 @@ def render_completion(
     Raises as ``render_conversation`` does.
     """
     if not has_template(tokenizer) and not calls and not tools:
-        _check_text(tokenizer, response)
         ids = render_prompt(tokenizer, prompt)
-        answer = [*text_ids(tokenizer, response), int(tokenizer.eos_token_id)]
+        before = "\n".join(str(message["content"]) for message in prompt)
+        answer = _learned(tokenizer, response, "", before)
         return _fitted(Example(ids + answer, [False] * len(ids) + [True] * len(answer), response), max_tokens)
     messages = [*prompt]
     prefill = str(messages.pop()["content"]) if messages and messages[-1]["role"] == "assistant" else ""
@@ -99,10 +109,9 @@ def render_whole(tokenizer: Any, text: str, max_tokens: int | None = None) -> Ex
     Raises EnvError if there are more than ``max_tokens`` tokens.
     """
     check_tokenizer(tokenizer)
-    begun = bool(tokenizer.bos_token) and text.startswith(tokenizer.bos_token)
-    ids = [int(token) for token in tokenizer(text, add_special_tokens=not begun)["input_ids"]]
+    ids, contract = plain_ids(tokenizer, text), contract_of(tokenizer)
     # A lone end token may be the start token, where the two are one.
-    ids += [] if ids[-1:] == [tokenizer.eos_token_id] and len(ids) > 1 else [int(tokenizer.eos_token_id)]
+    ids += [] if ids[-1:] and ids[-1] in contract.ends and len(ids) > 1 else [int(contract.end or 0)]
     return _fitted(Example(ids, [False] + [True] * (len(ids) - 1), text), max_tokens)
 
 
@@ -129,38 +138,79 @@ def _render(
             f"{template} does not show the tool {missing[0]!r}, so it would not be learned; use a model whose template "
             "has tools"
         )
-    text, ids, marks = "", [], list[bool]()
-    for index in learned:
-        _check_text(tokenizer, messages[index]["content"])
+    text, ids, marks = "", list[int](), list[bool]()
+    for index, following in zip(learned, [*learned[1:], None]):
+        message = messages[index]
         # With a prefill the prompt ends inside the assistant's message.
         context = [*messages[:index], *([{"role": "assistant", "content": prefill}] if prefill else [])]
-        before = render_text(tokenizer, context, tools=tools, prompts=not prefill, continues=bool(prefill))
-        after = render_text(tokenizer, messages[: index + 1], tools=tools, prompts=False)
-        if not before.startswith(text) or not after.startswith(before):
+        before = prompt_text(tokenizer, context, tools)
+        upto = slice(0, index + 1 if following is None else following)
+        after = render_text(tokenizer, messages[upto], tools=tools, prompts=following is not None)
+        response = message["content"][len(prefill) :]
+        # What the generation prompt or the prefill has begun already.
+        response = response if prefill else behind_opened(tokenizer, response)
+        parts = _parts(tokenizer, before, after, response)
+        if parts is None:
+            marked = [*messages[:index], {**message, "content": MARK}, *messages[index + 1 : upto.stop]]
+            rest = render_text(tokenizer, marked, tools=tools, prompts=following is not None).rpartition(MARK)[2]
+            parts = _parts(tokenizer, before, after, response, rest)
+        if parts is not None and following is not None and contract_of(tokenizer).closing and not parts[2]:
+            parts = None  # earlier answers have another end than the last one
+        if not before.startswith(text) or (parts is None and (following is not None or "tool_calls" in message)):
             raise ConfigError(
                 f"{template} changes earlier text when a message follows, so the assistant's tokens cannot be "
                 "identified; learn completions only, with single answers (loss_on='completion'), or use a template "
                 "that only appends"
             )
-        new, answer = text_ids(tokenizer, before[len(text) :]), text_ids(tokenizer, after[len(before) :])
-        response = messages[index]["content"][len(prefill) :].strip()
-        if not after[len(before) :].strip().removeprefix(response):
-            answer.append(int(tokenizer.eos_token_id))  # the template does not end messages, so the model must
-        # What a template writes after the end token, such as a line break, is never sampled.
-        end = answer.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in answer else len(answer)
+        # Where the template cuts the answer, it is the row's own behind the generation prompt.
+        lead, shown, closing = parts or ("", response, contract_of(tokenizer).closing)
+        new = text_ids(tokenizer, before[len(text) :], text) if ids else template_ids(tokenizer, before)
+        answer = _learned(tokenizer, response, closing, before, lead)
         ids += new + answer
-        marks += [False] * len(new) + [True] * end + [False] * (len(answer) - end)
-        text = after
-    kept = len(marks) - marks[::-1].index(True)  # what follows the last end token is not there yet when sampling
-    return _fitted(Example(ids[:kept], marks[:kept], messages[learned[-1]]["content"]), max_tokens)
+        marks += [False] * len(new) + [True] * len(answer)
+        text = before + lead + shown + closing
+    return _fitted(Example(ids, marks, messages[learned[-1]]["content"]), max_tokens)
 
 
-def _check_text(tokenizer: Any, text: str) -> None:
-    if tokenizer.eos_token and tokenizer.eos_token in text:
-        raise EnvError(
-            f"expected an answer without the end token, found {tokenizer.eos_token!r} in {text[:80]!r}; the tokenizer "
-            "adds it, so remove it"
-        )
+def _parts(
+    tokenizer: Any, before: str, after: str, response: str, rest: str | None = None
+) -> tuple[str, str, str] | None:
+    """Return what a template writes behind a prompt: before the response, as the response, and up to its end token.
+
+    ``rest`` is what it writes behind any response; without it only the usual case is seen, in which the response
+    follows the prompt. None: the response is not there as a whole, blanks around it aside.
+    """
+    if not after.startswith(before):
+        return None
+    contract, written = contract_of(tokenizer), after[len(before) :]
+    if rest is None:
+        closing = contract.closing
+        return ("", response, closing) if closing and written.startswith(response + closing) else None
+    # Behind an empty response, which is one that only calls tools, all is the template's.
+    core, behind = (written.removesuffix(rest), rest) if response else ("", written)
+    if response and core == written and rest:
+        return None
+    stops = [at + len(end) for end in contract.end_texts if (at := behind.find(end)) >= 0]
+    for text in (response, response.strip()):
+        if core.endswith(text):
+            return core[: len(core) - len(text)], text, behind[: min(stops, default=0)]
+    return None
+
+
+def _learned(tokenizer: Any, response: str, closing: str, before: str, lead: str = "") -> list[int]:
+    """Return the tokens of a response up to the first one that stops, which ``closing`` ends with unless it is empty.
+
+    Raises EnvError for a response that has such a token in it.
+    """
+    contract = contract_of(tokenizer)
+    for end in contract.end_texts:
+        if end in response:
+            raise EnvError(
+                f"expected an answer without the end token, found {end!r} in {response[:80]!r}; the tokenizer adds it, "
+                "so remove it"
+            )
+    ids = text_ids(tokenizer, lead + response + closing, before)
+    return ids if ids and ids[-1] in contract.ends else [*ids, int(contract.end or 0)]
 
 
 def _fitted(example: Example, max_tokens: int | None) -> Example:
@@ -305,7 +355,13 @@ class PreferenceTask(DataTask):
     def examples(self, tokenizer: Any, row: Mapping[str, Any], max_tokens: int | None = None) -> list[Example]:
         """Return the question with its right and with its wrong answer."""
         prompt, answers = self.messages(row), (self.answer(row), str(self.task.counterexample(row)))
-        return [render_completion(tokenizer, prompt, answer, max_tokens) for answer in answers]
+        better, worse = (render_completion(tokenizer, prompt, answer, max_tokens) for answer in answers)
+        if better.ids == worse.ids:
+            raise EnvError(
+                f"expected answers that differ, found that the tokenizer makes the same tokens of {answers[0][:80]!r} "
+                f"and of {answers[1][:80]!r}; remove the row"
+            )
+        return [better, worse]
 
     def _rejected(self, row: Row, index: int) -> str:
         right = self.answer(row)

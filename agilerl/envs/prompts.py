@@ -1,24 +1,17 @@
 """Messages to token ids and back: chat templates for tasks and environments, and where a completion ends."""
 
-import json
-import os
 import re
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 
 from agilerl.checks.arguments import Tokenizer, Whole, checked, described
 from agilerl.errors import ConfigError, EnvError
+from agilerl.text.contract import MARK, continuation_ids, contract_of, plain_ids, token_ids
 from agilerl.text.padding import decoded, has_template
 from agilerl.text.templates import TemplateBrokenError, apply_chat_template
-
-_GENERATION_CONFIG = "generation_config.json"
-_LARGEST_CONFIG = 1 << 20
-"""Largest generation configuration to read, in bytes."""
 
 
 class PromptTooLongError(EnvError):
@@ -26,9 +19,11 @@ class PromptTooLongError(EnvError):
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise a ConfigError unless the tokenizer can pad and end a sequence."""
+    """Raise a ConfigError unless the tokenizer can pad a sequence, and something ends one."""
     for what in ("pad", "eos"):
-        if getattr(tokenizer, f"{what}_token_id", None) is None:
+        if getattr(tokenizer, f"{what}_token_id", None) is None and (
+            what == "pad" or contract_of(tokenizer).end is None
+        ):
             cure = "tokenizer.pad_token = tokenizer.eos_token" if what == "pad" else 'tokenizer.eos_token = "..."'
             raise ConfigError(
                 f"expected a tokenizer with a {what} token, found none in {type(tokenizer).__name__} "
@@ -48,8 +43,8 @@ def render_prompt(
     """Return the token ids of a conversation up to where the model continues it.
 
     The chat template is applied with its generation prompt. A final assistant message is a prefill: the prompt ends
-    with its text, and the model continues it. Without a chat template, the contents are joined by newlines, with the
-    special tokens that the tokenizer adds by default.
+    with its text, and the model continues it. Without a chat template, the contents are joined by newlines, behind the
+    special tokens that the tokenizer puts before a text.
 
     Args:
         tokenizer: a Hugging Face tokenizer.
@@ -65,17 +60,16 @@ def render_prompt(
     """
     check_tokenizer(tokenizer)
     conversation = as_messages(messages) if messages else []
-    prefill = bool(conversation) and conversation[-1]["role"] == "assistant"
-    if prefill and not conversation[-1]["content"]:
-        conversation, prefill = conversation[:-1], False  # an empty prefill equals the generation prompt
+    if conversation and conversation[-1]["role"] == "assistant" and not conversation[-1]["content"]:
+        conversation.pop()  # an empty prefill equals the generation prompt
     if not conversation:
         raise EnvError("expected at least one message with content in a prompt, found none")
     if use_template and has_template(tokenizer):
         if any(message["role"] == "system" for message in conversation):
             _check_system_role(tokenizer)
-        ids = _ids(_apply_template(tokenizer, conversation, tools, prompts=not prefill, continues=prefill))
+        ids = template_ids(tokenizer, prompt_text(tokenizer, conversation, tools))
     else:
-        ids = _ids(tokenizer("\n".join(message["content"] for message in conversation)))
+        ids = plain_ids(tokenizer, "\n".join(message["content"] for message in conversation))
     if not ids:
         raise EnvError(f"expected a prompt of at least one token, found none in {conversation!r}")
     if max_tokens is not None and len(ids) > max_tokens:
@@ -87,14 +81,12 @@ def render_prompt(
 
 
 def end_token_ids(tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end a completion: the end tokens of the tokenizer and of its model.
+    """Return the tokens that end a completion: those of the model, of its tokenizer and of its chat template.
 
     A model may have several (Qwen2.5-Instruct ends with ``<|im_end|>`` or ``<|endoftext|>``, its pad token); they are
-    listed in the generation configuration next to the tokenizer's files.
+    listed in the configurations next to the tokenizer's files.
     """
-    end = getattr(tokenizer, "eos_token_id", None)
-    ends = _ends_beside(str(getattr(tokenizer, "name_or_path", None) or ""))
-    return ends if end is None else ends | {int(end)}
+    return frozenset(contract_of(tokenizer).ends)
 
 
 def completion_length(ids: Sequence[int], *, ends: Collection[int], pad: int | None, known: int | None = None) -> int:
@@ -137,27 +129,6 @@ def decode_completions(tokenizer: Tokenizer, completions: Sequence[Sequence[int]
     return texts
 
 
-@lru_cache(maxsize=64)
-def _ends_beside(name: str) -> frozenset[int]:
-    """Return the end tokens of the generation configuration in a folder, or of a cached hub name."""
-    from huggingface_hub import try_to_load_from_cache
-
-    if not name:
-        return frozenset()
-    try:
-        is_folder = Path(name).is_dir()
-        file = Path(name, _GENERATION_CONFIG) if is_folder else try_to_load_from_cache(name, _GENERATION_CONFIG)
-        # The cache answers with a path, None, or a mark for a file that is known not to exist.
-        if not isinstance(file, str | Path) or not Path(file).is_file() or os.path.getsize(file) > _LARGEST_CONFIG:
-            return frozenset()
-        settings = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # damaged, or no valid name on the hub
-        return frozenset()
-    ends = settings.get("eos_token_id") if isinstance(settings, dict) else None
-    # By type, since JSON has true, and a bool is an int.
-    return frozenset(end for end in (ends if isinstance(ends, list) else [ends]) if type(end) is int)
-
-
 def render_text(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
@@ -172,7 +143,7 @@ def render_text(
     model to continue. Raises ConfigError for a malformed message, or a template that refuses the messages.
     """
     conversation, roles = as_messages(messages), {"prompts": prompts, "continues": continues}
-    return str(_apply_template(tokenizer, conversation, tools, **roles, tokenize=False))
+    return str(_apply_template(tokenizer, conversation, tools, **roles))
 
 
 def _check_system_role(tokenizer: Any) -> None:
@@ -202,9 +173,54 @@ def generation_prompt(tokenizer: Any) -> list[int]:
     return ending
 
 
-def text_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of a text that continues another one; no special tokens are added."""
-    return _ids(tokenizer(text, add_special_tokens=False))
+def template_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of what a chat template has written, which has all special tokens in it."""
+    return token_ids(tokenizer(text, add_special_tokens=False))
+
+
+def text_ids(tokenizer: Any, text: str, before: str = "") -> list[int]:
+    """Return the tokens of a text that continues another one, ``before``; no special tokens are added."""
+    return continuation_ids(tokenizer, before, text)
+
+
+def prompt_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """Return a conversation as the chat template writes it, up to where the model continues it.
+
+    A last message of the assistant is a prefill. It stands behind the generation prompt wherever the template would
+    change it, and what the generation prompt has opened is not opened again.
+    """
+    *before, last = messages
+    if last["role"] != "assistant":
+        return render_text(tokenizer, messages, tools=tools)
+    written = render_text(tokenizer, messages, tools=tools, prompts=False, continues=True)
+    if not before:
+        return written
+    prompt, prefill = render_text(tokenizer, before, tools=tools), str(last["content"])
+    new = behind_opened(tokenizer, prefill)
+    # What the template itself begins an answer with, such as thinking that is over.
+    added = written.removesuffix(prefill).removeprefix(prompt).split()[:1]
+    changed = new != prefill or not written.endswith(prefill)
+    return prompt + new if changed or (added and prefill.split()[:1] == added) else written
+
+
+def behind_opened(tokenizer: Any, answer: str) -> str:
+    """Return an answer without the tags at its beginning that the generation prompt has opened for it.
+
+    Raises EnvError for an answer that opens again what the generation prompt has closed.
+    """
+    opened, text = contract_of(tokenizer).opened, answer.lstrip()
+    words = list(re.finditer(r"\S+", opened))
+    for word in words:
+        tags, blank = opened[word.start() : words[-1].end()], opened[words[-1].end() :]
+        if text.startswith(tags):
+            return text.removeprefix(tags).removeprefix(blank)
+    if words and text.startswith(words[0][0]):
+        raise EnvError(
+            f"expected an answer that goes on behind {opened!r}, which the chat template writes before it, found one "
+            f"that begins with {words[0][0]!r} again: {answer[:80]!r}; remove that part of it, or set "
+            "network.chat_template_kwargs so that the template leaves it to the answer"
+        )
+    return answer
 
 
 def _apply_template(
@@ -214,7 +230,6 @@ def _apply_template(
     *,
     prompts: bool,
     continues: bool,
-    tokenize: bool = True,
 ) -> Any:
     try:
         return apply_chat_template(
@@ -222,7 +237,7 @@ def _apply_template(
             messages,
             # None, not an empty list: Llama 3's templates announce tools unless `tools` is none.
             tools=[dict(tool) for tool in tools] or None,
-            tokenize=tokenize,
+            tokenize=False,
             add_generation_prompt=prompts,
             continue_final_message=continues,
         )
@@ -238,18 +253,17 @@ def _apply_template(
         ) from error
 
 
-def _ids(encoded: Any) -> list[int]:
-    """Return the ids of a BatchEncoding, or of the plain list of a tokenizer of another kind."""
-    return [int(token) for token in (encoded["input_ids"] if isinstance(encoded, Mapping) else encoded)]
-
-
 # -- conversations that only grow: how a chat template continues one --------------------------------------------------
 
 
-_MARK = "agilerl:here-the-model-spoke"
-"""Placeholder for a completion while the text around it is determined."""
-_PROBES = ("one", "<think>\nbecause\n</think>\n\none")
-"""Completions that some templates rewrite once they are history: any, or those with thinking in them."""
+REWRITES = (
+    "the tokenizer's chat template changes earlier turns (what the assistant thought, the system text, tools) when "
+    "later ones follow, so a transcript is not append-only; allow this with strict_chat_template_boundary=False (one "
+    "training row for each turn after a change), or write turns without it: apply_chat_template=False"
+)
+"""What is wrong with a template for which :attr:`ChatFormat.rewrites_history` is true."""
+_THOUGHT = "<think>\nbecause\n</think>\n\n"
+"""What some templates remove from a completion once it is history."""
 
 
 class ChatFormat:
@@ -260,9 +274,14 @@ class ChatFormat:
     """
 
     def __init__(
-        self, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] = (), apply_chat_template: bool = True
+        self,
+        tokenizer: Any,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        apply_chat_template: bool = True,
+        system: bool | None = None,
     ) -> None:
-        """Probe a tokenizer's chat template.
+        """Probe a tokenizer's chat template; ``system``: whether conversations have a system text, None: some may.
 
         Raises ConfigError for no pad or end token, or a template that refuses the roles user, assistant, user, or
         leaves out the tools.
@@ -281,7 +300,18 @@ class ChatFormat:
                 f"the environment offers {len(self.tools)} tools, but the tokenizer's chat template does not show "
                 "tools to the model; describe them in the system prompt, or use a model whose template supports tools"
             )
-        self.rewrites_history = self.uses_template and any(self._is_rewritten(completion) for completion in _PROBES)
+        self._appended: dict[tuple[str, ...], bool] = {}
+        """By the roles of a conversation, whether the template only adds text to it."""
+        answer, rules = {"role": "assistant", "content": "one"}, {"role": "system", "content": "rules"}
+        openings = [[rules, *user]] if system is not False and self._accepts([rules, *user]) else []
+        openings += [] if openings and system else [user]
+        result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": MARK}
+        reply = result if self.tools and self._accepts([*user, answer, result], MARK) else user[0]
+        self.rewrites_history = not all(
+            # As the last answer and as an earlier one, since a template may tell them apart.
+            self.appends(opening, [reply]) and self.appends([*opening, answer, reply], [reply])
+            for opening in openings
+        )
         """Whether earlier turns change when later ones follow, e.g. because thinking is removed from them."""
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], max_tokens: int | None = None) -> list[int]:
@@ -293,34 +323,62 @@ class ChatFormat:
     ) -> list[int]:
         """Return the tokens between a completion and the next one.
 
-        ``before`` is the conversation of the first prompt; ``messages`` are the environment's new ones.
+        ``before`` is the conversation before the completion; ``messages`` are the environment's new ones.
         The end token of the assistant's message is left out if the completion ends with it, or with another token that
         ends turns (Llama 3 ends a tool call with one of its own).
         """
         if not self.uses_template:
-            return text_ids(self.tokenizer, "\n" + "\n".join(str(m["content"]) for m in messages) + "\n")
-        rendered = render_text(
-            self.tokenizer, [*before, {"role": "assistant", "content": _MARK}, *messages], tools=self.tools
-        )
-        _, mark, text = rendered.rpartition(_MARK)
+            text = "\n" + "\n".join(str(m["content"]) for m in messages) + "\n"
+            return text_ids(self.tokenizer, text, MARK)
+        rendered = self._rendered(before, MARK, messages)
+        _, mark, text = rendered.rpartition(MARK)
         if not mark:
             raise ConfigError(
                 "the tokenizer's chat template does not show what the assistant said, so turns cannot follow one "
                 "another; use another template, or apply_chat_template=False"
             )
-        ids = text_ids(self.tokenizer, text)
+        ids = text_ids(self.tokenizer, text, rendered.removesuffix(text))
         last = completion[-1] if completion else None
-        ends_itself = bool(ids) and last is not None and (ids[0] == last or {ids[0], last} <= self._ends)
-        return ids[1:] if ends_itself else ids
+        for number, token in enumerate(ids):
+            if last is not None and (token == last or {token, last} <= self._ends):
+                return ids[number + 1 :]
+            if self.tokenizer.decode([token]).strip():
+                break
+        return ids
 
-    def _is_rewritten(self, completion: str) -> bool:
-        """Return whether the template changes a completion once another turn follows."""
-        first = [{"role": "user", "content": "x"}]
-        later = [*first, {"role": "assistant", "content": completion}, {"role": "user", "content": "y"}]
-        again = [*later, {"role": "assistant", "content": "two"}, {"role": "user", "content": "z"}]
-        opened = render_text(self.tokenizer, first) + completion
-        # As the last answer and as an earlier one, since a template may tell them apart.
-        return not all(render_text(self.tokenizer, c).startswith(opened) for c in (later, again))
+    def appends(self, before: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether the template only adds text when messages follow a completion; found once for each order.
+
+        Where it does not, the tokens of the whole conversation are those of :meth:`prompt`.
+        """
+        roles = tuple(str(message["role"]) for message in (*before, *messages))
+        if self.uses_template and roles not in self._appended:
+            # With thinking and without it: some templates remove it from what is history.
+            self._appended[roles] = all(
+                self._answered(before, answer, messages).startswith(answer) for answer in (MARK, _THOUGHT + MARK)
+            )
+        return not self.uses_template or self._appended[roles]
+
+    def _answered(self, before: Sequence[Mapping[str, Any]], answer: str, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return what follows the prompt once it is answered, without blanks before it; empty if the prompt changes."""
+        prompt, whole = self._rendered(before, answer), self._rendered(before, answer, messages)
+        # Models write the blank themselves that some templates put before an answer.
+        return whole.removeprefix(prompt).lstrip() if whole.startswith(prompt) else ""
+
+    def _rendered(
+        self, before: Sequence[Mapping[str, Any]], answer: str, messages: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
+        """Return a conversation in which ``answer`` stands for whatever the model said, and before messages follow."""
+        history = [{**message, "content": answer} if message["role"] == "assistant" else message for message in before]
+        new = [{"role": "assistant", "content": answer}, *messages] if messages else []
+        return render_text(self.tokenizer, [*history, *new], tools=self.tools)
+
+    def _accepts(self, messages: Sequence[Mapping[str, Any]], mark: str = "") -> bool:
+        """Return whether the template takes such messages, and writes the mark that is in them."""
+        try:
+            return mark in self._rendered(messages, "one")
+        except ConfigError:
+            return False
 
 
 HALF = re.compile("[\ud800-\udfff]")

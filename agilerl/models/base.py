@@ -46,6 +46,7 @@ from agilerl.models.model_config import (
 from agilerl.models.quantised import loading_arguments, prepare, quantisation_in, stored_sizes
 from agilerl.models.slots import AdapterStore
 from agilerl.models.tiny import tiny_model_path
+from agilerl.text.contract import stated_ends
 from agilerl.text.padding import with_padding
 from agilerl.text.templates import settings_of, with_chat_template
 
@@ -73,8 +74,8 @@ class BaseModel:
     """The bank whose layers are attached; None if none is attached yet."""
     options: SharedOptions = field(default_factory=SharedOptions)
     """Options of the computation; :meth:`configure` changes them."""
-    tokenizer_end: int | None = None
-    """The end token of the tokenizer in use."""
+    ends_of_text: tuple[int, ...] = ()
+    """The end tokens of the tokenizer in use and of its chat template."""
 
     def __post_init__(self) -> None:
         self.source = self.source or self.name
@@ -175,20 +176,18 @@ class BaseModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end a completion: those of the generation configuration, and the tokenizer's.
+        """Tokens that end a completion: those of the model's configurations, of its tokenizer and its chat template.
 
-        Models that were tuned to a chat format often have its end token in the tokenizer alone.
+        Models that were tuned to a chat format often have its end token in the tokenizer or the template alone.
         """
-        generation = getattr(self.model, "generation_config", None)
-        eos = getattr(generation, "eos_token_id", None)
-        eos = self.model.config.get_text_config().eos_token_id if eos is None else eos
-        ids = () if eos is None else tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+        generation, config = getattr(self.model, "generation_config", None), self.model.config.get_text_config()
+        ids = stated_ends(*({"eos_token_id": getattr(one, "eos_token_id", None)} for one in (generation, config)))
         if not all(type(token) is int for token in ids):
             raise ConfigError(
-                f"the model {self.name!r}: expected integers as eos_token_id, found {eos!r}; write the id of the token "
-                "into its config.json and generation_config.json"
+                f"the model {self.name!r}: expected integers as eos_token_id, found {shown(ids)}; write the id of the "
+                "token into its config.json and generation_config.json"
             )
-        return ids if self.tokenizer_end is None or self.tokenizer_end in ids else (*ids, self.tokenizer_end)
+        return tuple(dict.fromkeys((*ids, *self.ends_of_text)))
 
     def configure(self, options: SharedOptions) -> None:
         """Apply options to all later computations.

@@ -6,6 +6,7 @@ Sampling, supervised rows, graders and servers all read it here, so that what st
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -30,10 +31,14 @@ class TextContract:
 
     begins: tuple[int, ...]
     """What the tokenizer puts before a text that is no conversation."""
+    starts: tuple[int, ...]
+    """What prompts begin with: the template's first tokens, as many as ``begins``, at least one; or ``begins``."""
     behind: tuple[int, ...]
     """What it puts behind such a text; a prompt, which is to be continued, does not get it."""
     ends: tuple[int, ...]
     """The tokens that end an answer: those of the model, of the tokenizer and of the chat template."""
+    end_texts: tuple[str, ...]
+    """The texts of those that no tokenizer makes of several tokens."""
     end: int | None
     """The token that ends an answer in rows to learn from: the template's, else the tokenizer's, else the model's."""
     closing: str
@@ -59,9 +64,13 @@ def contract_of(tokenizer: Any) -> TextContract:
     return contract
 
 
-def of_model(tokenizer: Any, ends: Sequence[int]) -> None:
-    """Let a tokenizer know the end tokens that the base states with which it is used from now on."""
-    setattr(tokenizer, _ENDS, tuple(ends))
+def with_ends(tokenizer: Any, ends: Sequence[int]) -> Any:
+    """Return a tokenizer that knows the end tokens of the base it is used with: a copy, unless it knew them."""
+    if set(ends) <= set(contract_of(tokenizer).ends):
+        return tokenizer
+    changed = copy(tokenizer)
+    setattr(changed, _ENDS, tuple(ends))
+    return changed
 
 
 def stated_ends(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -103,11 +112,37 @@ def continuation_ids(tokenizer: Any, before: str, text: str) -> list[int]:
     if contract_of(tokenizer).joins:
         return _pieces(tokenizer, text)
     # Where both ends of the seam become one token, behind something that becomes none with the text.
-    for start in (before, *"\n:a"):
+    for start in (*([before] if before else []), *"\n:a"):
         first, whole = _pieces(tokenizer, start), _pieces(tokenizer, start + text)
         if whole[: len(first)] == first:
             return whole[len(first) :]
     return _pieces(tokenizer, text)
+
+
+def named_tokens(tokenizer: Any, ids: Sequence[int], between: str = " ") -> str:
+    """Return tokens with their ids, as people read them; "nothing" for none."""
+    names = zip(ids, tokenizer.convert_ids_to_tokens(list(ids)))
+    return between.join(f"{name or 'unknown to the tokenizer'} ({number})" for number, name in names) or "nothing"
+
+
+def readings(tokenizer: Any) -> tuple[str, str, bool]:
+    """Return how prompts begin and how answers end, in words, and whether there was more than one way to read it.
+
+    Where the tokenizer alone would begin otherwise, the template's way is taken.
+    """
+    contract = contract_of(tokenizer)
+    differs = contract.starts[: len(contract.begins)] != contract.begins
+    begin = f"prompts begin with {named_tokens(tokenizer, contract.starts)}"
+    if differs:
+        begin += f", as the template writes them; a text alone with {named_tokens(tokenizer, contract.begins)}"
+    if contract.behind:
+        begin += f"; {named_tokens(tokenizer, contract.behind)}, which the tokenizer puts behind a text, is left out"
+    if contract.opened.strip():
+        begin += f"; they end with {contract.opened!r}, which answers continue"
+    end = f"answers end with {named_tokens(tokenizer, contract.ends, ' or ')}"
+    if several := len(contract.ends) > 1:
+        end += f"; rows teach {named_tokens(tokenizer, [contract.end or 0])}"
+    return begin, end, differs or several or bool(contract.behind) or bool(contract.opened.strip())
 
 
 # -- how it is found ---------------------------------------------------------------------------------------------------
@@ -115,16 +150,19 @@ def continuation_ids(tokenizer: Any, before: str, text: str) -> list[int]:
 
 def _found(tokenizer: Any) -> TextContract:
     begins, behind = _around(tokenizer)
-    stated, usual = getattr(tokenizer, _ENDS, None), getattr(tokenizer, "eos_token_id", None)
-    if stated is None:
-        stated = _ends_beside(str(getattr(tokenizer, "name_or_path", None) or ""))
+    usual = getattr(tokenizer, "eos_token_id", None)
+    stated = *getattr(tokenizer, _ENDS, ()), *_ends_beside(str(getattr(tokenizer, "name_or_path", None) or ""))
     ends = dict.fromkeys((*stated, *(() if usual is None else (int(usual),))))
-    closing, end = _closing(tokenizer, ends)
+    closing, end = _closing(tokenizer)
     # The tokenizer's own, if the template writes none.
     end = (usual if usual is not None else next(iter(ends), None)) if end is None else end
     both = decoded(tokenizer, [*_pieces(tokenizer, "a"), *_pieces(tokenizer, "b")])
     ends = ends if end is None else {**ends, int(end): None}
-    return TextContract(begins, behind, tuple(ends), end, closing, _opened(tokenizer), both == "ab")
+    texts = _added(tokenizer, ends) or [text for text in [getattr(tokenizer, "eos_token", None)] if text]
+    starts = tuple(_pieces(tokenizer, _rendered(tokenizer, "user", prompts=True))[: max(len(begins), 1)]) or begins
+    return TextContract(
+        begins, starts, behind, tuple(ends), tuple(texts), end, closing, _opened(tokenizer), both == "ab"
+    )
 
 
 def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -139,30 +177,31 @@ def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def _rendered(tokenizer: Any, *roles: str, prompts: bool = False) -> str:
     """Return a conversation as the template writes it, ``MARK`` for answers; empty without one or if it refuses it."""
     messages = [{"role": role, "content": MARK if role == "assistant" else "x"} for role in roles]
+    if not has_template(tokenizer):
+        return ""
     try:
         return str(apply_chat_template(tokenizer, messages, tokenize=False, add_generation_prompt=prompts))
     except (TemplateError, ValueError, TypeError, LookupError, AttributeError):
         return ""
 
 
-def _closing(tokenizer: Any, ends: Iterable[int]) -> tuple[str, int | None]:
+def _closing(tokenizer: Any) -> tuple[str, int | None]:
     """Return what the template writes behind an answer up to its end token, and that token."""
-    if not has_template(tokenizer):
-        return "", None
     _, mark, after = _rendered(tokenizer, "user", "assistant").rpartition(MARK)
-    added = {int(i): token.content for i, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
     for token in _pieces(tokenizer, after) if mark else ():
-        text = added.get(token, "")
-        if token in ends or text.strip():
-            text = text or decoded(tokenizer, [token])
+        for text in _added(tokenizer, [token]):
             return after.partition(text)[0] + text, token
     return "", None
 
 
+def _added(tokenizer: Any, ids: Iterable[int]) -> list[str]:
+    """Return the texts of those tokens that were added to a vocabulary, which its tokenizer finds in any text."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return [text for token in ids if token in added and (text := str(added[token].content)).strip()]
+
+
 def _opened(tokenizer: Any) -> str:
     """Return what the generation prompt writes beyond the header that an answer has in a conversation."""
-    if not has_template(tokenizer):
-        return ""
     prompt = _rendered(tokenizer, "user", prompts=True)
     header, mark, _ = _rendered(tokenizer, "user", "assistant", "user").partition(MARK)
     return prompt[len(header) :] if mark and prompt.startswith(header) else ""

@@ -18,6 +18,7 @@ from agilerl.models.quantised import imported_peft
 from agilerl.planning.footprint import bank_bytes
 from agilerl.runtime import Runtime
 from agilerl.safety.addresses import is_out_of_reach
+from agilerl.text.contract import contract_of, with_ends
 from agilerl.training.memory import adapter_numbers, adapter_slots, check_memory, check_weights
 from agilerl.training.resolved import Resolved, resolve
 
@@ -118,6 +119,9 @@ def merged_model(folder: Path, config: RunConfig, *, dtype: str = "auto") -> tup
     read_adapter(folder, layers)  # every layer is there, and nothing else
     loaded = {"weights": base.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer), "config_overrides": overrides}
     warn_of_another_base(folder, base, loaded)
+    ends = contract_of(with_ends(tokenizer, base.eos_token_ids)).ends
+    if set(ends) != set(base.eos_token_ids):
+        base.model.generation_config.eos_token_id = list(ends)  # or what was trained would not stop elsewhere
     kind = files.dtype or "float32" if dtype == "auto" else dtype
     # safe_merge: PEFT raises if a merged weight is not finite, rather than hand it on.
     adapted = peft.PeftModel.from_pretrained(base.model, str(folder), config=for_peft(settings, layers))

@@ -1,12 +1,15 @@
 """What a base, its tokenizer and its chat template keep of what training relies on, a line for each claim."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from agilerl.envs.prompts import render_prompt
+from agilerl.envs.examples import render_completion
+from agilerl.envs.prompts import ChatFormat
 from agilerl.errors import AgileRLError
 from agilerl.runtime import Runtime
-from agilerl.text.contract import contract_of
+from agilerl.text.contract import contract_of, readings
+
+QUESTION, THOUGHT = [{"role": "user", "content": "2 + 2 ="}], "<think>\nTwo and two.\n</think>\n\n4"
 
 
 @dataclass(frozen=True)
@@ -19,25 +22,44 @@ class Line:
     holds: bool = True
 
 
-def named_tokens(runtime: Runtime, ids: Sequence[int]) -> str:
-    """Return tokens with their ids, as people read them; "nothing" for none."""
-    names = zip(ids, runtime.tokenizer.convert_ids_to_tokens(list(ids)))
-    return " ".join(f"{name or 'unknown to the tokenizer'} ({number})" for number, name in names) or "nothing"
-
-
 def _begin(runtime: Runtime) -> str:
-    contract = contract_of(runtime.tokenizer)
-    ids = render_prompt(runtime.tokenizer, [{"role": "user", "content": "2 + 2 ="}])
-    alone = named_tokens(runtime, contract.begins)
-    return f"prompts begin with {named_tokens(runtime, ids[:1])}; a text without a template with {alone}"
+    return readings(runtime.tokenizer)[0]
 
 
 def _end(runtime: Runtime) -> str:
-    ends = " or ".join(named_tokens(runtime, (end,)) for end in contract_of(runtime.tokenizer).ends)
-    return f"answers end with {ends}"
+    return readings(runtime.tokenizer)[1]
 
 
-CHECKS: tuple[tuple[str, Callable[[Runtime], str]], ...] = (("begin", _begin), ("end", _end))
+def _whole(runtime: Runtime) -> str:
+    tokenizer = runtime.tokenizer
+    short, long = (render_completion(tokenizer, QUESTION, answer) for answer in ("4", THOUGHT))
+    at = short.learned.index(True)
+    row = " + ".join(f"{tokenizer.decode(ids)!r} {ids}" for ids in (short.ids[:at], short.ids[at:]))
+    reasoned = tokenizer.decode(long.ids[long.learned.index(True) :])
+    return f"a row is {row}, of which the answer is learned; one with reasoning is learned as {reasoned!r}"
+
+
+def _joint(runtime: Runtime) -> str:
+    if contract_of(runtime.tokenizer).joins:
+        return "texts tokenised one by one are the tokens of the whole"
+    return "the tokenizer changes a text that it gets alone, so each is read behind what precedes it"
+
+
+def _turns(runtime: Runtime) -> str:
+    if not ChatFormat(runtime.tokenizer).rewrites_history:
+        return "a conversation only grows, with a system text and without one"
+    if not ChatFormat(runtime.tokenizer, system=False).rewrites_history:
+        return "a conversation only grows; with a system text, which the template moves, each turn is rendered anew"
+    return "the template changes earlier turns, so each is rendered anew (strict_chat_template_boundary=False)"
+
+
+CHECKS: tuple[tuple[str, Callable[[Runtime], str]], ...] = (
+    ("begin", _begin),
+    ("end", _end),
+    ("whole", _whole),
+    ("joint", _joint),
+    ("turns", _turns),
+)
 """A claim each: what it returns holds; an error says what does not."""
 
 

@@ -103,9 +103,11 @@ def test_a_run_without_a_signal_stops_unless_it_is_forced(agilerl: Agilerl, tmp_
 def test_of_a_model_its_contract_is_told(agilerl: Agilerl) -> None:
     done = agilerl("probe", "embedded")
     assert (done.code, done.errors) == (0, "")
-    _, begin, end, *_ = done.output.splitlines()
-    assert begin == "begin     prompts begin with <bos> (2); a text without a template with nothing"
+    _, begin, end, whole, *_ = done.output.splitlines()
+    assert begin == "begin     prompts begin with <bos> (2)"
     assert end == "end       answers end with <eos> (4)"
+    assert whole.startswith("whole     a row is '<bos>2 + 2 =<sep>' [2, 23, ")
+    assert " + '4<eos>' [25, 4], of which the answer is learned; one with reasoning is learned as '<think>" in whole
     rows = json.loads(agilerl("probe", "embedded", "--json").output)["contract"]
     assert rows[1] == {"name": "end", "holds": True, "text": "answers end with <eos> (4)"}
 

@@ -20,11 +20,12 @@ from pydantic import BaseModel, Field, model_validator
 from agilerl.checks.validation import validated
 from agilerl.data import Completion
 from agilerl.envs.programs import MODEL
-from agilerl.envs.prompts import ChatFormat, decode_completions, text_ids
+from agilerl.envs.prompts import ChatFormat, decode_completions
 from agilerl.envs.tools.parsers import TextTagParser, ToolCall, ToolCallParser, parser_for
 from agilerl.errors import AgileRLError, ConfigError, how_to_install
 from agilerl.rollouts.endpoint.session import Call, RefusedError, Rendering, Session
 from agilerl.rollouts.engine import GenerationRequest, SamplingSettings
+from agilerl.text.contract import plain_ids
 from agilerl.text.padding import decoded
 
 LARGEST_BODY = 8 * 2**20
@@ -256,7 +257,7 @@ class Endpoint:
 
     async def _text(self, request: Any, body: Body) -> Any:
         ids = self._ids(
-            text_ids(self.tokenizer, body.prompt) if isinstance(body.prompt, str) else body.prompt, "prompt"
+            plain_ids(self.tokenizer, body.prompt) if isinstance(body.prompt, str) else body.prompt, "prompt"
         )
 
         def choice(completion: Completion, text: str) -> dict[str, Any]:

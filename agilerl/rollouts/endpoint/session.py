@@ -111,7 +111,7 @@ class Session:
         """Return a call whose prompt is a conversation.
 
         The transcript of an earlier call that it continues is kept as it was sampled, never rendered again. A changed
-        history is rendered in full and starts another line.
+        history, or one that the template changes, is rendered in full and starts another line.
 
         Raises RefusedError, ConfigError or EnvError for messages that cannot be rendered.
         """
@@ -122,13 +122,13 @@ class Session:
             # Chained: the messages begin with its history, and something follows.
             if history and call.tools == described and history == plain[: len(history)] != plain:
                 best = call if best is None or len(call.ids) > len(best.ids) else best
-        if best is None:
+        before = [] if best is None else rendering.messages(best.messages, begins=True)
+        # After its reply, whose tokens stay as they were sampled.
+        new = [] if best is None else rendering.messages(plain[len(best.messages) + 1 :], begins=False)
+        if best is None or not rendering.chat.appends(before, new):
             ids = rendering.chat.prompt(rendering.messages(plain, begins=True))
         else:
             assert best.completion is not None
-            before = rendering.messages(best.messages, begins=True)
-            # After its reply, whose tokens stay as they were sampled.
-            new = rendering.messages(plain[len(best.messages) + 1 :], begins=False)
             ids = best.ids + rendering.chat.between(before, best.completion.token_ids, new)
         call = self.of_tokens(ids, seed)
         call.messages, call.tools = tuple(plain), described

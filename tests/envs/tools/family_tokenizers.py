@@ -26,7 +26,8 @@ LLAMA = (
 MISTRAL = (
     "{%- for m in messages %}"
     "{%- if m.role == 'user' %}"
-    "{%- if tools and loop.last %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{%- endif %}"
+    "{%- if tools and m == (messages | selectattr('role', 'equalto', 'user') | list)[-1] %}"
+    "[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{%- endif %}"
     "[INST]{{ m.content }}[/INST]"
     "{%- elif m.role == 'tool' %}"
     "{%- if m.tool_call_id is not defined or m.tool_call_id | length != 9 %}"
