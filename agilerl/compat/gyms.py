@@ -12,7 +12,7 @@ from torch import Tensor
 
 from agilerl.checks.arguments import Accelerator, Count, Name, Seed, Tokenizer, Whole, checked, taken
 from agilerl.data import RolloutBatch, collate
-from agilerl.envs.core import AnyTask, Row, Split, Task, TrainingOrder, score_completions
+from agilerl.envs.core import AnyTask, Row, Split, Task, TrainingOrder, prompt_columns, score_completions
 from agilerl.envs.curation import Form, as_messages, check_rows, form_of
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.examples import (
@@ -216,7 +216,7 @@ class ReasoningGym(Gym[list[Prompt]]):
         for prompt, ids in zip(prompts, completion_ids):
             start = prompt["input_ids"].shape[1]
             texts += decode_completions(self.tokenizer, ids[:, start:].tolist())
-            rows += [prompt["row"]] * ids.shape[0]
+            rows += [{**prompt["row"], **prompt_columns(self.task, self.tokenizer, prompt["row"])}] * ids.shape[0]
         scores = score_completions(self.task, rows, texts)
         rewards = torch.tensor([float("nan") if score is None else score for score in scores], dtype=torch.float32)
         return self._next(), rewards.reshape(len(completion_ids), -1)

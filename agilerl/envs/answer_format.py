@@ -10,7 +10,7 @@ from agilerl.checks.arguments import Name, checked
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.envs.core import AnyTask, Message, TaskWrapper, waiting_graders
 from agilerl.envs.prompts import text_ids
-from agilerl.rewards.grader import CLOSE, OPEN, Grades
+from agilerl.rewards.grader import CLOSE, MESSAGES, OPEN, OPENING, GradedRow, Grades
 from agilerl.rewards.waiting import WaitingGrader
 
 Format = Literal["whole", "tags", "last_number", "after", "boxed"]
@@ -168,8 +168,22 @@ class AnswerFormatTask(TaskWrapper):
     def graded_text(self, completion: str, row: Mapping[str, Any]) -> str:
         """Return the answer in a completion; empty if there is none."""
         last = self.task.messages(row)[-1:]
-        prefill = last[0]["content"] if last and last[0]["role"] == "assistant" else ""
+        prefill = last[0]["content"] if last and last[0]["role"] == "assistant" else str(row.get(OPENING, ""))
         return self.format.find(completion, prefill) or ""
+
+    def graded_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the row as graders of an answer get it: nothing is before the answer, and no form was asked for."""
+        if self.format.kind == "whole" or not isinstance(row, GradedRow):
+            return row
+        if row.answer_row is None:  # the same one each time, as graders that begin early recognise its values
+            messages = self.task.messages(row)
+            asked = messages[:-1] if messages[-1]["role"] == "assistant" else messages
+            row.answer_row = row.changed(**{MESSAGES: asked, OPENING: ""})
+        return row.answer_row
+
+    def reads_completions(self) -> bool:
+        """Return whether rewards read completions alone: an answer is found here, whatever the task reads."""
+        return self.format.kind != "whole" or self.task.reads_completions()
 
     def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
         """Return the task's reward of the answer."""
@@ -177,11 +191,16 @@ class AnswerFormatTask(TaskWrapper):
 
     def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
         """Return the task's grades of the answers."""
-        return self.task.grade([self.graded_text(*pair) for pair in zip(completions, rows)], rows)
+        return self.task.grade(*self._answers(completions, rows))
 
     def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
         """Return the task's grades of the answers in an exam."""
-        return self.task.grade_exam([self.graded_text(*pair) for pair in zip(completions, rows)], rows)
+        return self.task.grade_exam(*self._answers(completions, rows))
+
+    def _answers(
+        self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[str], list[Mapping[str, Any]]]:
+        return [self.graded_text(*pair) for pair in zip(completions, rows)], list(map(self.graded_row, rows))
 
     def waiting(self, *, exam: bool) -> list[WaitingGrader]:
         """Return the task's graders that may begin early; they get ``graded_text`` too."""

@@ -15,9 +15,21 @@ import numpy as np
 from agilerl.checks.arguments import Hint, checked
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import ConfigError, EnvError, RewardError
-from agilerl.rewards.grader import Grader, Grades, close, grade, grades_of, run_calls, score_or_error, setup
+from agilerl.rewards.grader import (
+    MESSAGES,
+    OPENING,
+    Grader,
+    Grades,
+    close,
+    grade,
+    grades_of,
+    run_calls,
+    score_or_error,
+    setup,
+)
 from agilerl.rewards.waiting import WaitingGrader, speaks_for, waiting_parts
 from agilerl.streams import stream
+from agilerl.text.contract import opened_answer
 
 Split = Literal["train", "exam", "test"]
 """``train`` is an endless stream; ``exam`` is the panel that measures fitness; ``test`` is never used for selection."""
@@ -130,6 +142,14 @@ class Task(ABC):
         """Return the part of a completion that graders read."""
         return completion
 
+    def reads_completions(self) -> bool:
+        """Return whether rewards read completions alone, without what the chat template has opened of the answer."""
+        return False
+
+    def graded_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the row that graders get with that part."""
+        return row
+
     def waiting(self, *, exam: bool) -> list[WaitingGrader]:
         """Return the graders among those that ``grade`` (or ``grade_exam``) calls that may begin early.
 
@@ -231,7 +251,7 @@ class TaskWrapper(Task):
     row, messages, reward = map(_of_inner, ("row", "messages", "reward"))
     grade, grade_exam = map(_of_inner, ("grade", "grade_exam"))
     level, demonstration, counterexample = map(_of_inner, ("level", "demonstration", "counterexample"))
-    prepare, close = map(_of_inner, ("prepare", "close"))
+    prepare, close, reads_completions = map(_of_inner, ("prepare", "close", "reads_completions"))
 
     def __init__(self, task: Task) -> None:
         self.task, self.grader = task, task.grader
@@ -274,6 +294,10 @@ class TaskWithGraders(Task):
             return self.grade(completions, rows)
         return grade(self.fitness_grader, completions, rows)
 
+    def reads_completions(self) -> bool:
+        """Return True: each grader says what else it reads."""
+        return True
+
     def waiting(self, *, exam: bool) -> list[WaitingGrader]:
         """Return the parts of the grader that may begin early."""
         return waiting_parts(self.fitness_grader if exam and self.fitness_grader is not None else self._grader)
@@ -289,6 +313,13 @@ class TaskWithGraders(Task):
         close(self._grader)
         close(self.fitness_grader)
         super().close()
+
+
+def prompt_columns(task: Task, tokenizer: Any, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what graders are told of a row's prompt: its conversation, and what the template writes of an answer."""
+    messages = task.messages(row)
+    prefilled = bool(messages) and messages[-1]["role"] == "assistant" and messages[-1]["content"]
+    return {MESSAGES: messages, OPENING: "" if prefilled else opened_answer(tokenizer)}
 
 
 def waiting_graders(task: Task, *, exam: bool) -> list[WaitingGrader]:
@@ -315,6 +346,8 @@ def grade_completions(
     """Return the grades of each text as an answer to the row at the same index; errors as of ``score_completions``."""
     if len(rows) != len(texts):
         raise RewardError(f"expected one completion per row, found {len(texts)} completions for {len(rows)} rows")
+    if not task.reads_completions():
+        texts = [str(row.get(OPENING, "")) + text for text, row in zip(texts, rows)]
     return task.grade_exam(texts, rows) if exam else task.grade(texts, rows)
 
 

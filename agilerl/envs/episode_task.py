@@ -137,10 +137,12 @@ class Episode:
     def act(self, completion: Completion, text: str) -> float:
         """Pass one completion, as tokens and as text, to the environment; return its reward.
 
+        The environment reads the whole answer: before the text what the chat template has opened of it.
         Raises EnvError for a step that is no five-tuple, a reward that is no finite number, or what is not text.
         """
         # There are as many rewards as earlier turns, so their number is that of this one.
         self._rows[-1].append(completion.token_ids, len(self.rewards), completion.logprobs)
+        text = ("" if self._messages[-1]["role"] == "assistant" else self.chat.opening) + text
         # A copy: what the environment writes is added to it, and must not reach the completion.
         self._turns.append(list(completion.token_ids))
         self._messages.append({"role": "assistant", "content": text})

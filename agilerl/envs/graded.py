@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agilerl.checks.arguments import checked, nearest, shown
-from agilerl.envs.core import AnyTask, Task, TaskWithGraders, TaskWrapper, waiting_graders
+from agilerl.envs.core import AnyTask, Task, TaskWithGraders, TaskWrapper, grade_completions, waiting_graders
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError
 from agilerl.rewards.combine import CombinedGrader, Graders, as_grader
@@ -15,6 +15,8 @@ from agilerl.rewards.waiting import WaitingGrader
 class TaskGrader(BaseGrader):
     """A task's built-in reward as a grader, to combine with others."""
 
+    reads = "completion"  # the task reads more, if its reward does
+
     @checked
     def __init__(self, task: AnyTask) -> None:
         """Take the task; the grader takes the name of its reward."""
@@ -22,13 +24,13 @@ class TaskGrader(BaseGrader):
 
     def __call__(self, completion: str, **row: Any) -> float | None:
         """Return the task's reward of one completion."""
-        return self.task.reward(completion, row)
+        return grade_completions(self.task, [row], [completion]).rewards[0]
 
     def grade(
         self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], prompts: Sequence[str] | None = None
     ) -> Grades:
         """Return the task's grades."""
-        return self.task.grade(completions, rows)
+        return grade_completions(self.task, rows, completions)
 
     def waiting(self) -> list[WaitingGrader]:
         """Return the task's graders that may begin before a batch is complete."""

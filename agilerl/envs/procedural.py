@@ -217,6 +217,10 @@ class ReasoningGymTask(Task):
         """Return the level of the curriculum at a training position; None without a curriculum."""
         return None if self.curriculum is None else min(position // self.curriculum.prompts_per_level, self._last)
 
+    def reads_completions(self) -> bool:
+        """Return True: the score is of the answer."""
+        return True
+
     def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
         """Score the completion: the text between the last answer tags, or all of it, stripped.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, SupportsFloat
+from typing import Any, Literal, Self, SupportsFloat
 
 from agilerl.checks.arguments import checked, described, shown
 from agilerl.checks.validation import LARGEST_FLOAT32
@@ -31,6 +31,15 @@ POSITIONAL = ("completion", "answer", "question")
 OF_A_BATCH = frozenset({"completions", "prompts", "environments"})
 """Parameters of a function that gets everything at once."""
 
+MESSAGES, OPENING = "prompt_messages", "prompt_opening"
+"""Columns that rollouts add to rows: the conversation as the model saw it, with a prefill as its last message; and what
+the chat template's generation prompt has written of the answer, such as ``<think>``."""
+
+Reads = Literal["answer", "text", "message", "completion"]
+"""What a grader reads before a completion: ``text`` (any function): what the template has opened; ``message``: that, or
+the prefill, as the whole message of the assistant; ``answer``: only answer tags opened there; ``completion``: nothing,
+because it hands the completion to another grader, or is about nothing else."""
+
 
 @dataclass(frozen=True)
 class TrainerState:
@@ -48,6 +57,47 @@ class GradedRow(dict[str, Any]):
     state: TrainerState | None = None
     group: Hashable = None
     """What the completions of one prompt for one agent have in common; None: not known."""
+    answer_row: "GradedRow | None" = None
+    """What graders get of it with an answer that was found in the completion."""
+
+    def changed(self, **columns: Any) -> "GradedRow":
+        """Return a row with other columns, of the same state and group."""
+        row = GradedRow({**self, **columns})
+        row.state, row.group = self.state, self.group
+        return row
+
+
+def conversation(row: Mapping[str, Any], prompt: str) -> list[Any]:
+    """Return the messages that a completion answers, without a prefill; ``prompt`` is the text of a row without any."""
+    messages = _messages(row) or [{"role": "user", "content": prompt}]
+    return list(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
+
+
+def as_text(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a conversation as one text: a single message of the user alone, else each with its role."""
+    if [message["role"] for message in messages] == ["user"]:
+        return str(messages[0]["content"])
+    lines = [(message["role"], message.get("content") or message.get("tool_calls", "")) for message in messages]
+    return "\n\n".join(f"{role}: {content}" for role, content in lines)
+
+
+def read_text(grader: Grader, completion: str, row: Mapping[str, Any], *, in_batch: bool = False) -> str:
+    """Return what a grader reads of a completion: with what the prompt has already written of it (``Reads``)."""
+    reads: Reads = "answer" if grader is exact_match else getattr(grader, "reads", "text")
+    if reads == "completion":
+        return completion
+    opening = str(row.get(OPENING, ""))
+    if reads != "text" or (in_batch and _takes_messages(grader, row)):
+        last = (_messages(row) or [{"role": "user"}])[-1]
+        opening = str(last["content"]) if last["role"] == "assistant" else opening
+    if reads == "answer":  # what is written before the tag is no part of it
+        _, tag, answer = opening.rpartition(OPEN)
+        opening = tag + answer if tag and CLOSE not in answer else ""
+    return opening + completion
+
+
+def _messages(row: Mapping[str, Any]) -> Sequence[Any]:
+    return row.get(MESSAGES) or (row["prompt"] if _is_conversation(row) else ())
 
 
 @checked
@@ -100,10 +150,12 @@ def attempt_grader(
         return []
     prompts = [str(row.get("question", "")) for row in rows] if prompts is None else prompts
     # ``answer`` alone tells nothing: it is a column in both signatures.
-    if _is_of_trl(grader) or not OF_A_BATCH.isdisjoint(_parameters(grader)):
-        return _attempt_batch(grader, completions, rows, prompts)
+    in_batch = _is_of_trl(grader) or not OF_A_BATCH.isdisjoint(_parameters(grader))
+    texts = [read_text(grader, *one, in_batch=in_batch) for one in zip(completions, rows)]
+    if in_batch:
+        return _attempt_batch(grader, texts, rows, prompts)
     name = grader_name(grader)
-    calls = [_single_call(name, grader, text, row, prompt) for text, row, prompt in zip(completions, rows, prompts)]
+    calls = [_single_call(name, grader, text, row, prompt) for text, row, prompt in zip(texts, rows, prompts)]
     return [score_or_error(score, name) for score in run_calls(calls)]
 
 
@@ -114,7 +166,7 @@ def _attempt_batch(
 
     def again(indices: Sequence[int]) -> list[ScoreOrError]:
         parts = [completions[k] for k in indices], [rows[k] for k in indices], [prompts[k] for k in indices]
-        return attempt_grader(grader, *parts)
+        return _attempt_batch(grader, *parts)
 
     name, parameters, count = grader_name(grader), _parameters(grader), len(completions)
     states = [getattr(row, "state", None) if "trainer_state" in parameters else None for row in rows]
@@ -124,10 +176,9 @@ def _attempt_batch(
             indices = [k for k in range(count) if states[k] == state]
             outcomes |= dict(zip(indices, again(indices)))
         return [outcomes[k] for k in range(count)]
-    of_trl = _is_of_trl(grader)
-    as_messages = [of_trl or (not isinstance(grader, BaseGrader) and _is_conversation(row)) for row in rows]
+    as_messages = [_takes_messages(grader, row) for row in rows]
     given: dict[str, Any] = {
-        "prompts": [_prompt_messages(row, p) if m else p for m, row, p in zip(as_messages, rows, prompts)],
+        "prompts": [conversation(row, p) if m else p for m, row, p in zip(as_messages, rows, prompts)],
         "completions": [
             [{"role": "assistant", "content": text}] if m else text for m, text in zip(as_messages, completions)
         ],
@@ -214,8 +265,9 @@ def _is_conversation(row: Mapping[str, Any]) -> bool:
     return isinstance(first, Mapping) and {"role", "content"} <= set(first)
 
 
-def _prompt_messages(row: Mapping[str, Any], prompt: str) -> list[Any]:
-    return list(row["prompt"]) if _is_conversation(row) else [{"role": "user", "content": prompt}]
+def _takes_messages(grader: Grader, row: Mapping[str, Any]) -> bool:
+    """Return whether a function for a batch gets the prompt and completion of a row as messages."""
+    return _is_of_trl(grader) or (not isinstance(grader, BaseGrader) and _is_conversation(row))
 
 
 def _parameters(grader: Grader) -> dict[str, inspect.Parameter]:
@@ -381,6 +433,8 @@ class BaseGrader:
 
     name: str = "grader"
     """The grader's name in messages and metrics."""
+    reads: Reads = "text"
+    """What it reads before a completion."""
     _opened_by: int | None = None
 
     def setup(self) -> None:

@@ -51,6 +51,7 @@ class IsolatedGrader(WaitingGrader):
     """
 
     remembers = True
+    reads = "completion"  # the function in the process reads more
 
     @checked
     def __init__(

@@ -17,7 +17,16 @@ from pydantic import Field
 
 from agilerl.checks.arguments import Count, Location, Name, NotNegative, Positive, checked, shown
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
-from agilerl.rewards.grader import Grades, ScoreOrError, grades_of, rows_of, score_or_error
+from agilerl.rewards.grader import (
+    Grades,
+    ScoreOrError,
+    as_text,
+    conversation,
+    grades_of,
+    read_text,
+    rows_of,
+    score_or_error,
+)
 from agilerl.rewards.waiting import Answer, WaitingGrader
 from agilerl.safety.bounds import PATTERN_SECONDS, check_file, compiled_pattern
 from agilerl.safety.servers import Many, Reply, RequestError, Retries, Server
@@ -76,6 +85,7 @@ class JudgeGrader(WaitingGrader):
     """
 
     name = "judge"
+    reads = "message"
     asks_once = True
     judged: tuple[str, ...] = ("completion",)
     """What the template has to show."""
@@ -108,8 +118,9 @@ class JudgeGrader(WaitingGrader):
             model: its name at the endpoint.
             base_url: the endpoint's URL, without ``/chat/completions``.
             api_key_env: environment variable that holds the key; None for an endpoint without one.
-            template: the question, a Jinja template with ``prompt``, ``completion``, ``low``, ``high``, ``answer``
-                (empty if the row has none) and every other column of the row.
+            template: the question, a Jinja template with ``prompt`` (the whole conversation), ``completion`` (with what
+                the prompt has opened of it), ``low``, ``high``, ``answer`` (empty if the row has none) and every other
+                column of the row.
             system: a system message before it.
             low: the judge's worst score, which becomes 0.
             high: the judge's best score, which becomes 1.
@@ -174,7 +185,7 @@ class JudgeGrader(WaitingGrader):
     def body(self, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of a request whose template reads these columns; raises RewardError if it fails on them."""
         # The template's environment is strict: a name that a row lacks is an error. Only the answer may be missing.
-        known = {"answer": "", **row, "prompt": prompt}
+        known = {"answer": "", **row, "prompt": as_text(conversation(row, prompt))}
         try:
             question = rendered(self._template, **{key: "" if value is None else value for key, value in known.items()})
         except (TemplateError, ValueError, TypeError, LookupError) as error:
@@ -388,8 +399,9 @@ class PairwiseJudgeGrader(JudgeGrader):
         prompts: Sequence[str] | None = None,
     ) -> Grades:
         """Return the grades; groups are those of the rollout, or, of rows without any, the prompts."""
-        texts = [str(row.get("question", "")) for row in rows] if prompts is None else prompts
-        return grades_of(self.name, [score_or_error(s, self.name) for s in self._scores(completions, rows, texts)])
+        questions = [str(row.get("question", "")) for row in rows] if prompts is None else prompts
+        texts = [read_text(self, *one) for one in zip(completions, rows)]
+        return grades_of(self.name, [score_or_error(s, self.name) for s in self._scores(texts, rows, questions)])
 
     def _scores(
         self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], prompts: Sequence[str]

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from agilerl.checks.arguments import Count, Positive, check_fields, checked
 from agilerl.errors import ConfigError, RewardTimeoutError, how_to_install
-from agilerl.rewards.grader import Grader, exact_match, extract_answer
+from agilerl.rewards.grader import Grader, Reads, exact_match, extract_answer
 from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rewards.judge import JudgeGrader, PairwiseJudgeGrader
 from agilerl.rewards.reward_model import RewardModelGrader
@@ -65,6 +65,7 @@ class FormatTags(_Rule):
     tags: Sequence[str] = ("think", "answer")
     partial: bool = False
     name: ClassVar[str] = "format_tags"
+    reads: ClassVar[Reads] = "message"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -130,6 +131,7 @@ class Repetition(_Rule):
 
     n: Count = 3
     name: ClassVar[str] = "repetition"
+    reads: ClassVar[Reads] = "completion"
 
     def __call__(self, completion: str) -> float:
         """Return minus the share of repeated n-grams."""
@@ -174,6 +176,7 @@ class JsonValid(_Rule):
 
     required: Sequence[str] = ()
     name: ClassVar[str] = "json_valid"
+    reads: ClassVar[Reads] = "answer"
 
     def __call__(self, completion: str) -> float:
         """Return whether the answer is JSON."""

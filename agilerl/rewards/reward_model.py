@@ -1,6 +1,6 @@
 """A reward model as the grader: a transformer that outputs one number."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from agilerl.checks.arguments import Count, Name, Whole, checked
 from agilerl.errors import ConfigError, RewardError
 from agilerl.models.model_config import check_config, check_model_folder, check_size, check_tokenizer_parts
-from agilerl.rewards.grader import BaseGrader
+from agilerl.rewards.grader import MESSAGES, BaseGrader, conversation, rows_of
 from agilerl.safety.addresses import is_out_of_reach
 from agilerl.text.templates import apply_chat_template
 
@@ -17,12 +17,13 @@ from agilerl.text.templates import apply_chat_template
 class RewardModelGrader(BaseGrader):
     """Score completions with a sequence-classification model; its raw logit is the score, of any size and sign.
 
-    The chat template of the model's own tokenizer formats the prompt as a user message and the completion as an
-    assistant message; without a template the two are concatenated. Only safetensors are read, and no code of the
-    model's repository is run. Batches are padded, which changes a score only by rounding.
+    The chat template of the model's own tokenizer formats the whole conversation, system text and earlier turns
+    included, with the completion as its last message; without a template their texts are joined. Only safetensors are
+    read, and no code of the model's repository is run. Batches are padded, which changes a score only by rounding.
     """
 
     name = "reward_model"
+    reads = "message"
 
     @checked
     def __init__(
@@ -90,10 +91,14 @@ class RewardModelGrader(BaseGrader):
         """Release the model."""
         del self._model, self._tokenizer
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str]) -> list[float | Exception]:
-        """Return the model's score of each completion as an answer to its prompt."""
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
+    ) -> list[float | Exception]:
+        """Return the model's score of each completion as an answer to its conversation."""
         self.setup()
-        rows = [self._ids(prompt, completion) for prompt, completion in zip(prompts, completions)]
+        known = rows_of({key: columns[key] for key in (MESSAGES, "prompt") if key in columns}, len(completions))
+        asked = [conversation(*one) for one in zip(known, prompts)]
+        rows = [self._ids(*one) for one in zip(asked, completions)]
         limit = self.max_length or getattr(self._model.config, "max_position_embeddings", None)
         scores: list[float | Exception] = [
             RewardError(f"expected at most {limit} tokens of prompt and completion, found {len(row)}") for row in rows
@@ -109,10 +114,11 @@ class RewardModelGrader(BaseGrader):
                 scores[index] = score
         return scores
 
-    def _ids(self, prompt: str, completion: str) -> list[int]:
-        text, templated = prompt + completion, self._tokenizer.chat_template is not None
+    def _ids(self, messages: Sequence[Mapping[str, Any]], completion: str) -> list[int]:
+        templated = self._tokenizer.chat_template is not None
+        text = "\n".join(str(message["content"]) for message in messages) + completion
         if templated:
-            messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+            messages = [*messages, {"role": "assistant", "content": completion}]
             try:
                 text = apply_chat_template(self._tokenizer, messages, tokenize=False)
             except (TemplateError, ValueError, TypeError, LookupError) as error:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from agilerl.checks.arguments import Count, Name, checked
-from agilerl.rewards.grader import BaseGrader, Grader, attempt_grader, close, grader_name, rows_of, setup
+from agilerl.rewards.grader import BaseGrader, Grader, attempt_grader, close, grader_name, read_text, rows_of, setup
 from agilerl.safety.custom_code import torch_restored
 
 Answer = float | Exception | None
@@ -151,13 +151,16 @@ class EarlyGrading:
         self._held[index] = completion, str(row.get("question", "")), {key: row.get(key) for key in self.columns}
         for grader in self.graders:
             if not grader.in_order:
-                grader.begin(*self._held[index])
+                self._begin(grader, *self._held[index])
         while self._next in self._held:
             offered = self._held.pop(self._next)
             for grader in self.graders:
                 if grader.in_order:
-                    grader.begin(*offered)
+                    self._begin(grader, *offered)
             self._next += 1
+
+    def _begin(self, grader: WaitingGrader, completion: str, prompt: str, row: Mapping[str, Any]) -> None:
+        grader.begin(read_text(grader, completion, row), prompt, row)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         for grader in self.graders:
@@ -176,6 +179,7 @@ class ThreadedGrader(WaitingGrader):
     """
 
     remembers = True
+    reads = "completion"  # the function inside reads more
 
     @checked
     def __init__(self, grader: Grader, *, workers: Count = 8, name: Name | None = None) -> None:

@@ -1,7 +1,7 @@
 """Turns asks into graded trajectories; in a group of processes each does a share, and all of them get the whole."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import accumulate
 from time import perf_counter
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from agilerl.data import Completion, EpisodeOutcome, Trajectory
-from agilerl.envs.core import Row, Task, waiting_graders
+from agilerl.envs.core import Row, Task, prompt_columns, waiting_graders
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.programs import AgentTask
 from agilerl.envs.prompts import decode_completions
@@ -119,15 +119,17 @@ def collect_answers(
     """Return the trajectories of each ask, one a sample, with the seconds spent and what failed.
 
     A completion that cannot be graded has a NaN reward: it is masked out of training, never counted as 0. Graders get
-    the columns of its row and ``completion_ids``, its tokens. Whatever is not a rollout is graded as an exam.
-    Grading seconds count from the last completion on.
+    the columns of its row, ``completion_ids``, its tokens, and what its prompt was (``prompt_columns``). Whatever is
+    not a rollout is graded as an exam. Grading seconds count from the last completion on.
     """
     report = CollectReport()
     start = perf_counter()
     requests = [ask.generation(ask.place.prompt_ids, ask.samples) for ask in asks]
     graders = waiting_graders(task, exam=is_exam(asks))
-    with EarlyGrading(graders, dict.fromkeys(key for ask in asks for key in (*ask.place.row, _IDS))) as grading:
-        early = _Early(grading, task, tokenizer, asks)
+    prompts = [prompt_columns(task, tokenizer, ask.place.row) for ask in asks]
+    columns = dict.fromkeys(key for ask, prompt in zip(asks, prompts) for key in (*ask.place.row, *prompt, _IDS))
+    with EarlyGrading(graders, columns) as grading:
+        early = _Early(grading, task, tokenizer, asks, prompts)
         groups = engine.generate(requests, early) if grading.graders else engine.generate(requests)
         report.rollout = perf_counter() - start
         flat = [(number, completion) for number, group in enumerate(groups) for completion in group]
@@ -136,7 +138,7 @@ def collect_answers(
         texts = decode_completions(tokenizer, [c.token_ids for _, c in flat])
         whole = [n for n, (_, completion) in enumerate(flat) if completion.finish_reason != "oom"]
         graded = [asks[flat[n][0]] for n in whole]
-        rows = [early.row(n, flat[n][1]) or _graded_row(ask, flat[n][1]) for n, ask in zip(whole, graded)]
+        rows = [early.row(n, *flat[n]) for n in whole]
         verdicts = dict(zip(whole, verdicts_of(task, graded, rows, [texts[n] for n in whole])))
     result: list[list[Trajectory]] = [[] for _ in asks]
     for n, (number, completion) in enumerate(flat):
@@ -166,35 +168,42 @@ def collect_answers(
 _IDS = "completion_ids"
 
 
-def _graded_row(ask: Ask, completion: Completion) -> Row:
-    """Return the row that graders get."""
-    row = GradedRow({**ask.place.row, _IDS: completion.token_ids})
-    # Any number will do that the rows of one ask share with no other.
-    row.state, row.group = ask.state, id(ask)
-    return row
-
-
 class _Early:
     """Hands completions to the graders as they end."""
 
-    def __init__(self, grading: EarlyGrading, task: Task, tokenizer: Any, asks: Sequence[Ask]) -> None:
-        self.grading, self.task, self.tokenizer, self.asks = grading, task, tokenizer, asks
+    def __init__(
+        self,
+        grading: EarlyGrading,
+        task: Task,
+        tokenizer: Any,
+        asks: Sequence[Ask],
+        prompts: Sequence[Mapping[str, Any]],
+    ) -> None:
+        self.grading, self.task, self.tokenizer, self.asks, self.prompts = grading, task, tokenizer, asks, prompts
         self.firsts = [0, *accumulate(ask.samples for ask in asks)]
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, GradedRow] = {}
         """What was handed over, by number in the batch."""
 
     def __call__(self, request: int, sample: int, completion: Completion) -> None:
         if completion.finish_reason == "oom":
             return
         number = self.firsts[request] + sample
-        row = self._rows[number] = _graded_row(self.asks[request], completion)
+        row = self._rows[number] = self._graded(request, completion)
         (text,) = decode_completions(self.tokenizer, [completion.token_ids])
-        self.grading.add(number, self.task.graded_text(text, row), row)
+        self.grading.add(number, self.task.graded_text(text, row), self.task.graded_row(row))
 
-    def row(self, number: int, completion: Completion) -> Row | None:
+    def row(self, number: int, request: int, completion: Completion) -> Row:
         """Return the row that was handed over with this completion: graders recognise it by object identity."""
         row = self._rows.get(number)
-        return row if row is not None and row[_IDS] == completion.token_ids else None
+        return row if row is not None and row[_IDS] == completion.token_ids else self._graded(request, completion)
+
+    def _graded(self, request: int, completion: Completion) -> GradedRow:
+        """Return the row that graders get."""
+        ask = self.asks[request]
+        row = GradedRow({**ask.place.row, **self.prompts[request], _IDS: completion.token_ids})
+        # Any number will do that the rows of one ask share with no other.
+        row.state, row.group = ask.state, id(ask)
+        return row
 
 
 def grader_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

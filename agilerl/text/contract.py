@@ -5,6 +5,7 @@ Sampling, supervised rows, graders and servers all read it here, so that what st
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ MARK = "agilerl:here-the-model-spoke"
 """Placeholder for an answer while the text around it is determined."""
 _LARGEST_CONFIG = 1 << 20
 """Largest configuration to read, in bytes."""
+_CLOSED = re.compile(r"\A(?:\s*[<\[](\w+)[>\]].*?[<\[]/\1[>\]])*\s*", re.DOTALL)
+"""Pairs of tags, closed again, with what is in them."""
 _ENDS, _CONTRACT = "model_ends", "text_contract"
 """Attributes of a tokenizer: the end tokens of the base that it is used with; what was found of it."""
 
@@ -84,6 +87,17 @@ def stated_ends(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tup
         values[1:] = [value for value in values[1:] if isinstance(value, list | tuple)]
     ids = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
     return tuple(dict.fromkeys(one for one in ids if one is not None))
+
+
+def opened_answer(tokenizer: Any) -> str:
+    """Return what the generation prompt writes of each answer, and leaves open: graders read it before a completion.
+
+    Not what it has closed, such as the empty thinking of a model that is not to think, and no special tokens.
+    """
+    text = contract_of(tokenizer).opened
+    for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
+        text = text.replace(token.content, "") if token.special else text
+    return _CLOSED.sub("", text, count=1)
 
 
 def token_ids(encoded: Any) -> list[int]:

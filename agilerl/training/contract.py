@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 from agilerl.envs.examples import render_completion
 from agilerl.envs.prompts import ChatFormat
-from agilerl.errors import AgileRLError
+from agilerl.envs.tools.parsers import parser_for
+from agilerl.errors import AgileRLError, ConfigError
 from agilerl.runtime import Runtime
-from agilerl.text.contract import contract_of, readings
+from agilerl.text.contract import contract_of, opened_answer, readings
 
 QUESTION, THOUGHT = [{"role": "user", "content": "2 + 2 ="}], "<think>\nTwo and two.\n</think>\n\n4"
 
@@ -53,12 +54,27 @@ def _turns(runtime: Runtime) -> str:
     return "the template changes earlier turns, so each is rendered anew (strict_chat_template_boundary=False)"
 
 
+def _graders(runtime: Runtime) -> str:
+    opening = opened_answer(runtime.tokenizer)
+    read = f"each answer from {opening!r} on, which the prompt has written" if opening else "what the model writes"
+    return f"graders read {read}; reward models and judges the whole conversation"
+
+
+def _calls(runtime: Runtime) -> str:
+    try:
+        return f"calls of tools are read in the form {parser_for(runtime.tokenizer).family!r}"
+    except ConfigError:
+        return "the tokenizer has no tokens for calls of tools; parser: text finds them in what the model writes"
+
+
 CHECKS: tuple[tuple[str, Callable[[Runtime], str]], ...] = (
     ("begin", _begin),
     ("end", _end),
     ("whole", _whole),
     ("joint", _joint),
     ("turns", _turns),
+    ("graders", _graders),
+    ("calls", _calls),
 )
 """A claim each: what it returns holds; an error says what does not."""
 

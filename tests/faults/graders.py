@@ -36,3 +36,8 @@ def loud(completion: str) -> float:
     """Print 64 KiB to standard error."""
     sys.stderr.write("word " * 2**13 + "." * 2**14 + "\n" * 2**13)
     return 0.0
+
+
+def begins_once(completion: str) -> float:
+    """Pay for a text that begins with an opened thought, once."""
+    return float(completion.startswith("<think>\n") and completion.count("<think>") == 1)

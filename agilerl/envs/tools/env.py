@@ -29,7 +29,7 @@ from agilerl.envs.tools.parsers import (
 from agilerl.envs.tools.tool import Tool, ToolResult
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards.combine import Graders, as_grader
-from agilerl.rewards.grader import select
+from agilerl.rewards.grader import MESSAGES, select
 from agilerl.text.padding import has_template
 
 Announcement = Literal["auto", "system", "none"]
@@ -114,6 +114,7 @@ class ToolEnv(TextEnv):
         self._in_template = self._tool_role = False
         self._forbidden: re.Pattern[str] | None = None
         self._row: Row = {}
+        self._conversation: list[dict[str, Any]] = []
         self._counts: Counter[str] = Counter()
 
     def __repr__(self) -> str:
@@ -180,7 +181,8 @@ class ToolEnv(TextEnv):
         if self._factory is not None and self._counts["tool_errors/timeout"]:
             self._make_tools()  # the call that hangs still has the old one
         self._counts = Counter()
-        return self._opening(), {"split": split, "index": index}
+        self._conversation = as_messages(opening := self._opening())
+        return opening, {"split": split, "index": index}
 
     def step(self, action: str) -> StepResult:
         """Take an action as text alone; its tags count as the tokens that the tokenizer makes of them."""
@@ -201,7 +203,9 @@ class ToolEnv(TextEnv):
             graded = self._graded(action)[1] if self._environment is not None else 0.0
             self._running = False
             return "", graded, False, True, {**self._info(), "success": graded >= 1.0}
-        return self._answered(calls), 0.0, False, False, self._info()
+        results = self._answered(calls)
+        self._conversation += [{"role": "assistant", "content": action}, *as_messages(results)]
+        return results, 0.0, False, False, self._info()
 
     # -- what the model sees --------------------------------------------------------------------------------------
 
@@ -275,7 +279,9 @@ class ToolEnv(TextEnv):
 
     def _graded(self, action: str) -> StepResult:
         self._running = False
-        row = self._row if self._environment is None else {**self._row, "environments": self._environment}
+        row = {**self._row, MESSAGES: self._conversation}
+        if self._environment is not None:
+            row["environments"] = self._environment
         with _ONE_THREAD:
             grade = score_completions(self.task, [row], [action])[0]
         if grade is None:

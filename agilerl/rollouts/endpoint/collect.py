@@ -13,12 +13,13 @@ from agilerl.data import Completion, Trajectory
 from agilerl.envs.episode_task import Stepping
 from agilerl.envs.programs import AgentTask, run_program
 from agilerl.errors import EnvError
-from agilerl.rewards.grader import GradedRow
+from agilerl.rewards.grader import MESSAGES, OPENING, GradedRow
 from agilerl.rollouts.endpoint.server import Endpoint, Pending
 from agilerl.rollouts.endpoint.session import Session
 from agilerl.rollouts.engine import Ask, CollectReport, Failure, RolloutEngine
 from agilerl.rollouts.grading import Verdict, verdicts_of
 from agilerl.sizes import UNIT_ROWS
+from agilerl.text.contract import opened_answer
 
 _QUIET, _BEGINNING = 0.004, 0.1
 """Seconds without a further request after which those that wait are answered; and at first, while programs start."""
@@ -32,6 +33,8 @@ class _Episode:
     number: int
     """Position of its ask."""
     session: Session
+    opening: str
+    """What the chat template writes of each answer."""
     result: Any = None
     error: Exception | None = None
 
@@ -47,8 +50,11 @@ class _Episode:
         """The row as graders get it."""
         last = self.session.calls[-1].completion
         ids = last.token_ids if last is not None else []
-        columns = {"messages": self.session.transcript(), "result": self.result, "completion_ids": ids}
-        row = GradedRow({**columns, **self.session.ask.place.row})
+        transcript = self.session.transcript()
+        columns = {"messages": transcript, "result": self.result, "completion_ids": ids}
+        # A result is the program's own text.
+        prompt = {MESSAGES: transcript[:-1], OPENING: self.opening if self.result is None else ""}
+        row = GradedRow({**columns, **self.session.ask.place.row, **prompt})
         row.state, row.group = self.session.ask.state, id(self.session.ask)
         return row
 
@@ -84,7 +90,7 @@ def collect_programs(
             # By the agent's own episodes alone: kept caches change last bits, which must not depend on other agents.
             keeps = of_slot[ask.slot] <= UNIT_ROWS
             sessions.append(Session(ask, sample, task.limits, endpoint.chat_of, keeps))
-            episodes.append(_Episode(number, sessions[-1]))
+            episodes.append(_Episode(number, sessions[-1], opened_answer(tokenizer)))
     # The endpoint ends first: if the engine fails, programs are refused, and no one waits for them to time out.
     # A second more than a program's own limit, which ends it and says why.
     with Stepping(task.limits.timeout + 1, workers=task.limits.concurrency) as stepping, endpoint:
