@@ -19,6 +19,8 @@ from agilerl.gone import instead
 from agilerl.text.padding import decoded, has_template
 
 KEYS = ("arguments", "parameters")
+_BESIDE = {"name", "id", "type", "index"}
+"""What a call without arguments may state."""
 
 
 @dataclass(frozen=True)
@@ -66,20 +68,29 @@ class ToolCallParser(Protocol):
 def json_call(text: str) -> ToolCall | MalformedCall:
     """Read one call ``{"name": ..., "arguments": {...}}``, or with ``parameters``."""
     try:
-        return call_of(json.loads(text))
+        return call_of(json.loads(text, object_pairs_hook=_distinct))
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else error
         return _misread(f"{shown(text.strip())}, which is no JSON: {why}")
 
 
 def call_of(value: Any) -> ToolCall | MalformedCall:
-    """Read a call from parsed JSON; the arguments may be under any of ``KEYS``, also as JSON inside JSON."""
+    """Read a call from parsed JSON; the arguments may be under any one of ``KEYS``, also as JSON inside JSON."""
     if isinstance(value, dict) and isinstance(value.get("name"), str):
-        arguments = json_or_text(next((value[key] for key in KEYS if key in value), {}))
+        under = [key for key in KEYS if key in value] or sorted(value.keys() - _BESIDE)
+        arguments = json_or_text(value.get(under[0]) if len(under) == 1 and under[0] in KEYS else under or {})
         if isinstance(arguments, dict):
             call_id = value.get("id")
             return ToolCall(value["name"], arguments, call_id if call_id and isinstance(call_id, str) else None)
     return _misread(shown(value))
+
+
+def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the object of these pairs; raises ValueError for a key that is there twice."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError(f"an object has one of its keys {', '.join(map(shown, values))} twice")
+    return values
 
 
 def _misread(what: str) -> MalformedCall:
@@ -88,6 +99,10 @@ def _misread(what: str) -> MalformedCall:
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _TAGS = {OPEN, CLOSE}
+_ENDS = 8
+"""Closing tags that are tried as the end of a call."""
+_THINKING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
+"""Thinking, which the prompt may have begun and which may never have ended."""
 MARK = "\ufdd0"
 """Breaks up a tag that is no token; Unicode has no such character, and text that a model writes is freed of it."""
 
@@ -101,6 +116,8 @@ class TextTagParser:
     family = "text"
     tags: tuple[str, ...] = ()
     _form = '{"name": "...", "arguments": {...}}'
+    _sign, _bare = "{", re.compile(r"(?!)")
+    """What calls have in them that end without having begun; how those look that have no tags at all."""
 
     @checked
     def __init__(self, tokenizer: Any = None, *, begin: Name = OPEN, end: Name = CLOSE) -> None:
@@ -108,11 +125,37 @@ class TextTagParser:
         self._begin, self._end = begin, end
 
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
-        """Return the call between each pair of tags."""
-        unclosed = MalformedCall(f"expected {self._end} after the call that {self._begin} begins, found none")
-        # What stands before the first tag is for the user.
-        parts = [part.partition(self._end) for part in text.split(self._begin)[1:]]
-        return [self.read(content.replace(MARK, "")) if end else unclosed for content, end, _ in parts]
+        """Return the calls between each pair of tags; what stands elsewhere is for the user, unless it is one too."""
+        before, *parts = text.split(self._begin)
+        calls = self._outside(before)
+        for part in parts:
+            pieces = part.split(self._end)
+            if len(pieces) == 1:
+                calls.append(
+                    MalformedCall(f"expected {self._end} after the call that {self._begin} begins, found none")
+                )
+                continue
+            read: Calls = []
+            taken = 1
+            for count in range(1, min(len(pieces), _ENDS + 1)):  # a value may have the closing tag in it
+                within = self.read_all(self._end.join(pieces[:count]).replace(MARK, ""))
+                if count == 1 or not any(isinstance(call, MalformedCall) for call in within):
+                    read, taken = within, count
+                if not any(isinstance(call, MalformedCall) for call in read):
+                    break
+            calls += read + self._outside(self._end.join(pieces[taken:]))
+        return calls
+
+    def _outside(self, text: str) -> Calls:
+        """Return what looks like calls in a text that no tag begins."""
+        *ended, last = text.split(self._end)
+        bare = [part for part in ended if self._sign in part] + ([last] if self._bare.search(last) else [])
+        texts = [shown(part.replace(MARK, "").strip()) for part in bare]
+        return [MalformedCall(f"expected {self._begin} before a call, found {part}") for part in texts]
+
+    def read_all(self, content: str) -> Calls:
+        """Return the calls between two tags."""
+        return [self.read(content)]
 
     def read(self, content: str) -> ToolCall | MalformedCall:
         """Return the call between two tags; override it for a format other than JSON."""
@@ -137,8 +180,7 @@ class HermesParser(TextTagParser):
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
         """Return the call between each pair of tag tokens."""
         written = _written(self._tokenizer, token_ids, (OPEN, CLOSE, "<think>", "</think>"))
-        # Not in the thinking, which the prompt may have begun and which may never have ended.
-        return super().parse(token_ids, written.rpartition("</think>")[2].partition("<think>")[0])
+        return super().parse(token_ids, _THINKING.sub("", written))
 
 
 class QwenCoderParser(HermesParser):
@@ -146,16 +188,40 @@ class QwenCoderParser(HermesParser):
 
     family = "qwen_coder"
     _form = "<function=...><parameter=...>value</parameter></function>"
-    # Matched in full, so that the last closing tag ends the call: a value may hold others.
-    _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*)</function>\s*", re.DOTALL)
-    _PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
+    _sign, _bare = "<function=", re.compile(r"<function=[^>\s]+>.*</function>", re.DOTALL)
+    # A closing tag ends what the next opening tag, or nothing, follows: a value may hold others, but not both in turn.
+    _BETWEEN = re.compile(r"</parameter>.*<parameter=", re.DOTALL)
+    _FUNCTION = re.compile(r"\s*<function=([^>\s]+)>(.*?)</function>\s*(?=<function=|\Z)", re.DOTALL)
+    _PARAMETER = re.compile(r"\s*<parameter=([^>\s]+)>\n?(.*?)\n?</parameter>\s*(?=<parameter=|\Z)", re.DOTALL)
 
-    def read(self, content: str) -> ToolCall | MalformedCall:
-        """Return the call; the newlines next to a value's tags are not part of it."""
-        if match := self._FUNCTION.fullmatch(content):
-            return ToolCall(match[1], dict(self._PARAMETER.findall(match[2])))
-        form = "<function=name><parameter=key>value</parameter></function>"
-        return MalformedCall(f"expected {form}, found {shown(content.strip())}")
+    def read_all(self, content: str) -> Calls:
+        """Return the calls; the newlines next to a value's tags are not part of it."""
+        functions, rest = _one_by_one(self._FUNCTION, content)
+        calls: Calls = []
+        for name, body in functions:
+            parameters, left = _one_by_one(self._PARAMETER, body)
+            arguments = dict(parameters)
+            sound = (
+                not left
+                and len(arguments) == len(parameters)
+                and not any(map(self._BETWEEN.search, arguments.values()))
+            )
+            calls.append(ToolCall(name, arguments) if sound else self._malformed(body))
+        return calls if calls and not rest else [*calls, self._malformed(rest)]
+
+    @staticmethod
+    def _malformed(text: str) -> MalformedCall:
+        form = "<function=name><parameter=key>value</parameter></function>, each key once"
+        return MalformedCall(f"expected {form}, found {shown(text.strip())}")
+
+
+def _one_by_one(pattern: re.Pattern[str], text: str) -> tuple[list[tuple[str, str]], str]:
+    """Return the two groups of matches that follow one another, and the text that is left after them."""
+    matches, at = [], 0
+    while match := pattern.match(text, at):
+        matches.append((match[1], match[2]))
+        at = match.end()
+    return matches, text[at:].strip()
 
 
 class TemplateParser:
@@ -200,6 +266,7 @@ class TemplateParser:
             texts = [e["value"] for e in (*events, *last) if e["type"] == "region_close" and e["field"] in self._texts]
             if any(tag in str(text) for tag in self._openings for text in texts):
                 raise ValueError("its beginning does not match the response template")
+            self._check_whole([*events, *last])
             read = json.loads(json.dumps(message.get("tool_calls"), ensure_ascii=False).replace(MARK, "")) or []
         except (LookupError, RecursionError, TypeError, ValueError) as error:
             completion, why = written.replace(MARK, "").strip(), str(error.__cause__ or error)
@@ -207,6 +274,33 @@ class TemplateParser:
         # Each item is a call, or a list of calls where one tag begins several.
         calls = [call for item in read for call in (item if isinstance(item, list) else [item])]
         return [call_of(call.get("function", call) if isinstance(call, dict) else call) for call in calls]
+
+    def _check_whole(self, events: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError if transformers skips a part of a call: what stands between its parts, or a key twice."""
+        field = self._template["fields"]["tool_calls"]
+        kind, settings = field.get("content", "text"), field.get("content_args") or {}
+        chunks = [e["text"] if e["type"] == "region_chunk" else None for e in events if e["field"] == "tool_calls"]
+        for is_text, group in groupby(chunks, lambda chunk: chunk is not None):
+            body = "".join(map(str, group)) if is_text else ""
+            keys: list[str] = []
+            skipped: list[str] = []
+            if kind == "xml-inline":
+                pattern = re.compile(settings["tag_pattern"], re.DOTALL)
+                keys, skipped = [match["key"] for match in pattern.finditer(body)], [pattern.sub("", body)]
+            elif kind == "kv-lines":
+                pairs = [
+                    line.partition(settings.get("kv_sep", ":")) for line in body.split(settings.get("line_sep", "\n"))
+                ]
+                keys, skipped = (
+                    [key.strip() for key, sign, _ in pairs if sign],
+                    [key for key, sign, _ in pairs if not sign],
+                )
+            elif kind == "json" and body and not settings:
+                json.loads(body, object_pairs_hook=_distinct)
+            if any(text.strip() for text in skipped):
+                raise ValueError(f"{shown(''.join(skipped).strip())} is no part of a call")
+            if len(set(keys)) < len(keys) and not settings.get("merge_duplicates"):
+                raise ValueError(f"one of the keys {', '.join(map(shown, dict.fromkeys(keys)))} is there twice")
 
 
 PARSERS: dict[str, Callable[[Any], ToolCallParser]] = {

@@ -137,6 +137,150 @@ def test_xml_calls_where_the_template_writes_them() -> None:
     assert "<function=name>" in problem.problem
 
 
+def xml(**parameters: str) -> str:
+    return "".join(f"<parameter={key}>{value}</parameter>" for key, value in parameters.items())
+
+
+CODED: dict[str, tuple[str, list[ToolCall | None]]] = {  # None: a malformed call
+    "two functions in one tag": (
+        f"<tool_call><function=f>{xml(a='1')}</function>\n<function=g>{xml(b='2')}</function></tool_call>",
+        [ToolCall("f", {"a": "1"}), ToolCall("g", {"b": "2"})],
+    ),
+    "a value with the closing marks": (
+        "<tool_call><function=f><parameter=a>x </parameter> y </function> z</parameter></function></tool_call>",
+        [ToolCall("f", {"a": "x </parameter> y </function> z"})],
+    ),
+    "a value with the closing tag": (
+        f"<tool_call><function=f>{xml(a='x </tool_call> y')}</function></tool_call> so",
+        [ToolCall("f", {"a": "x </tool_call> y"})],
+    ),
+    "a value with an opening mark": (
+        f"<tool_call><function=f>{xml(a='<parameter=b> y')}</function></tool_call>",
+        [ToolCall("f", {"a": "<parameter=b> y"})],
+    ),
+    "no parameters": ("<tool_call><function=f></function></tool_call>", [ToolCall("f", {})]),
+    "text before the function": (f"<tool_call>So: <function=f>{xml(a='1')}</function></tool_call>", [None]),
+    "text behind the function": (f"<tool_call><function=f>{xml(a='1')}</function> so</tool_call>", [None]),
+    "text between parameters": (
+        f"<tool_call><function=f>{xml(a='1')} and {xml(b='2')}</function></tool_call>",
+        [None],
+    ),
+    "text before parameters": (f"<tool_call><function=f>so {xml(a='1')}</function></tool_call>", [None]),
+    "a parameter that is not closed": ("<tool_call><function=f><parameter=a>1</function></tool_call>", [None]),
+    "a parameter twice": (f"<tool_call><function=f>{xml(a='1')}{xml(a='2')}</function></tool_call>", [None]),
+    "a function that is not closed": (f"<tool_call><function=f>{xml(a='1')}</tool_call>", [None]),
+    "the second one is not closed": (
+        f"<tool_call><function=f>{xml(a='1')}</function><function=g></tool_call>",
+        [ToolCall("f", {"a": "1"}), None],
+    ),
+    "a tag that is not closed": (f"<tool_call><function=f>{xml(a='1')}</function>", [None]),
+    "a tag that is not opened": (f"<function=f>{xml(a='1')}</function></tool_call>", [None]),
+    "no tags": (f"I call <function=f>{xml(a='1')}</function>", [None]),
+    "no tags behind a call": (
+        f"<tool_call><function=f></function></tool_call><function=g>{xml(a='1')}</function>",
+        [ToolCall("f", {}), None],
+    ),
+    "a call and a thought": (
+        "<tool_call><function=f></function></tool_call><think>so</think> done",
+        [ToolCall("f", {})],
+    ),
+}
+CODER = "{{ messages[0].content }}{# <tool_call><function=f> #}"
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_nothing_of_an_xml_call_is_lost(name: str) -> None:
+    text, expected = CODED[name]
+    tokenizer = hermes(CODER)
+    found = parsed("", encoded(tokenizer, text), tokenizer)
+    assert [call if isinstance(call, ToolCall) else None for call in found] == expected
+
+
+NOW = '{"name": "now"}'
+TAGGED: dict[str, tuple[str, list[ToolCall | None]]] = {
+    "two calls in one tag": (f"<tool_call>{NOW}{NOW}</tool_call>", [None]),
+    "a list of calls": (f"<tool_call>[{NOW}]</tool_call>", [None]),
+    "a value with the closing tag": (
+        '<tool_call>{"name": "say", "arguments": {"text": "a </tool_call> b"}}</tool_call>',
+        [ToolCall("say", {"text": "a </tool_call> b"})],
+    ),
+    "a value with both tags": (
+        '<tool_call>{"name": "say", "arguments": {"text": "<tool_call></tool_call>"}}</tool_call>',
+        [None, None],
+    ),
+    "text between two calls": (
+        f"<tool_call>{NOW}</tool_call> and <tool_call>{NOW}</tool_call>",
+        [ToolCall("now", {})] * 2,
+    ),
+    "the second is not opened": (f"<tool_call>{NOW}</tool_call>{NOW}</tool_call>", [ToolCall("now", {}), None]),
+    "the second is not closed": (f"<tool_call>{NOW}</tool_call><tool_call>{NOW}", [ToolCall("now", {}), None]),
+    "the only one is not opened": (f"{NOW}</tool_call>", [None]),
+    "a call that another text closes": ("</tool_call> 3", []),
+    "a key twice": ('<tool_call>{"name": "f", "arguments": {"a": 1, "a": 2}}</tool_call>', [None]),
+    "a name twice": ('<tool_call>{"name": "f", "name": "g"}</tool_call>', [None]),
+    "arguments twice": ('<tool_call>{"name": "f", "arguments": {"a": 1}, "parameters": {"b": 2}}</tool_call>', [None]),
+    "arguments beside the name": ('<tool_call>{"name": "f", "a": 1}</tool_call>', [None]),
+    "before a thought": (f"<tool_call>{NOW}</tool_call><think>so</think>done", [ToolCall("now", {})]),
+    "between thoughts": (f"<think>a</think><tool_call>{NOW}</tool_call><think>b", [ToolCall("now", {})]),
+    "in a thought that the prompt began": (f"<tool_call>{NOW}</tool_call></think>done", []),
+}
+
+
+@pytest.mark.parametrize("family", ["hermes", "text"])
+@pytest.mark.parametrize("name", TAGGED)
+def test_nothing_of_a_tagged_call_is_lost(name: str, family: str) -> None:
+    text, expected = TAGGED[name]
+    if family == "text" and "<think>" not in text and "</think>" in text:
+        expected = [ToolCall("now", {})]  # in the text thinking is text
+    tokenizer = hermes()
+    found = parser_for(tokenizer, family).parse(encoded(tokenizer, text), text)
+    assert [call if isinstance(call, ToolCall) else None for call in found] == expected
+
+
+def templated(content: str, arguments: dict[str, object], text: str) -> list[ToolCall | None]:
+    tokenizer = hermes()
+    calls = {
+        "open_pattern": r"<tool_call>(?P<name>\w+):",
+        "close": "</tool_call>",
+        "repeats": True,
+        "content": content,
+        "content_args": arguments,
+        "transform": {"name": "{name}", "arguments": "{content}"},
+    }
+    template = {"start_anchor": "<|im_start|>assistant\n", "fields": {"tool_calls": calls, "content": {}}}
+    found = TemplateParser(tokenizer, template).parse(encoded(tokenizer, text), "")
+    return [call if isinstance(call, ToolCall) else None for call in found]
+
+
+XML = {"tag_pattern": r"<p=(?P<key>\w+)>(?P<value>.*?)</p>"}
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "body", "arguments"),
+    [
+        ("xml-inline", XML, "<p=a>1</p>\n<p=b>2</p>", {"a": "1", "b": "2"}),
+        ("xml-inline", XML, "<p=a>1</p> and <p=b>2</p>", None),
+        ("xml-inline", XML, "<p=a>x </p> y</p>", None),
+        ("xml-inline", XML, "<p=a>1</p><p=b>2", None),
+        ("xml-inline", XML, "<p=a>1</p><p=a>2</p>", None),
+        ("xml-inline", {**XML, "merge_duplicates": True}, "<p=a>1</p><p=a>2</p>", {"a": ["1", "2"]}),
+        ("kv-lines", {}, "a: 1\n\nb: 2", {"a": "1", "b": "2"}),
+        ("kv-lines", {}, "a: 1\nso\nb: 2", None),
+        ("kv-lines", {}, "a: 1\na: 2", None),
+        ("json", {}, '{"a": 1}', {"a": 1}),
+        ("json", {}, '{"a": 1, "a": 2}', None),
+    ],
+)
+def test_nothing_of_a_templates_call_is_lost(
+    content: str, settings: dict[str, object], body: str, arguments: dict[str, object] | None
+) -> None:
+    text = f"So <tool_call>f:{body}</tool_call><tool_call>g:</tool_call>"
+    if content == "json":
+        text = text.replace("g:", "g:{}")
+    expected = [None] if arguments is None else [ToolCall("f", arguments), ToolCall("g", {})]
+    assert templated(content, settings, text) == expected
+
+
 def test_a_response_template_comes_first() -> None:
     tokenizer = hermes()
     calls = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"}
