@@ -126,7 +126,7 @@ class Runtime:
         options: SharedOptions | None = None,
         engine: Any = None,
     ) -> None:
-        self.base, self.tokenizer, self.seed, self.max_tokens = base, padded(tokenizer), seed, max_tokens
+        self.base, self.tokenizer, self.seed, self.max_tokens = base, tokenizer, seed, max_tokens
         self.lora_config = copy.deepcopy(lora_config) if lora_config is not None else adapters.default_lora_config()
         adapters.check_lora_config(self.lora_config)
         self.store = AdapterStore(
@@ -141,8 +141,7 @@ class Runtime:
         base.store = self.store
         base.ends_of_text = ()
         if tokenizer is not None:
-            self.tokenizer = with_ends(self.tokenizer, base.eos_token_ids)
-            base.ends_of_text = contract_of(self.tokenizer).ends
+            self.tokenizer = self.reading(tokenizer)
         self._fingerprinted: tuple[Any, str | None] | None = None
         self.limits = MemoryLimits()
         """What memory has turned out to hold; the sizes that a user gave bound what is tried first."""
@@ -165,6 +164,13 @@ class Runtime:
         self.options = SharedOptions() if options is None else options
         self._fixed = frozenset(self.options.model_fields_set)
         self._apply(self.options)
+
+    def reading(self, tokenizer: Any) -> Any:
+        """Return a tokenizer that knows the base's end tokens; from now on its own end completions too."""
+        self.base.ends_of_text = ()
+        tokenizer = with_ends(padded(tokenizer), self.base.eos_token_ids)
+        self.base.ends_of_text = contract_of(tokenizer).ends
+        return tokenizer
 
     @classmethod
     @checked

@@ -18,7 +18,6 @@ from agilerl.rewards.grader import TrainerState
 from agilerl.rollouts import SamplingSettings
 from agilerl.rollouts.collect import Collected
 from agilerl.rollouts.engine import Ask, Failure, check_error_rate, lost_places
-from agilerl.text.padding import padded
 
 Panels = Literal["exam", "test", "second"]
 AnyTask = Annotated[
@@ -45,7 +44,7 @@ class Exams:
         self.agents = list(agents)
         self.task = task
         self.runtime = agents[0].runtime
-        self.tokenizer = self.runtime.tokenizer if tokenizer is None else padded(tokenizer)
+        self.tokenizer = self.runtime.tokenizer if tokenizer is None else self.runtime.reading(tokenizer)
         if self.tokenizer is None:
             raise ConfigError("a population needs a tokenizer; pass tokenizer=AutoTokenizer.from_pretrained(...)")
         self.test_prompts = test_prompts

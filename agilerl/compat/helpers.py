@@ -31,7 +31,7 @@ from agilerl.compat.agents import ALIASES, IMPLIED
 from agilerl.compat.gyms import DataGym, ReasoningGym
 from agilerl.config.base_model import SharedOptions
 from agilerl.envs.core import Task
-from agilerl.envs.prompts import render_prompt
+from agilerl.envs.prompts import decode_completions, render_prompt
 from agilerl.errors import ConfigError
 from agilerl.hpo.mutation import Mutations
 from agilerl.models.adapters import default_lora_config
@@ -111,7 +111,7 @@ def create_population(
     agents = cls.population(population_size, hp_config=hp_config, **values)
     # The agents share one runtime, so this sets it for all.
     if tokenizer is not None and agents[0].runtime.tokenizer is None:
-        agents[0].runtime.tokenizer = tokenizer
+        agents[0].runtime.tokenizer = agents[0].runtime.reading(tokenizer)
     return list(agents)
 
 
@@ -277,10 +277,11 @@ def compare_responses(
         # One key for all slots: base and agent draw by the same numbers.
         requests += [GenerationRequest(slot, ids, 1, settings, "act", (number,)) for slot in slots.values()]
     groups = agent.runtime.complete(requests)
-    texts = [tokenizer.decode(c.token_ids, skip_special_tokens=skip_special_tokens).strip() for (c,) in groups]
+    sampled = [completion.token_ids for (completion,) in groups]
+    texts = decode_completions(tokenizer, sampled) if skip_special_tokens else [tokenizer.decode(i) for i in sampled]
     compared = []
     for number, (prompt, chosen, rejected) in enumerate(samples):
-        answers = dict(zip(slots, texts[number * len(slots) : (number + 1) * len(slots)]))
+        answers = dict(zip(slots, map(str.strip, texts[number * len(slots) : (number + 1) * len(slots)])))
         of_data = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
         compared.append({name: text for name, text in (of_data | answers).items() if text is not None})
         print(f"--- {number + 1} of {len(samples)}")

@@ -225,6 +225,10 @@ def as_messages(value: Any, role: str, where: str) -> list[Message]:
     if not messages or not all(sound):
         expected = "expected text or a list of {'role', 'content'} with texts"
         raise RowFaultError("not_text", f"{expected} in {where}, found {shown(value)}")
+    for key in ("reasoning_content", "reasoning", "thinking"):
+        if any(message.get(key) for message in messages):
+            expected = f"expected all that the assistant says in the content of its messages, found {key} beside it"
+            raise RowFaultError("not_text", f"{expected} in {where}; write it into the content: <think>...</think>")
     return [{"role": str(m["role"]), "content": m["content"]} for m in messages]
 
 

@@ -105,9 +105,13 @@ class TorchEngine:
         """Decoding steps between two reads of the drawn tokens; rows that have ended continue uselessly until then."""
         self._decodes = False
         """Whether decoding was tried out, where we do not compute attention ourselves."""
-        eos = [token for token in base.eos_token_ids if token < base.vocabulary_size]  # others cannot be drawn
-        self._eos = torch.tensor(eos, dtype=torch.int64, device=base.device)
+        self._eos = self._ends()
         self._row_multiple = CPU_ROWS if base.device.type == "cpu" else 1
+
+    def _ends(self) -> Tensor:
+        """Return the tokens that end completions; a tokenizer that comes later may add some."""
+        ends = [token for token in self.base.eos_token_ids if token < self.base.vocabulary_size]  # others are not drawn
+        return torch.tensor(ends, dtype=torch.int64, device=self.base.device)
 
     @torch.no_grad()
     def generate(
@@ -134,6 +138,7 @@ class TorchEngine:
                 self._decodes = False
                 raise
         self._check_prompts(requests)
+        self._eos = self._ends()
         # Not in parts if more may arrive: those are numbered on from all of these.
         chunk = len(requests) if arrivals is not None else self.prompts_at_once or len(requests)
         if chunk < len(requests):

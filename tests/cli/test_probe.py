@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from tests.cli.outcome import Agilerl
+from tests.text.shapes import CHATML, byte_level
+from tests.tiny_models import llama, random_model
 
 pytestmark = pytest.mark.model
 
@@ -114,3 +117,23 @@ def test_of_a_model_its_contract_is_told(agilerl: Agilerl) -> None:
 
 def test_a_model_has_no_task(agilerl: Agilerl) -> None:
     assert "found a model" in agilerl("probe", "embedded", "--task", "gcd").errors
+
+
+def test_the_plan_and_the_contract_say_which_reading_was_taken(agilerl: Agilerl, tmp_path: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level("<s> </s> <|im_start|> <|im_end|>", "<s> $A </s>"),
+        eos_token="</s>",
+        bos_token="<s>",
+    )
+    tokenizer.chat_template = CHATML
+    random_model(llama(vocab_size=300, eos_token_id=1)).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    begin = "prompts begin with <|im_start|> (2), as the template writes them; a text alone with <s> (0); "
+    begin += "</s> (1), which the tokenizer puts behind a text, is left out"
+    end = "answers end with </s> (1) or <|im_end|> (3); rows teach <|im_end|> (3)"
+    told = agilerl("probe", "base")
+    assert told.code == 0, told.errors
+    assert told.output.splitlines()[1:3] == [f"begin     {begin}", f"end       {end}"]
+    plan = agilerl("train", "network.pretrained_model_name_or_path=base", "environment.env_type=sft", "--dry-run",
+                   "algorithm.name=SFT", "--json")  # fmt: skip
+    assert f"{begin}; {end}" in [line["text"] for line in json.loads(plan.output)["lines"]]

@@ -141,6 +141,13 @@ ALONE = Form(None, "chosen", pairs=True)
         (TALK, {"messages": SAY}, "missing", "the assistant's answer to a message"),
         (TALK, {"messages": [*ASK, {"role": "assistant", "content": ""}]}, "empty", "in the last message"),
         (TALK, {"messages": [*ASK, {**SAY[0], "tool_calls": [{}]}]}, "not_text", "found tool calls"),
+        (
+            TALK,
+            {"messages": [*ASK, {**SAY[0], "reasoning_content": "so"}]},
+            "not_text",
+            "found reasoning_content beside",
+        ),
+        (ALONE, {"chosen": ASK + SAY, "rejected": [*ASK, {**SAY[0], "thinking": "so"}]}, "not_text", "found thinking"),
         (PAIR, {"prompt": "1", "chosen": "2", "rejected": "2"}, "alike", r"chosen and rejected .* found '2'"),
         (PAIR, {"prompt": "1", "chosen": ASK, "rejected": "2"}, "not_text", "one message of the assistant in"),
         (PAIR, {"prompt": "1", "chosen": "2", "rejected": None}, "missing", "column rejected, found None"),
