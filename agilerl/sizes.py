@@ -1,6 +1,7 @@
 """Sizes that both the code and the forecasts use, each declared once. Imports nothing."""
 
 from math import ceil
+from typing import Any
 
 LENGTH_MULTIPLE = 32
 """Padded lengths are multiples of this. CPU attention kernels give the same bits for a row at any such length."""
@@ -31,3 +32,19 @@ VLLM_CPU_CACHE = 1 << 30
 def padded_length(length: float) -> int:
     """Round a sequence length up to the next multiple of ``LENGTH_MULTIPLE``; at least one multiple."""
     return max(1, ceil(length / LENGTH_MULTIPLE)) * LENGTH_MULTIPLE
+
+
+def stated(config: Any, *names: str) -> int | None:
+    """Return the first of these numbers that a model's configuration states; None if it states none.
+
+    Of a number that differs from layer to layer, as a list or in configurations of their own, it is the largest.
+    """
+    for name in names:
+        try:
+            values = getattr(config, name, None)
+        except RuntimeError:  # transformers refuses to name one number for all layers
+            values = [getattr(layer, name, None) for layer in config.per_layer_config]
+        values = [value for value in (values if isinstance(values, list | tuple) else [values]) if value]
+        if values:
+            return int(max(values))
+    return None

@@ -15,7 +15,7 @@ from agilerl.envs.core import Place
 from agilerl.models.quantised import stored_size
 from agilerl.planning.time import CPU_COSTS, GPU_COSTS, ITERATION, Machine, ModelShape, Widths, Workload, seconds
 from agilerl.runtime import Runtime
-from agilerl.sizes import CPU_ROWS
+from agilerl.sizes import CPU_ROWS, stated
 from agilerl.training.memory import adapter_slots
 from agilerl.training.setup import Session
 
@@ -30,10 +30,9 @@ def shape_of(runtime: Runtime) -> ModelShape:
     """Return the sizes of a loaded base and of the layers that carry adapters."""
     model = runtime.base.model
     config = model.config.get_text_config()
-    chosen = getattr(config, "num_experts_per_tok", None)  # of a mixture; a dense model has none
-    counts = (getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-    count = next(filter(None, counts), None)
-    share = float(chosen) / float(count) if chosen and count else 1.0
+    chosen = stated(config, "num_experts_per_tok")  # of a mixture; a dense model has none
+    count = stated(config, "num_experts", "num_local_experts", "n_routed_experts")
+    share = chosen / count if chosen and count else 1.0
     outside = {id(model.get_input_embeddings().weight), id(model.get_output_embeddings().weight)}
     size, active = 0, 0.0  # bytes of all matrices of the layers, and the parameters that one token uses
     for path, parameter in model.named_parameters():

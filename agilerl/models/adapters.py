@@ -15,6 +15,7 @@ from torch import Tensor
 from agilerl.checks.arguments import shown
 from agilerl.config.base_model import with_layers_by_weight
 from agilerl.errors import CheckpointError, ConfigError, WriteError
+from agilerl.models.layers import body_of
 from agilerl.models.quantised import imported_peft
 from agilerl.models.slots import LinearShape
 from agilerl.safety.bounds import check_file, check_links, full_matches, memory_bytes
@@ -42,7 +43,7 @@ def lora_layers(model: Any, lora_config: Any, scope: str | None = None) -> list[
     named = config.target_modules != "all-linear"
     config = _maybe_include_all_linear_layers(config, model)
     _without_patterns(config, [name for name, _ in model.named_modules()])
-    body = model.get_decoder()
+    body = body_of(model)
     # In a multimodal model the prefix of the names in the text tower; empty if that is the whole model.
     tower = next((f"{name}." for name, module in model.named_modules() if module is body and name), "")
     shapes = []
@@ -106,12 +107,15 @@ def _loadable(shapes: Sequence[LinearShape], model: Any, *, named: bool) -> list
 
 def _does_more(module: Any) -> bool:
     """Return whether a model's own kind of linear layer returns more than a product, as routers of mixtures do."""
-    kind = type(module)
-    return (
-        isinstance(module, torch.nn.Linear)
-        and kind.__module__.startswith("transformers.models.")
-        and kind.forward is not torch.nn.Linear.forward
-    )
+    if not isinstance(module, torch.nn.Linear) or not type(module).__module__.startswith("transformers.models."):
+        return False
+    x = torch.linspace(-1, 1, module.in_features, dtype=module.weight.dtype, device=module.weight.device)[None]
+    try:
+        y = module(x)
+    except Exception:  # one that needs to be told more
+        return True
+    product = torch.nn.functional.linear(x, module.weight, module.bias)
+    return not isinstance(y, Tensor) or y.shape != product.shape or not torch.allclose(y, product)
 
 
 def _without_patterns(config: Any, names: Sequence[str]) -> None:

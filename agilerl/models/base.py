@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,23 +15,32 @@ import torch
 from torch import Tensor, nn
 
 from agilerl.checks.arguments import described, reason, shown
-from agilerl.config.base_model import QuantizationConfig, SharedOptions
+from agilerl.config.base_model import AttentionKind, QuantizationConfig, SharedOptions
 from agilerl.data.tree import token_tree
-from agilerl.errors import ConfigError, EngineError
+from agilerl.errors import ConfigError, EngineError, lacks_memory
 from agilerl.functional import linear_collision_entropy, linear_logprobs
-from agilerl.models.flat import FlatRows, Packed, PromptLine, Rows, flatten, pack
+from agilerl.models.flat import (
+    FlatRows,
+    Packed,
+    PromptLine,
+    Rows,
+    flatten,
+    pack,
+)
 from agilerl.models.gguf import base_folder
 from agilerl.models.layers import (
     EXPERTS,
     apply_liger_kernels,
     asking,
+    body_of,
     choose_attention,
     configure_layers,
     configure_norms,
-    decoding_attention,
     offloaded,
+    recorded_options,
     register_experts,
     round_products,
+    using_attention,
 )
 from agilerl.models.lora import RoundedLinear
 from agilerl.models.model_config import (
@@ -44,8 +54,19 @@ from agilerl.models.model_config import (
     overridden_dtype,
 )
 from agilerl.models.quantised import loading_arguments, prepare, quantisation_in, stored_sizes
+from agilerl.models.reach import (
+    EVERYTHING,
+    Reach,
+    Reaches,
+    limits_in,
+    longest_row,
+    masks_of,
+    narrowed,
+    readings,
+)
 from agilerl.models.slots import AdapterStore
 from agilerl.models.tiny import tiny_model_path
+from agilerl.sizes import stated
 from agilerl.text.contract import stated_ends
 from agilerl.text.padding import with_padding
 from agilerl.text.templates import settings_of, with_chat_template
@@ -102,22 +123,22 @@ class BaseModel:
         # Cohere multiplies its logits by logit_scale, Granite divides them by logits_scaling.
         factor, divisor = (float(getattr(config, name, None) or 1) for name in ("logit_scale", "logits_scaling"))
         self._scale = factor / divisor
-        sliding, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-        if "local" in (getattr(config, "attention_layers", None) or []):  # of GPT-Neo
-            sliding, kinds = config.window_size, ["sliding_attention"]
-        # Some models state no limit, for instance those with ALiBi.
-        self.context_length = int(getattr(config, "max_position_embeddings", 1 << 20))
-        if sliding and "sliding_attention" in (kinds or []):
-            # Rows within the window are attended to as a whole, so no layer has to be told of it.
-            self.context_length = int(sliding)
-        self.window = int(sliding) if sliding and kinds is None else None
-        """Tokens that one attends to in every layer, itself included; None: all. Other windows bound the context."""
+        self._longest = longest_row(config)
+        self.context_length = self._longest
+        """The most tokens of a row, prompt and completion."""
+        self.reaches: Reaches = EVERYTHING
+        """Which earlier tokens the layers attend to; :meth:`configure` finds out."""
+        self._reading = 0
+        self._suits_sdpa: bool | None = None
+        """Whether SDPA computes this model's attention; None: not tried yet."""
+        self._decodes_by: AttentionKind = "sdpa"
+        """The kernel that computes the attention of a step; an eager model stays so."""
         self.vocabulary_size = int(head.weight.shape[0])
-        self.num_layers = int(config.num_hidden_layers)
+        self.num_layers = stated(config, "num_hidden_layers") or 0
         self._routers: list[Tensor] | None = None
         recorded = getattr(self.body, "_can_record_outputs", None) or {}
         balanced = "router_logits" in recorded and getattr(config, "router_aux_loss_coef", None) is not None
-        self.experts_per_token: int | None = getattr(config, "num_experts_per_tok", None) if balanced else None
+        self.experts_per_token = stated(config, "num_experts_per_tok") if balanced else None
         """Experts that a token chooses, of a mixture for which transformers has a load-balancing loss; else None."""
         self.eos_token_ids  # noqa: B018  (raises if it is not a token id)
         self.hidden_size = int(head.weight.shape[1])
@@ -194,7 +215,7 @@ class BaseModel:
 
         Raises ConfigError for options that this model or machine does not support; nothing is changed then.
         """
-        choose_attention(self.model, options.attn_implementation, self.device)
+        self._choose_attention(options.attn_implementation)
         if options.use_liger_kernel and not self.options.use_liger_kernel:
             apply_liger_kernels(self.model, self.device)
         if options.activation_offload and not self.options.activation_offload and self.device.type != "cuda":
@@ -203,6 +224,7 @@ class BaseModel:
         configure_norms(self.body, enabled=options.torch_compiler is None and not options.use_liger_kernel)
         before, self.options = self.options, options
         self._use_own_experts()
+        self._find_reaches()
         self.flattens = self._can_flatten()
         if options.use_sequence_packing and not before.use_sequence_packing and not self.flattens:
             try:
@@ -212,6 +234,21 @@ class BaseModel:
                 configure_layers(self.body, before, self.store)
                 self.flattens = self._can_flatten()
                 raise
+
+    def _choose_attention(self, kind: AttentionKind | None) -> None:
+        choose_attention(self.model, kind, self.device)
+        if self.model.config._attn_implementation != "sdpa":
+            return
+        if self._suits_sdpa is None:
+            self._suits_sdpa = self._is_computed_by_sdpa()
+        if not self._suits_sdpa:
+            if kind == "sdpa":
+                raise ConfigError(
+                    f"attn_implementation='sdpa' leaves out a part of the attention of {type(self.model).__name__} (a "
+                    "soft cap, or sinks); leave it out, or use 'eager'"
+                )
+            self._decodes_by = "eager"
+            choose_attention(self.model, "eager", self.device)
 
     def hidden(self, ids: Tensor, **kwargs: Any) -> Tensor:
         """Return the last hidden states ``[B, T, H]`` of right-padded ids ``[B, T]``.
@@ -223,7 +260,9 @@ class BaseModel:
         if self.store is not None:
             self.store.batch_rows = ids.shape[0]
         if kwargs.get("past_key_values") is not None:
-            with decoding_attention(self.model.config.get_text_config()):
+            config = self.model.config.get_text_config()
+            # The other kernels do not take our mask.
+            with using_attention(config, "eager" if config._attn_implementation == "eager" else self._decodes_by):
                 return cast(Tensor, self.body(input_ids=ids, use_cache=True, **kwargs)[0])
         offload = self.options.activation_offload and self.device.type == "cuda" and torch.is_grad_enabled()
         with offloaded(self.model, pin=True) if offload else nullcontext():
@@ -261,13 +300,19 @@ class BaseModel:
         """
         asked, cache = [], kwargs.get("past_key_values")
 
-        def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, *, reach: Reach
+        ) -> Tensor:
             asked.append(1)
             if cache is not None and not (key is cache.computed[-1][0] and value is cache.computed[-1][1]):
                 raise EngineError("a layer attends to other keys or values than those of its cache")
-            return rows.attend(query, key, value, scale)
+            return rows.attend(query, key, value, scale, reach)
 
-        mask = asking(torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device), attend)
+        def mask_of(reach: Reach) -> Tensor:
+            there = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
+            return asking(there, partial(attend, reach=reach))
+
+        mask = masks_of(self.reaches, mask_of)
         # Each token is a row of length 1: only attention, which asks for it, sees other tokens.
         hidden = self.hidden(rows.ids[:, None], position_ids=rows.positions[:, None], attention_mask=mask, **kwargs)
         if len(asked) < self.num_layers:  # each token would have attended to itself alone
@@ -321,13 +366,16 @@ class BaseModel:
 
         Raises EngineError for an architecture whose head computes something else: training would use wrong numbers.
         """
-        ids = torch.arange(1, 9, device=self.device)[None] % self.vocabulary_size
+        ids, name = torch.arange(1, 9, device=self.device)[None] % self.vocabulary_size, type(self.model).__name__
         try:
             with torch.no_grad():
-                split, full = self.logits(self.hidden(ids)[0]), self.model(input_ids=ids).logits[0].float()
-        except (TypeError, AttributeError, ValueError, IndexError) as error:
+                hidden, full = self.hidden(ids), self.model(input_ids=ids, use_cache=False).logits[0].float()
+                split, beginning = self.logits(hidden[0]), self.hidden(ids[:, :4])
+        except Exception as error:  # of many types: from inside the model's code
+            if lacks_memory(error):
+                raise
             raise EngineError(
-                f"{type(self.model).__name__} is not made of a body and a head as supported ones are: {error}"
+                f"{name} is not made of a body and a head as supported ones are: {reason(error)}; use another model"
             ) from error
         if not bool(torch.isfinite(full).all()):
             bad = next((n for n, p in self.model.named_parameters() if not bool(torch.isfinite(p).all())), None)
@@ -337,8 +385,14 @@ class BaseModel:
             )
         if not torch.allclose(split, full, atol=1e-3, rtol=1e-3):
             raise EngineError(
-                f"{type(self.model).__name__} computes its logits in a way that is not supported "
+                f"{name} computes its logits in a way that is not supported "
                 f"(largest difference {float((split - full).abs().max()):.3g}); it cannot be trained correctly"
+            )
+        apart = _apart(hidden[:, :4], beginning, torch.ones((1, 4), dtype=torch.bool))
+        if not apart < max(0.05, _SAME[self.dtype]):
+            raise EngineError(
+                f"{name} lets tokens see those that follow (relative difference {apart:.2g}), so it cannot write a "
+                "text token by token; set is_decoder to true in its config.json if it was trained so, or use another"
             )
 
     @torch.no_grad()
@@ -359,6 +413,67 @@ class BaseModel:
         if not same:
             config._experts_implementation = before
 
+    @contextmanager
+    def narrowed(self) -> Iterator[None]:
+        """Let windows and chunks be of 4 tokens, so that a short row shows what lies on both sides of their edges."""
+        config, before = self.model.config.get_text_config(), self.reaches
+        with narrowed(self.model, limits_in(config, self._longest) if before != EVERYTHING else {}):
+            # The number of the reading is the same with other numbers in it.
+            self.reaches = readings(config)[self._reading] if before != EVERYTHING else before
+            try:
+                yield
+            finally:
+                self.reaches = before
+
+    @torch.no_grad()
+    def _find_reaches(self) -> None:
+        """Find out which tokens each layer attends to; where that cannot be told, rows are as short as the window."""
+        config = self.model.config.get_text_config()
+        self.reaches, self.context_length = EVERYTHING, self._longest
+        limits = limits_in(config, self._longest)
+        if not limits:
+            return
+        ids = (torch.arange(1, 25).reshape(2, 12) % self.vocabulary_size).to(self.device)
+        usual = self.hidden(ids)
+        with narrowed(self.model, limits):
+            narrow = self.hidden(ids)
+            fitting = [i for i, reading in enumerate(readings(config)) if self._is_read(ids, narrow, reading)]
+        everywhere = torch.ones(ids.shape, dtype=torch.bool)
+        shows = not _apart(narrow, usual, everywhere) < _SAME[self.dtype]
+        unlimited = set(getattr(config, "layer_types", None) or ()) == {"full_attention"}
+        if fitting and (shows or unlimited):
+            self._reading = fitting[0]
+            self.reaches = readings(config)[self._reading]
+        else:
+            self.context_length = min(limits.values())
+
+    def _is_read(self, ids: Tensor, expected: Tensor, reaches: Reaches) -> bool:
+        """Return whether the layers attend as ``reaches`` says: masks made from it change nothing."""
+        at = torch.arange(ids.shape[1], device=self.device)
+
+        def mask_of(reach: Reach) -> Tensor:
+            seen = reach.visible(at[:, None], at)
+            mask = torch.zeros(seen.shape, dtype=self.activation_dtype, device=self.device)
+            return mask.masked_fill_(~seen, torch.finfo(mask.dtype).min)[None, None]
+
+        try:
+            states = self.hidden(ids, attention_mask=masks_of(reaches, mask_of))
+        except Exception:  # a model that takes one mask, or one that takes several
+            return False
+        return _apart(states, expected, torch.ones(ids.shape, dtype=torch.bool)) < _SAME[self.dtype]
+
+    @torch.no_grad()
+    def _is_computed_by_sdpa(self) -> bool:
+        """Return whether SDPA computes this model's attention: it knows no soft caps and no sinks."""
+        config = self.model.config.get_text_config()
+        ids = torch.arange(1, 9, device=self.device)[None] % self.vocabulary_size
+        with recorded_options() as unknown:
+            states = self.hidden(ids)
+        with using_attention(config, "eager"):
+            eager = self.hidden(ids)
+        everywhere = torch.ones(ids.shape, dtype=torch.bool)
+        return not unknown and _apart(states, eager, everywhere) < max(10 * _SAME[self.dtype], 1e-3)
+
     @torch.no_grad()
     def _can_flatten(self) -> bool:
         """Return whether rows in one line have the hidden states of padded ones: nothing but attention mixes tokens.
@@ -366,17 +481,14 @@ class BaseModel:
         It is tried out, since a layer of another kind (a convolution, a state) would mix neighbours of the line.
         """
         config = self.model.config.get_text_config()
-        windows = [getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")]
-        if any(window and window < self.context_length for window in windows):
-            return False  # no row here is long enough to show it
         if getattr(config, "num_kv_shared_layers", None):
             return False  # decoding looks up each layer's own keys and values
-        ropes = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-        kinds = {rope.get("rope_type") for rope in (ropes, *ropes.values()) if isinstance(rope, dict)}
-        if kinds & {"longrope", "dynamic"}:
-            return False  # the longest row of a pass decides how all of them are rotated
         if self.model.config._attn_implementation != "sdpa" or self.options.torch_compiler is not None:
             return False
+        with self.narrowed():
+            return self._computes_flat()
+
+    def _computes_flat(self) -> bool:
         ids = torch.arange(1, 37).reshape(3, 12) % self.vocabulary_size
         ids[1, :9] = ids[0, :9]  # two rows with one beginning, and one without
         lengths = torch.tensor([12, 11, 7])
@@ -527,8 +639,7 @@ def from_model(model: Any, name: str | None = None) -> BaseModel:
             "(model.get_base_model() after unload()) and give the adapter's settings as lora_config"
         )
     check_network(model)
-    body = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
-    return BaseModel(model, body, name or str(getattr(model, "name_or_path", "") or ""))
+    return BaseModel(model, body_of(model), name or str(getattr(model, "name_or_path", "") or ""))
 
 
 def is_of_hub(name: str) -> bool:

@@ -1,7 +1,7 @@
 """Lines of tokens without padding: rows with what they have in common once (flat), or concatenated (packed)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 from weakref import proxy
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from agilerl.data.tree import TokenTree
+from agilerl.models.reach import EVERYTHING, Reach, added_mask
 from agilerl.sizes import CPU_ROWS, SEQUENCE_MULTIPLE
 
 _NONE = torch.zeros(0, dtype=torch.int64)
@@ -40,6 +41,19 @@ class _Block(NamedTuple):
     keys: int
     mask: Tensor | None
     """[sequences or 1, 1, queries, keys], added to the scores; None: causal."""
+    starts: Tensor = _NONE
+    """[sequences] tokens before each, of which attention reads the keys."""
+
+    def reaching(self, reach: Reach, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask for layers that do not see all tokens."""
+        if not reach.hides(self.keys):
+            return self.mask
+        prefix, starts = self.keys - self.queries, self.starts[:, None]
+        queries = starts + torch.arange(self.queries, device=starts.device)
+        earlier = torch.arange(prefix, device=starts.device).expand(len(starts), -1)
+        # Of a shorter prefix the last token is repeated, where no token looks.
+        keys = torch.cat([earlier.masked_fill(earlier >= starts, 1 << 40), queries], dim=1)
+        return added_mask(reach.visible(queries[:, :, None], keys[:, None, :])[:, None], dtype)
 
 
 @dataclass(frozen=True)
@@ -63,8 +77,12 @@ class FlatRows:
     answers: Tensor
     """[N] where each token is among the queries."""
     blocks: tuple[_Block, ...]
+    masks: dict[Reach, list[Tensor | None]] = field(default_factory=dict, compare=False, repr=False)
+    """Of each block, for reaches that layers have asked for."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, reach: Reach = EVERYTHING
+    ) -> Tensor:
         """Attend with queries ``[N, heads, 1, d]`` to keys ``[N or more, shared, 1, d]``; returns ``[N, 1, heads, d]``.
 
         Each key-value head serves ``heads / shared`` query heads.
@@ -77,16 +95,19 @@ class FlatRows:
         answers = []
         # Split, not slices: its gradient is one copy, while each slice's would be added to zeros of the whole size.
         split = (torch.split(x, sizes) for x, sizes in ((queries, asked), (keys, there), (values, there)))
-        for block, *parts in zip(self.blocks, *split):
+        if reach not in self.masks:
+            self.masks[reach] = [block.reaching(reach, query.dtype) for block in self.blocks]
+        for block, mask, *parts in zip(self.blocks, self.masks[reach], *split):
             q, k, v = (part.view(block.sequences, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
-            answers.append(_attention(q, k, v, block.mask, scale).transpose(1, 2).flatten(0, 1))
+            answers.append(_attention(q, k, v, mask, scale).transpose(1, 2).flatten(0, 1))
         return torch.cat(answers).index_select(0, self.answers).unsqueeze(1)
 
     def to(self, device: torch.device) -> "FlatRows":
         """Return what the base needs on another device."""
         moved = {n: getattr(self, n).to(device) for n in ("ids", "positions", "queries", "keys", "answers")}
-        blocks = tuple(b._replace(mask=None if b.mask is None else b.mask.to(device)) for b in self.blocks)
-        return replace(self, **moved, blocks=blocks)
+        there = ((None if b.mask is None else b.mask.to(device), b.starts.to(device)) for b in self.blocks)
+        blocks = tuple(b._replace(mask=mask, starts=starts) for b, (mask, starts) in zip(self.blocks, there))
+        return replace(self, **moved, blocks=blocks, masks={})
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -234,7 +255,7 @@ def _blocks(
             key, mask = torch.cat([earlier, query], dim=1), _mask(starts[members], prefix, width, dtype)
         queries.append(query.flatten())
         keys.append(key.flatten())
-        blocks.append(_Block(len(members), width, prefix + width, mask))
+        blocks.append(_Block(len(members), width, prefix + width, mask, starts[members]))
     return torch.cat(queries), torch.cat(keys), answers, tuple(blocks)
 
 

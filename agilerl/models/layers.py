@@ -18,6 +18,19 @@ from agilerl.models.lora import RoundedLinear, StackedLoRALinear
 from agilerl.models.slots import AdapterStore
 from agilerl.sizes import CPU_ROWS, LONG_SUM, LONG_SUM_ROWS
 
+
+def body_of(model: Any) -> nn.Module:
+    """Return the part of a causal language model that maps tokens to hidden states; of a multimodal one its text's."""
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    # What some models call a decoder is their head, or has it inside.
+    for module in (decoder, *model.modules()):
+        inside = set(module.modules())
+        if {table} <= inside and module is not table and head not in inside and hasattr(module, "config"):
+            return cast(nn.Module, module)
+    return cast(nn.Module, decoder)
+
+
 _FLASH = ("flash_attention_2", "flash_attention_3")
 
 
@@ -37,13 +50,11 @@ def choose_attention(model: Any, kind: AttentionKind | None, device: torch.devic
 
 
 @contextmanager
-def decoding_attention(config: Any) -> Iterator[None]:
-    """Use SDPA while rows of different lengths are decoded: the other kernels do not accept our mask."""
+def using_attention(config: Any, kind: AttentionKind) -> Iterator[None]:
+    """Let layers attend by another kernel while the context is open; a model that does not name one stays as it is."""
     before = config._attn_implementation
-    if before in ("eager", None):
-        yield
-        return
-    config._attn_implementation = "sdpa"
+    if before is not None:
+        config._attn_implementation = kind
     try:
         yield
     finally:
@@ -71,10 +82,13 @@ def _let_masks_decide() -> None:
 
     # Once a process: a second wrapper would take the first one for the usual function.
     usual = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    computed = signature(usual).parameters
 
     def sdpa(
         module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, Any]:
+        if _recording:
+            _recording[-1] |= {name for name, value in options.items() if name not in computed and _is_number(value)}
         attend = getattr(attention_mask, "_attend", None)
         # attend knows no position bias; BaseModel.flat notices a layer that did not ask.
         if attend is None or options.get("position_bias") is not None:
@@ -82,6 +96,24 @@ def _let_masks_decide() -> None:
         return attend(query, key, value, attention_mask, options.get("scaling")), None
 
     ALL_ATTENTION_FUNCTIONS["sdpa"] = sdpa
+
+
+_recording: list[set[str]] = []
+
+
+@contextmanager
+def recorded_options() -> Iterator[set[str]]:
+    """Yield a set that gets the names of numbers that layers hand to SDPA and that it leaves out of its sums."""
+    _let_masks_decide()
+    _recording.append(set())
+    try:
+        yield _recording[-1]
+    finally:
+        _recording.pop()
+
+
+def _is_number(value: Any) -> bool:
+    return value.is_floating_point() if isinstance(value, Tensor) else isinstance(value, float)
 
 
 def attend_decoding(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:

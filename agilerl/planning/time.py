@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from math import ceil, prod
 from typing import Any
 
-from agilerl.sizes import MAX_ROWS, PASS_TOKENS, UNIT_ROWS
+from agilerl.sizes import MAX_ROWS, PASS_TOKENS, UNIT_ROWS, stated
 
 ITERATION = ("prefill", "decode", "logprobs", "train", "optimizer")
 """The phases of an iteration; all others happen once per generation."""
@@ -45,19 +45,18 @@ class Widths:
     def of(cls, base: Any, width: float | None = None) -> "Widths":
         """Return the widths of a :class:`agilerl.models.base.BaseModel`; ``width`` None: that of its data type."""
         config = base.model.config.get_text_config()
-        heads = int(config.num_attention_heads)
-        size = int(getattr(config, "head_dim", None) or base.hidden_size // heads)
+        heads = stated(config, "num_attention_heads") or 1
+        size = stated(config, "head_dim") or base.hidden_size // heads
         # GPT-2 calls it n_inner, where None stands for four times the width.
-        inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * base.hidden_size
-        chosen = getattr(config, "num_experts_per_tok", None)
-        if chosen:
-            inner = chosen * (getattr(config, "moe_intermediate_size", None) or inner)
+        inner = stated(config, "intermediate_size", "n_inner") or 4 * base.hidden_size
+        if chosen := stated(config, "num_experts_per_tok"):
+            inner = chosen * (stated(config, "moe_intermediate_size") or inner)
         return cls(
             layers=base.num_layers,
             hidden=base.hidden_size,
             query_width=heads * size,
-            kv_width=int(getattr(config, "num_key_value_heads", None) or heads) * size,
-            feed_forward=int(inner),
+            kv_width=(stated(config, "num_key_value_heads") or heads) * size,
+            feed_forward=inner,
             vocabulary=base.vocabulary_size,
             width=base.activation_dtype.itemsize if width is None else width,
         )

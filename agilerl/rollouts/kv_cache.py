@@ -1,6 +1,8 @@
 """Keys and values while decoding: a prompt's once for all its completions, or each row's in one piece."""
 
+from functools import partial
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,6 +11,7 @@ from torch import Tensor
 from agilerl.errors import EngineError
 from agilerl.models.flat import Kept, LayerCaches, PromptLine
 from agilerl.models.layers import asking, attend_decoding, attend_part
+from agilerl.models.reach import EVERYTHING, Reach, Reaches, added_mask, masks_of
 from agilerl.sizes import padded_length
 
 _FIRST_ROOM = 32
@@ -22,8 +25,9 @@ class GroupedCache(LayerCaches):
     separately, and weighted by the sums of their exponentials.
     """
 
-    def __init__(self, num_layers: int) -> None:
+    def __init__(self, num_layers: int, reaches: Reaches = EVERYTHING) -> None:
         super().__init__(num_layers)
+        self._reaches = reaches
         self._blocks: list[_Block] = []
         self._layer, self._given = 0, (torch.empty(0), torch.empty(0))
 
@@ -53,13 +57,18 @@ class GroupedCache(LayerCaches):
         """Return a copy of a row's keys and values: its prompt's, and those of so many tokens that it generated."""
         return self._blocks[block].of_row(row, tokens)
 
-    def step(self, positions: Tensor) -> Tensor:
+    def step(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """Make room for a token of every row, at ``positions [R]``, padding rows included; returns attention's mask."""
         for block in self._blocks:
             block.make_room()
         self.visible = max(block.longest + block.tokens for block in self._blocks)
-        # This mask only says how to attend; which keys a row sees is up to the blocks.
-        return asking(torch.ones((1, 1, 1, 1), dtype=torch.bool, device=positions.device), self._attend)
+
+        def mask(reach: Reach) -> Tensor:
+            # This mask only says how to attend; which keys a row sees is up to the blocks.
+            there = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=positions.device)
+            return asking(there, partial(self._attend, reach=reach))
+
+        return masks_of(self._reaches, mask)
 
     def put(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Take the new token of every row, ``[rows, heads, 1, head_dim]``."""
@@ -71,7 +80,9 @@ class GroupedCache(LayerCaches):
         self._layer, self._given = layer, (keys, values)
         return keys, values
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None) -> Tensor:
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float | None, *, reach: Reach
+    ) -> Tensor:
         # The model's layer passes back what put() returned. Others (those of an earlier layer, say) would be silently
         # replaced by ours.
         if not (key is self._given[0] and value is self._given[1]):
@@ -81,7 +92,7 @@ class GroupedCache(LayerCaches):
         queries = query[:, :, 0].reshape(len(query), shared, -1, query.shape[3])
         for block in self._blocks:
             part = queries[start : start + len(block)]
-            answers.append(block.attend(self._layer, part, query.shape[3] ** -0.5 if scale is None else scale))
+            answers.append(block.attend(self._layer, part, query.shape[3] ** -0.5 if scale is None else scale, reach))
             start += len(block)
         if start < len(queries):  # padding of the matrix products
             answers.append(answers[0].new_zeros((len(queries) - start, *answers[0].shape[1:])))
@@ -95,6 +106,7 @@ class _Block:
         self.prompts = [line.take(layer, places) for layer in range(len(line.computed))]
         """Of each layer, keys and values ``[P, heads, L, head_dim]``."""
         self.lengths, self.prompt_of, self.longest = lengths.tolist(), prompt_of, places.shape[1]
+        self._seen: dict[Reach, _Seen] = {}
         keys, _ = self.prompts[0]
         room = (len(prompt_of), keys.shape[1], min(_FIRST_ROOM, tokens))
         # Uninitialised: attention reads no further than the tokens that are there.
@@ -124,24 +136,52 @@ class _Block:
             for layer, (keys, values) in enumerate(self.generated):
                 self.generated[layer] = _longer(keys, room), _longer(values, room)
         self.tokens += 1
+        self._seen = {}
 
     def put(self, layer: int, keys: Tensor, values: Tensor) -> None:
         own_keys, own_values = self.generated[layer]
         own_keys[:, :, self.tokens - 1], own_values[:, :, self.tokens - 1] = keys[:, :, 0], values[:, :, 0]
 
-    def attend(self, layer: int, query: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, scale: float, reach: Reach = EVERYTHING) -> Tensor:
         """Return answers ``[R, shared, sharers, head_dim]`` to queries of this shape."""
         keys, values = self.prompts[layer]
+        seen = self._visible(reach)
         there = [group for group in self.groups if group.rows.stop > group.rows.start]
-        parts = [group.attend(query[group.rows], keys, values, self.mask, scale) for group in there]
+        parts = [group.attend(query[group.rows], keys, values, seen.prompts, scale) for group in there]
         early, weight = parts[0] if len(parts) == 1 else (torch.cat(part) for part in zip(*parts))
-        own_keys, own_values = (part[:, :, : self.tokens] for part in self.generated[layer])
-        late, own_weight = attend_part(query, own_keys, own_values, None, scale)
+        own_keys, own_values = (part[:, :, seen.first : self.tokens] for part in self.generated[layer])
+        late, own_weight = attend_part(query, own_keys, own_values, seen.generated, scale)
+        if seen.without is not None:
+            weight = weight.masked_fill(seen.without[:, None, None], float("-inf"))
         # Softmax over both parts together, from the logarithms a and b of their sums of exponentials: the prompt's
         # share is exp(a) / (exp(a) + exp(b)) = sigmoid(a - b), which cannot overflow.
         return torch.lerp(late, early, _sigmoid(weight - own_weight).to(late.dtype).unsqueeze(-1))
 
+    def _visible(self, reach: Reach) -> "_Seen":
+        """Return what the tokens of this step see."""
+        if reach not in self._seen:
+            # A mask of chunks is there from the start: its being there must not depend on the longest row.
+            some = reach.chunk is not None or reach.hides(self.longest + self.tokens)
+            self._seen[reach] = self._hidden(reach) if some else _Seen(self.mask)
+        return self._seen[reach]
+
+    def _hidden(self, reach: Reach) -> "_Seen":
+        lengths, device = torch.tensor(self.lengths, device=self.mask.device)[:, None], self.mask.device
+        now = lengths + self.tokens - 1  # [P, 1]
+        prompts = reach.visible(now, torch.arange(self.longest, device=device))
+        without = ~(prompts & (self.mask[:, 0, 0] == 0)).any(1)
+        prompts[without, 0] = True  # a softmax needs one; its share becomes 0
+        mask = self.mask + added_mask(prompts, self.mask.dtype)[:, None, None]
+        prompt_of, generated = self.prompt_of.to(device), None
+        # Not a mask where a slice does it: whether there is one must not depend on the other rows.
+        first = 0 if reach.window is None else max(self.tokens - reach.window, 0)
+        if reach.chunk is not None:
+            generated = reach.visible(now, lengths + torch.arange(first, self.tokens, device=device))
+            generated = added_mask(generated[prompt_of], self.mask.dtype)[:, None, None]
+        return _Seen(mask, without[prompt_of] if bool(without.any()) else None, first, generated)
+
     def select(self, rows: Tensor) -> None:
+        self._seen = {}
         start = 0
         for group in self.groups:
             members = rows[(rows >= group.rows.start) & (rows < group.rows.stop)] - group.rows.start
@@ -159,6 +199,19 @@ class _Block:
             return _joined(given[prompt, :, :length], generated[row, :, :tokens])
 
         return [(whole(k, new_k), whole(v, new_v)) for (k, v), (new_k, new_v) in zip(self.prompts, self.generated)]
+
+
+class _Seen(NamedTuple):
+    """What the tokens of a step see of a block's prompts, and of what their rows generated."""
+
+    prompts: Tensor
+    """[P, 1, 1, L], added to the scores."""
+    without: Tensor | None = None
+    """[R] whether a row sees nothing of its prompt; None: all see some of it."""
+    first: int = 0
+    """The first generated token that a row sees."""
+    generated: Tensor | None = None
+    """[R, 1, 1, tokens from the first on], added to the scores; None: all are seen."""
 
 
 class _Group:
@@ -217,9 +270,9 @@ def _joined(*parts: Tensor) -> Tensor:
 class RaggedCache(LayerCaches):
     """For all other bases: each row has its keys and values in one piece, by position; one block at a time."""
 
-    def __init__(self, num_layers: int, row_multiple: int, dtype: torch.dtype, window: int | None = None) -> None:
+    def __init__(self, num_layers: int, row_multiple: int, dtype: torch.dtype, reaches: Reaches = EVERYTHING) -> None:
         super().__init__(num_layers)
-        self._multiple, self._dtype, self._window = row_multiple, dtype, window
+        self._multiple, self._dtype, self._reaches = row_multiple, dtype, reaches
         self._rows: Kept = []
         """Of each layer, keys and values ``[R, heads, capacity, head_dim]``, padding rows included."""
         self._lengths = self._positions = torch.empty(0, dtype=torch.int64)
@@ -250,19 +303,20 @@ class RaggedCache(LayerCaches):
         length = int(self._lengths[row]) + tokens
         return [(_joined(keys[row, :, :length]), _joined(values[row, :, :length])) for keys, values in self._rows]
 
-    def step(self, positions: Tensor) -> Tensor:
+    def step(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """Set where the next token of each row goes; returns the mask."""
         self._positions, self.visible = positions, self.visible + 1
         # CPU attention kernels give a row the same bits at any such length.
         length = min(padded_length(self.visible), self._rows[0][0].shape[2])
-        there = torch.arange(length, device=positions.device)[None]
-        hidden = there > positions[:, None]
-        if self._window is not None:
-            hidden |= there <= positions[:, None] - self._window
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=positions.device)
-        mask.masked_fill_(hidden, torch.finfo(self._dtype).min)
         self._length = length
-        return asking(mask[:, None, None], attend_decoding)
+
+        def mask(reach: Reach) -> Tensor:
+            seen = reach.visible(positions[:, None], torch.arange(length, device=positions.device))
+            mask = torch.zeros(seen.shape, dtype=self._dtype, device=positions.device)
+            mask.masked_fill_(~seen, torch.finfo(self._dtype).min)
+            return asking(mask[:, None, None], attend_decoding)
+
+        return masks_of(self._reaches, mask)
 
     def put(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Take the new token of every row; returns all keys and values of each row so far."""

@@ -19,6 +19,7 @@ from agilerl.errors import EngineError
 from agilerl.models.base import BaseModel
 from agilerl.models.flat import Kept, PromptLine, Rows, flatten, side_by_side
 from agilerl.models.memory import MemoryLimits, attempt
+from agilerl.models.reach import EVERYTHING
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.rollouts.activated import Beginnings, PromptCache, invocations
 from agilerl.rollouts.engine import Arrivals, GenerationRequest, OnCompletion, SamplingSettings, of_part
@@ -129,11 +130,12 @@ class TorchEngine:
         Raises EngineError when a prompt is empty or leaves no room in the context, and for a base that cannot be
         decoded in this way.
         """
-        if not (self._decodes or self.base.flattens):
+        if not (self._decodes or (self.base.flattens and self.base.reaches == EVERYTHING)):
             # Set first, because the check itself generates.
             self._decodes = True
             try:
-                self._check_decoding()
+                with self.base.narrowed():
+                    self._check_decoding()
             except EngineError:
                 self._decodes = False
                 raise
@@ -360,9 +362,9 @@ class _Decoder:
         layers, multiple = self.base.num_layers, engine._row_multiple
         self.cache: GroupedCache | RaggedCache
         if self.base.flattens:
-            self.cache = GroupedCache(layers)
+            self.cache = GroupedCache(layers, self.base.reaches)
         else:
-            self.cache = RaggedCache(layers, multiple, self.base.activation_dtype, self.base.window)
+            self.cache = RaggedCache(layers, multiple, self.base.activation_dtype, self.base.reaches)
         self._eos = engine._eos.cpu()
         self._route: Route | None = None
         self._trees, self._tree_rows = _trees(requests if self.base.flattens and arrived is None else [])

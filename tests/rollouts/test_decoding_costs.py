@@ -81,8 +81,8 @@ def test_keys_and_values_are_gone_when_the_completions_are_there(monkeypatch: py
     made: list[weakref.ref[GroupedCache]] = []
 
     class Watched(GroupedCache):
-        def __init__(self, num_layers: int) -> None:
-            super().__init__(num_layers)
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
             made.append(weakref.ref(self))
 
     monkeypatch.setattr("agilerl.rollouts.torch_engine.GroupedCache", Watched)

@@ -1,5 +1,6 @@
 """The rollout engine: right tokens, right log-probs, and the same bits in every batch layout."""
 
+import copy
 from dataclasses import replace
 
 import numpy as np
@@ -9,7 +10,11 @@ from transformers import (
     BloomConfig,
     DeepseekV3Config,
     DiffLlamaConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
     GPTNeoConfig,
+    GptOssConfig,
+    Llama4TextConfig,
     MambaConfig,
     MistralConfig,
     Phi3Config,
@@ -58,7 +63,8 @@ def requests(samples: int = 3, temperature: float = 1.0) -> list[GenerationReque
 
 def full_logits(runtime: Runtime, slot: int | None, ids: list[int]) -> torch.Tensor:
     """Plain forward pass without cache, chunking or batching, with the adapter merged by hand."""
-    model = random_model(runtime.base.model.config)
+    model = random_model(copy.deepcopy(runtime.base.model.config))
+    model.set_attn_implementation("eager")
     if slot is not None:
         for shape, (a, b) in zip(runtime.store.layers, runtime.store.adapter(slot)):
             model.get_submodule(shape.name).weight.data += runtime.store.scaling[slot] * (b @ a)
@@ -114,6 +120,57 @@ def test_windows_of_every_layer_hold_in_decoding_too(kind: type, attention: str)
     runtime = make_runtime(config, options=SharedOptions(attn_implementation=attention))
     assert runtime.base.context_length == 128
     assert greedy(runtime, (5, 12, 3), 30) < 2e-4
+
+
+SOME = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8, "head_dim": 16}
+OF_SOME_LAYERS = {
+    "windows": Gemma3TextConfig(**sizes(**SOME)),
+    "windows and soft caps": Gemma2Config(**sizes(attn_logit_softcapping=2.0, **SOME)),
+    "windows and sinks": GptOssConfig(**sizes(num_local_experts=4, num_experts_per_tok=2, **SOME)),
+    "chunks": Llama4TextConfig(
+        **sizes(head_dim=16, attention_chunk_size=8, layer_types=["chunked_attention", "full_attention"]),
+        intermediate_size_mlp=128,
+        num_local_experts=2,
+    ),
+}
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", OF_SOME_LAYERS)
+def test_windows_of_some_layers_hold_and_are_not_the_context(name: str, attention: str) -> None:
+    """Rows grow over the edges of windows and chunks; one prompt is longer than them, of one nothing stays in sight."""
+    options = SharedOptions(attn_implementation=None if attention == "sdpa" else "eager")
+    runtime = make_runtime(OF_SOME_LAYERS[name], options=options)
+    assert runtime.base.context_length == 128
+    assert runtime.base.flattens == (attention == "sdpa" and name in ("windows", "chunks"))
+    assert greedy(runtime, (5, 12, 3), 30) < 2e-4
+
+
+@pytest.mark.parametrize("name", ["windows", "chunks"])
+def test_beyond_windows_an_agent_has_the_bits_that_it_has_alone(name: str) -> None:
+    runtime = make_runtime(OF_SOME_LAYERS[name])
+    settings = SamplingSettings(20)
+    asked = [GenerationRequest(slot, prompt(n, n), 2, settings, key=(n,)) for slot, n in ((0, 3), (1, 12), (None, 21))]
+    together = runtime.engine.generate(asked)
+    assert [runtime.engine.generate([request])[0] for request in asked] == together
+
+
+def test_sdpa_is_refused_where_it_leaves_out_a_soft_cap() -> None:
+    with pytest.raises(ConfigError, match="leaves out a part of the attention of Gemma2ForCausalLM"):
+        make_runtime(OF_SOME_LAYERS["windows and soft caps"], options=SharedOptions(attn_implementation="sdpa"))
+
+
+@pytest.mark.parametrize("room", [10, 60])
+def test_rows_end_where_a_longer_one_would_be_rotated_otherwise(room: int) -> None:
+    """LongRoPE rotates all tokens of a row in another way if it is longer than the original context."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0, 8.0, 3.0, 9.0, 20.0, 7.0, 2.0, 5.0]}
+    more = {"original_max_position_embeddings": 32, "pad_token_id": 0, "eos_token_id": None}
+    runtime = make_runtime(Phi3Config(**sizes(rope_parameters=rope, **more)))
+    assert runtime.base.context_length == 32
+    assert greedy(runtime, (5, 12, 3), room) < 2e-4
+    with pytest.raises(EngineError, match="the context holds 32"):
+        greedy(runtime, (40,), 3)
 
 
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 12}
