@@ -177,6 +177,16 @@ def _differences(adapter: Subject) -> Iterator[str]:
             yield f"the run's prompts begin with a system message, which a client has to send: {text}"
     if instruction := AnswerFormat.of(environment).instruction:
         yield f"the run's questions end with an instruction, which a client has to send: {shown(instruction)}"
+    if (folder := Path(servable_base(adapter.base))).is_dir():
+        from agilerl.models.base import load_tokenizer
+        from agilerl.text.contract import named_tokens, unstated_ends
+
+        tokenizer = load_tokenizer(
+            str(folder), **{**network.of_tokenizer, "chat_template_path": _template(adapter.run)}
+        )
+        if ends := unstated_ends(tokenizer):
+            text = named_tokens(tokenizer, ends)
+            yield f"the run's answers end with {text}, which the base's files do not state: send stop_token_ids={ends}"
     if not environment.apply_chat_template:
         yield "the run's prompts have no chat template: ask client.completions, not client.chat"
     if stops := network.stop_sequences or (network.vllm_config and network.vllm_config.stop_sequences):

@@ -54,16 +54,15 @@ class TextContract:
 
 def contract_of(tokenizer: Any) -> TextContract:
     """Return what a tokenizer puts around prompts and answers; found once for each state of it."""
-    key = (
-        *(getattr(tokenizer, name, None) for name in ("chat_template", "bos_token", "eos_token", _ENDS)),
-        getattr(tokenizer, "name_or_path", None),
-        repr(settings_of(tokenizer)["chat_template_kwargs"]),
-    )
-    known = getattr(tokenizer, _CONTRACT, None)
-    if known is None or known[0] != key:
-        known = key, _found(tokenizer)
-        setattr(tokenizer, _CONTRACT, known)
-    contract: TextContract = known[1]
+    # Not getattr, with which an attribute that a tokenizer of transformers lacks costs as much as rendering a message.
+    known, names = vars(tokenizer), ("chat_template", "bos_token", "eos_token", "name_or_path")
+    state = [getattr(tokenizer, name, None) for name in names]
+    key = *state, known.get(_ENDS), repr(settings_of(tokenizer)["chat_template_kwargs"])
+    result = known.get(_CONTRACT)
+    if result is None or result[0] != key:
+        result = key, _found(tokenizer)
+        setattr(tokenizer, _CONTRACT, result)
+    contract: TextContract = result[1]
     return contract
 
 
@@ -98,6 +97,12 @@ def opened_answer(tokenizer: Any) -> str:
     for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
         text = text.replace(token.content, "") if token.special else text
     return _CLOSED.sub("", text, count=1)
+
+
+def unstated_ends(tokenizer: Any) -> list[int]:
+    """Return the end tokens that only its chat template writes: neither its files nor the tokenizer name them."""
+    stated = {tokenizer.eos_token_id, *_ends_beside(str(getattr(tokenizer, "name_or_path", None) or ""))}
+    return [end for end in contract_of(tokenizer).ends if end not in stated]
 
 
 def token_ids(encoded: Any) -> list[int]:
@@ -165,7 +170,7 @@ def readings(tokenizer: Any) -> tuple[str, str, bool]:
 def _found(tokenizer: Any) -> TextContract:
     begins, behind = _around(tokenizer)
     usual = getattr(tokenizer, "eos_token_id", None)
-    stated = *getattr(tokenizer, _ENDS, ()), *_ends_beside(str(getattr(tokenizer, "name_or_path", None) or ""))
+    stated = *vars(tokenizer).get(_ENDS, ()), *_ends_beside(str(getattr(tokenizer, "name_or_path", None) or ""))
     ends = dict.fromkeys((*stated, *(() if usual is None else (int(usual),))))
     closing, end = _closing(tokenizer)
     # The tokenizer's own, if the template writes none.

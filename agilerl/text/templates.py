@@ -96,7 +96,7 @@ def with_chat_template(
         if not re.search(rf"\b{re.escape(name)}\b", str(source)):
             raise ConfigError(f"{key}: the chat template does not read {name}, so it would change nothing; remove it")
     if names:
-        setattr(changed, _NAMES, {**getattr(tokenizer, _NAMES, {}), **names})
+        setattr(changed, _NAMES, {**vars(tokenizer).get(_NAMES, {}), **names})
     return changed
 
 
@@ -124,7 +124,7 @@ def _check_template(source: str, where: str) -> None:
 
 def settings_of(tokenizer: Any) -> dict[str, Any]:
     """Return what :func:`with_chat_template` has set: the text of the template (None: its own), and the values."""
-    return {"chat_template": getattr(tokenizer, _SET, None), "chat_template_kwargs": getattr(tokenizer, _NAMES, {})}
+    return {"chat_template": vars(tokenizer).get(_SET), "chat_template_kwargs": vars(tokenizer).get(_NAMES, {})}
 
 
 def apply_chat_template(
@@ -148,7 +148,7 @@ def apply_chat_template(
         # Only what is asked for: a tokenizer of another kind may know nothing of the rest.
         asked = {"tools": tools, "continue_final_message": continue_final_message}
         asked = {name: value for name, value in asked.items() if value}
-        names = {**getattr(tokenizer, _NAMES, {}), **names, **asked}
+        names = {**vars(tokenizer).get(_NAMES, {}), **names, **asked}
         return tokenizer.apply_chat_template(
             messages, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **names
         )
@@ -162,7 +162,7 @@ def apply_chat_template(
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             strftime_now=strftime_now,  # before transformers' own, which is the wall clock
-            **{**getattr(tokenizer, _NAMES, {}), **names},
+            **{**vars(tokenizer).get(_NAMES, {}), **names},
         )
     )
     return tokenizer(text, add_special_tokens=False)["input_ids"] if tokenize else text

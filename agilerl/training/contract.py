@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from agilerl.envs.examples import render_completion
 from agilerl.envs.prompts import ChatFormat
 from agilerl.envs.tools.parsers import parser_for
-from agilerl.errors import AgileRLError, ConfigError
+from agilerl.errors import AgileRLError, ConfigError, EnvError
 from agilerl.runtime import Runtime
 from agilerl.text.contract import contract_of, opened_answer, readings
 
@@ -33,11 +33,15 @@ def _end(runtime: Runtime) -> str:
 
 def _whole(runtime: Runtime) -> str:
     tokenizer = runtime.tokenizer
-    short, long = (render_completion(tokenizer, QUESTION, answer) for answer in ("4", THOUGHT))
+    short = render_completion(tokenizer, QUESTION, "4")
     at = short.learned.index(True)
     row = " + ".join(f"{tokenizer.decode(ids)!r} {ids}" for ids in (short.ids[:at], short.ids[at:]))
-    reasoned = tokenizer.decode(long.ids[long.learned.index(True) :])
-    return f"a row is {row}, of which the answer is learned; one with reasoning is learned as {reasoned!r}"
+    try:
+        long = render_completion(tokenizer, QUESTION, THOUGHT)
+        reasoned = f"learned as {tokenizer.decode(long.ids[long.learned.index(True) :])!r}"
+    except EnvError as error:  # reasoning is switched off
+        reasoned = f"refused: {error}"
+    return f"a row is {row}, of which the answer is learned; one with reasoning is {reasoned}"
 
 
 def _joint(runtime: Runtime) -> str:

@@ -8,7 +8,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 
+from agilerl import GRPO
 from agilerl.config.manifest import load_manifest
 from agilerl.config.vllm import installed_vllm
 from agilerl.models.tiny import tiny_model_path
@@ -17,6 +19,8 @@ from agilerl.training.setup import build
 from tests.cli.changed_runs import change_settings
 from tests.cli.outcome import Agilerl
 from tests.test_readme import SERVING, commands, fences
+from tests.text.shapes import CHATML, byte_level
+from tests.tiny_models import llama, random_model
 
 OWN_NAME = "runs/all"
 """Where the page has its run."""
@@ -167,3 +171,18 @@ def test_without_vllm_the_error_says_how_to_install_it(
 def test_a_population_is_of_a_run(run: Path, agilerl: Agilerl) -> None:
     assert agilerl("serve", str(run / "elite"), "--population", "--dry-run").code == 2
     assert agilerl("serve", str(run / "nothing"), "--dry-run").code == 2
+
+
+def test_an_end_that_only_the_template_writes_is_told(agilerl: Agilerl, tmp_path: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level("<|im_end|> <|endoftext|> <|im_start|>"), eos_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = CHATML
+    random_model(llama(vocab_size=300, eos_token_id=1)).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    (agent,) = GRPO.population(1, model_name=str(tmp_path / "base"), group_size=2, batch_size=2, max_output_tokens=2)
+    agent.save_checkpoint(tmp_path / "agent")
+    done = agilerl("serve", "agent/actor", "--dry-run")
+    assert done.code == 0, done.errors
+    note = "the run's answers end with <|im_end|> (0), which the base's files do not state: send stop_token_ids=[0]"
+    assert note in done.errors + done.output

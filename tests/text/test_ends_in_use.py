@@ -133,6 +133,8 @@ def test_a_program_s_next_call_has_the_tokens_of_the_template(
     second = session.of_messages(messages, [])
     assert second.prompt_ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
     assert (second.parent is first) is grows
+    session.answered(second, Completion([5], None, "stop"), "b", {"role": "assistant", "content": "b"})
+    assert session.breaks == 0  # its own reply, whatever the template makes of it
 
 
 def test_a_prefill_stands_once_behind_what_the_template_opens() -> None:

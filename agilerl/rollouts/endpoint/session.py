@@ -247,7 +247,7 @@ class Session:
     def breaks(self) -> int:
         """Calls that continue the messages of an earlier one with another reply than was sampled."""
         return sum(
-            call.parent is None and any(_continues(call.messages, earlier.messages) for earlier in self.calls[:number])
+            call.parent is None and any(_continues(call.messages, earlier) for earlier in self.calls[:number])
             for number, call in enumerate(self.calls)
         )
 
@@ -283,11 +283,11 @@ class Session:
         ]
 
 
-def _continues(messages: Sequence[Message], earlier: Sequence[Message]) -> bool:
-    """Return whether messages are those of an earlier prompt, a reply of the assistant and more."""
-    count = len(earlier)
-    same = bool(earlier) and len(messages) > count and tuple(messages[:count]) == tuple(earlier)
-    return same and messages[count]["role"] == "assistant"
+def _continues(messages: Sequence[Message], earlier: Call) -> bool:
+    """Return whether messages are those of an earlier call, a reply of the assistant that was not its, and more."""
+    count = len(earlier.messages)
+    same = bool(count) and len(messages) > count and tuple(messages[:count]) == earlier.messages
+    return same and messages[count]["role"] == "assistant" and messages[count] != earlier.reply
 
 
 def normalised(message: Mapping[str, Any]) -> Message:
