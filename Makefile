@@ -51,7 +51,7 @@ DOCS_READY := $(DOCS_VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train real train-real test quick test-all check house test-nightly test-real test-verifiers test-vllm peers lint types unit format generated docs clean
+.PHONY: help setup train real gemma train-real test quick test-all check house test-nightly test-real test-verifiers test-vllm peers lint types unit format generated docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -80,6 +80,9 @@ train: $(READY) ## Run the main job; ARGS='...' reaches agilerl train
 
 real: $(READY) ## Bring SmolLM2-135M-Instruct (Apache-2.0, 92 MB) into build/smollm2
 	$(BIN)/agilerl fetch smollm2 build/smollm2
+
+gemma: $(READY) ## Bring Gemma-3-270m (Google's Gemma terms, 238 MB) into build/gemma3-270m
+	$(BIN)/agilerl fetch gemma3-270m build/gemma3-270m
 
 train-real: real ## Train agents on it, about six minutes on two cores; ARGS='...' reaches agilerl train
 	$(BIN)/agilerl train tutorials/manifests/real/smollm2.yaml $(ARGS)
@@ -113,7 +116,7 @@ unit: $(READY) ## pytest, one process more than cores; ARGS='tests/hpo -k tourna
 test-nightly: $(READY) ## The further members of tables of cases, of which test runs some; not a part of test
 	$(BIN)/pytest $(DIVIDED) -m nightly $(ARGS)
 
-test-real: real ## The tests on SmolLM2-135M-Instruct, one process; not a part of test
+test-real: real gemma ## The tests on SmolLM2-135M-Instruct and Gemma-3-270m, one process; not a part of test
 	$(BIN)/pytest -m real $(ARGS)
 
 test-vllm: $(VLLM_READY) ## The tests of the vLLM engine and of serving, with vLLM; not a part of test

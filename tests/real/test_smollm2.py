@@ -15,13 +15,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agilerl.cli.fetch import MODELS, run_fetch, unpacked
 from agilerl.models.base import load_base
-from tests.programs import Program
+from tests.real.commands import CAPITALS, ROOT, agilerl, done, logits
 
 pytestmark = [pytest.mark.real, pytest.mark.processes, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build/smollm2"
-CAPITALS = {"France": "Paris", "Italy": "Rome", "Spain": "Madrid", "Japan": "Tokyo", "Egypt": "Cairo", "Peru": "Lima"}
 SETTINGS = (
     f"network.pretrained_model_name_or_path={FOLDER}",
     *("environment.dataset=rows.jsonl", "environment.reward=exact", "environment.data_batch_size_per_gpu=2"),
@@ -44,18 +42,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def agilerl(place: Path, *arguments: str) -> Program:
-    return Program("-m", "agilerl", *arguments, cwd=place)
-
-
-def done(place: Path, *arguments: str) -> str:
-    """Return what a command printed that has to succeed."""
-    program = agilerl(place, *arguments)
-    output, errors = program.communicate()
-    assert program.returncode == 0, output + errors
-    return output
-
-
 @pytest.fixture(scope="module")
 def run(place: Path) -> Path:
     """A run of one iteration for each agent."""
@@ -63,12 +49,6 @@ def run(place: Path) -> Path:
     done(place, "train", *SETTINGS, "training.max_steps=8", "--out", "run")
     print(f"one iteration took {time.perf_counter() - start:.0f} s")
     return place / "run"
-
-
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    ids = torch.arange(100, 140)[None]
-    with torch.no_grad():
-        return model(ids).logits  # type: ignore[no-any-return]
 
 
 def test_the_folder_is_the_model(folder: Path) -> None:

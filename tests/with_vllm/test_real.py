@@ -10,7 +10,8 @@ import pytest
 
 import agilerl
 from agilerl.cli.fetch import run_fetch
-from tests.real.test_smollm2 import CAPITALS, FOLDER, SETTINGS
+from tests.real.commands import CAPITALS
+from tests.real.test_smollm2 import FOLDER, SETTINGS
 from tests.with_vllm.test_server import free_port
 from tests.with_vllm.test_serving import TOLERANCE, asked, gap, own_answers, serving
 

@@ -1,0 +1,129 @@
+"""Gemma-3-270m, pretrained, of another family: windows, tied embeddings, normalised queries, no chat template."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agilerl import GRPO, Population, Runtime
+from agilerl.cli.fetch import run_fetch
+from agilerl.envs import DatasetTask
+from tests.real.commands import CAPITALS, ROOT, done, logits
+
+pytestmark = [pytest.mark.real, pytest.mark.processes, pytest.mark.timeout(900)]
+
+FOLDER = ROOT / "build/gemma3-270m"
+TEXT = (
+    "The capital of France is Paris, which is also its largest city. The river Seine flows through it, and millions of "
+    "people visit the Eiffel Tower each year."
+)
+SETTINGS = (
+    f"network.pretrained_model_name_or_path={FOLDER}",
+    *("algorithm.name=SFT", "environment.env_type=sft", "environment.dataset=rows.jsonl", "algorithm.batch_size=2"),
+    *("environment.data_batch_size_per_gpu=2", "environment.eval_prompts=2", "environment.test_prompts=2"),
+    *("algorithm.lr=1e-3", "training.pop_size=1", "training.max_steps=32", "training.evo_steps=8"),
+)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def folder() -> Path:
+    run_fetch("gemma3-270m", FOLDER, quiet=True)
+    return FOLDER
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("gemma")
+    rows = [{"question": f"The capital of {country} is", "answer": f" {city}"} for country, city in CAPITALS.items()]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
+    return place
+
+
+@pytest.fixture(scope="module")
+def run(place: Path) -> Path:
+    done(place, "train", *SETTINGS, "--out", "run")
+    return place / "run"
+
+
+def nats(model: torch.nn.Module, ids: list[int], first: int = 1) -> torch.Tensor:
+    """Return minus the log-probs of the tokens from ``first`` on."""
+    with torch.no_grad():
+        logprobs = model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+    return -logprobs[first - 1 : -1].gather(1, torch.tensor(ids[first:])[:, None])[:, 0]
+
+
+def test_texts_begin_as_the_model_was_trained(folder: Path) -> None:
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    ids = tokenizer(TEXT)["input_ids"]
+    assert (ids[0], tokenizer.decode(ids[1:])) == (tokenizer.bos_token_id, TEXT)
+    assert nats(model, ids, 2).mean() < 2.5
+    assert nats(model, ids[1:]).mean() > 4  # what the file's tokenizer gave before its BOS was read
+
+
+def test_the_contract_is_printed(folder: Path, place: Path) -> None:
+    table = done(place, "probe", str(folder))
+    assert "prompts begin with <bos> (2)" in table
+    assert "answers end with <eos> (1)" in table
+
+
+def test_log_probs_are_those_of_transformers(folder: Path) -> None:
+    runtime = Runtime.from_pretrained(str(folder))
+    # Alone and beside longer prompts in one batch; as many tokens as the window holds, and more where rows may.
+    texts = ["The capital of Italy is", TEXT, TEXT * 12, *([TEXT * 20] if runtime.base.context_length > 700 else [])]
+    rows = [{"question": text, "answer": ""} for text in texts]
+    limit = min(runtime.base.context_length, 800)
+    agents = GRPO.population(
+        1, runtime=runtime, lr=1e-3, group_size=2, batch_size=2 * len(rows), max_output_tokens=8, max_model_len=limit
+    )
+    task = DatasetTask(rows, rows, reward_fn=lambda completion: float(len(completion)))
+    population = Population(agents, task, prompts_per_step=len(rows))
+    sampled = population.rollout().trajectories[agents[0].index]
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    assert {len(t.prompt_ids) for t in sampled} >= {6, 33}
+    for t in sampled:
+        expected = -nats(model, [*t.prompt_ids, *t.token_ids], len(t.prompt_ids))
+        torch.testing.assert_close(torch.tensor(t.logprobs), expected, rtol=0, atol=2e-4)
+
+
+def test_it_learns_and_plain_libraries_load_what_it_learned(run: Path, place: Path, folder: Path) -> None:
+    done(place, "merge", "run", "merged")
+    done(place, "export", "run", "exported")
+    base = AutoModelForCausalLM.from_pretrained(folder)
+    before = logits(base)
+    adapted = logits(PeftModel.from_pretrained(base, place / "exported"))
+    assert (adapted - before).abs().max() > 0.1
+    merged = AutoModelForCausalLM.from_pretrained(place / "merged")
+    torch.testing.assert_close(logits(merged), adapted, rtol=1e-3, atol=1e-3)
+    tokenizer = AutoTokenizer.from_pretrained(place / "merged")
+    ids = tokenizer("The capital of Spain is", return_tensors="pt")
+    answer = merged.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == " Madrid<eos>"
+    assert "license: gemma" in (run / "elite/README.md").read_text()
+
+
+def test_it_is_talked_to(run: Path, place: Path) -> None:
+    talk = subprocess.run(
+        [sys.executable, "-m", "agilerl", "chat", "run", "--temperature", "0", "--json"],
+        cwd=place,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        input="The capital of Spain is\n",
+        capture_output=True,
+        text=True,
+    )
+    assert talk.returncode == 0, talk.stderr
+    assert json.loads(talk.stdout.splitlines()[-1])["adapter"] == " Madrid"
+
+
+def test_an_agent_is_rewarded_and_examined(place: Path, folder: Path) -> None:
+    settings = [part for part in SETTINGS if not part.startswith(("algorithm.", "environment.env_type"))]
+    settings += ["environment.reward=exact", "algorithm.group_size=2", "algorithm.batch_size=2"]
+    done(place, "train", *settings, "algorithm.max_output_tokens=4", "training.max_steps=8", "--out", "rewarded")
+    document = json.loads(done(place, "eval", "rewarded", "--samples", "2", "--json"))
+    summary = json.loads((place / "rewarded/summary.json").read_text())
+    assert document["adapter"]["greedy"]["mean"] == summary["test"]["elite"]["mean"]
