@@ -258,8 +258,9 @@ def _apply_template(
 
 REWRITES = (
     "the tokenizer's chat template changes earlier turns (what the assistant thought, the system text, tools) when "
-    "later ones follow, so a transcript is not append-only; allow this with strict_chat_template_boundary=False (one "
-    "training row for each turn after a change), or write turns without it: apply_chat_template=False"
+    "later ones follow, or does not end them, so a transcript is not append-only; allow this with "
+    "strict_chat_template_boundary=False (one training row for each turn after a change), or write turns without it: "
+    "apply_chat_template=False"
 )
 """What is wrong with a template for which :attr:`ChatFormat.rewrites_history` is true."""
 _THOUGHT = "<think>\nbecause\n</think>\n\n"
@@ -340,25 +341,33 @@ class ChatFormat:
                 "another; use another template, or apply_chat_template=False"
             )
         ids = text_ids(self.tokenizer, text, rendered.removesuffix(text))
-        last = completion[-1] if completion else None
+        last, size = completion[-1] if completion else None, self._ending(ids)
+        # Without an end of the template's own, what stands there begins the next message.
+        ends = size and last in self._ends and (ids[size - 1] == last or contract_of(self.tokenizer).closing)
+        return ids[size:] if ends else ids
+
+    def _ending(self, ids: Sequence[int]) -> int:
+        """Return how many tokens behind an answer end it: one, and blanks before it; 0 if none ends it."""
         for number, token in enumerate(ids):
-            if last is not None and (token == last or {token, last} <= self._ends):
-                return ids[number + 1 :]
+            if token in self._ends:
+                return number + 1
             if self.tokenizer.decode([token]).strip():
                 break
-        return ids
+        return 0
 
     def appends(self, before: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether the template only adds text when messages follow a completion; found once for each order.
+        """Return whether the template ends a completion when messages follow, and changes nothing before it.
 
-        Where it does not, the tokens of the whole conversation are those of :meth:`prompt`.
+        Found once for each order of roles. Where it does not, :meth:`prompt` has the tokens of the whole conversation.
         """
         roles = tuple(str(message["role"]) for message in (*before, *messages))
         if self.uses_template and roles not in self._appended:
             # With thinking and without it: some templates remove it from what is history.
-            self._appended[roles] = all(
-                self._answered(before, answer, messages).startswith(answer) for answer in (MARK, _THOUGHT + MARK)
-            )
+            whole = [self._answered(before, answer, messages) for answer in (MARK, _THOUGHT + MARK)]
+            behind = text_ids(self.tokenizer, whole[0].removeprefix(MARK), MARK)
+            # The end that a completion has would be one more than the template writes.
+            grows = whole[0].startswith(MARK) and whole[1].startswith(_THOUGHT + MARK)
+            self._appended[roles] = grows and self._ending(behind) > 0
         return not self.uses_template or self._appended[roles]
 
     def _answered(self, before: Sequence[Mapping[str, Any]], answer: str, messages: Sequence[Mapping[str, Any]]) -> str:

@@ -82,6 +82,10 @@ ALPACA = (
     "{% for m in messages %}### {{ m.role }}:\n{{ m.content }}\n\n{% endfor %}"
     "{% if add_generation_prompt %}### assistant:\n{% endif %}"
 )
+GLM = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 HARMONY = (
     "{% for m in messages %}<|start|>{{ m.role }}{{ '<|channel|>final' if m.role == 'assistant' }}<|message|>"
     "{{ m.content }}{{ '<|return|>' if loop.last and m.role == 'assistant' and not add_generation_prompt"
@@ -218,7 +222,7 @@ SHAPES = [
         "<|endoftext|>",
         start="<|im_start|>",
     ),
-    Shape("chatml, spelled by text", byte_level("<eos>"), "<eos>", CHATML, "<eos>", grows=(True, True), start="<"),
+    Shape("chatml, spelled by text", byte_level("<eos>"), "<eos>", CHATML, "<eos>", grows=(False, False), start="<"),
     Shape(
         "llama 3",
         byte_level(EOT, "<|begin_of_text|> $A"),
@@ -322,7 +326,16 @@ SHAPES = [
     ),
     Shape("zephyr", byte_level(PHI + " </s>", "<s> $A"), "</s>", ZEPHYR, "</s>", "<s>", start="<|user|>"),
     Shape("vicuna", byte_level("<s> </s>", "<s> $A"), "</s>", VICUNA, "</s>", "<s>", learned=(" ", " "), start="U"),
-    Shape("alpaca, no end", byte_level("<s> </s>"), "</s>", ALPACA, "</s>", start="#"),
+    Shape("alpaca, no end", byte_level("<s> </s>"), "</s>", ALPACA, "</s>", start="#", grows=(False, False)),
+    Shape(
+        "glm, the next turn is the end",
+        byte_level("<|endoftext|> <|user|> <|assistant|> <|system|>"),
+        "<|endoftext|> <|user|>",
+        GLM,
+        "<|endoftext|>",
+        generation="<|endoftext|> <|user|>",
+        start="<|user|>",
+    ),
     Shape(
         "harmony",
         byte_level("<|start|> <|end|> <|message|> <|channel|> <|return|> <|call|> <|endoftext|>"),

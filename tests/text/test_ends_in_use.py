@@ -22,8 +22,9 @@ from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.endpoint.session import Rendering, Session
 from agilerl.rollouts.engine import Ask
 from agilerl.runtime import Runtime
+from agilerl.text.contract import with_ends
 from tests.envs.scripted import Echo
-from tests.text.shapes import CHATML, MISTRAL_SYSTEM_LAST, QWEN3, byte_level
+from tests.text.shapes import CHATML, GLM, MISTRAL_SYSTEM_LAST, QWEN3, byte_level
 from tests.tiny_models import llama, random_model
 
 SAMPLING = SamplingSettings(6, temperature=0.0)
@@ -135,6 +136,17 @@ def test_a_program_s_next_call_has_the_tokens_of_the_template(
     assert (second.parent is first) is grows
     session.answered(second, Completion([5], None, "stop"), "b", {"role": "assistant", "content": "b"})
     assert session.breaks == 0  # its own reply, whatever the template makes of it
+
+
+def test_the_next_turn_s_header_may_be_what_ends_an_answer() -> None:
+    tokenizer = tokenizer_of(GLM, "<|user|> <|endoftext|> <|assistant|>")
+    chat = ChatFormat(with_ends(tokenizer, [0, 1]))
+    opening, reply = [{"role": "user", "content": "one"}], [{"role": "user", "content": "two"}]
+    answer = tokenizer("a", add_special_tokens=False)["input_ids"]
+    whole = tokenizer.apply_chat_template([*opening, {"role": "assistant", "content": "a"}, *reply], tokenize=False)
+    for end in (0, 1):
+        ids = [*chat.prompt(opening), *answer, end, *chat.between(opening, [*answer, end], reply)]
+        assert tokenizer.decode([token for token in ids if token != 1]) == f"{whole}<|assistant|>\n"
 
 
 def test_a_prefill_stands_once_behind_what_the_template_opens() -> None:
