@@ -29,7 +29,7 @@ from agilerl.rewards.grader import (
 )
 from agilerl.rewards.waiting import WaitingGrader, speaks_for, waiting_parts
 from agilerl.streams import stream
-from agilerl.text.contract import opened_answer
+from agilerl.text.contract import contract_of
 
 Split = Literal["train", "exam", "test"]
 """``train`` is an endless stream; ``exam`` is the panel that measures fitness; ``test`` is never used for selection."""
@@ -319,7 +319,7 @@ def prompt_columns(task: Task, tokenizer: Any, row: Mapping[str, Any]) -> dict[s
     """Return what graders are told of a row's prompt: its conversation, and what the template writes of an answer."""
     messages = task.messages(row)
     prefilled = bool(messages) and messages[-1]["role"] == "assistant" and messages[-1]["content"]
-    return {MESSAGES: messages, OPENING: "" if prefilled else opened_answer(tokenizer)}
+    return {MESSAGES: messages, OPENING: "" if prefilled else contract_of(tokenizer).left_open}
 
 
 def waiting_graders(task: Task, *, exam: bool) -> list[WaitingGrader]:

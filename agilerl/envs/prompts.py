@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 
 from agilerl.checks.arguments import Tokenizer, Whole, checked, described
 from agilerl.errors import ConfigError, EnvError
-from agilerl.text.contract import MARK, continuation_ids, contract_of, opened_answer, plain_ids, token_ids
+from agilerl.text.contract import MARK, continuation_ids, contract_of, plain_ids, token_ids
 from agilerl.text.padding import decoded, has_template
 from agilerl.text.templates import TemplateBrokenError, apply_chat_template
 
@@ -293,7 +293,7 @@ class ChatFormat:
         # A pad token that was sampled ends nothing, unless it is one of the model's end tokens.
         self._ends = ends | (set(getattr(tokenizer, "all_special_ids", ())) - {tokenizer.pad_token_id})
         self.uses_template = apply_chat_template and has_template(tokenizer)
-        self.opening = opened_answer(tokenizer) if self.uses_template else ""
+        self.opening = contract_of(tokenizer).left_open if self.uses_template else ""
         """What every answer begins with, because the prompt has written it."""
         user = [{"role": "user", "content": "x"}]
         if self.tools and (

@@ -48,6 +48,9 @@ class TextContract:
     """What the template writes behind an answer, its end token included; empty if it writes none."""
     opened: str
     """What the generation prompt opens for the model beyond the header of an answer, such as ``<think>``."""
+    left_open: str
+    """What of it graders read before a completion: no special tokens, and not what it has closed again, such as the
+    empty thinking of a model that is not to think."""
     joins: bool
     """Whether texts tokenised one by one are the tokens of the whole text: no piece gets a space of its own."""
 
@@ -86,17 +89,6 @@ def stated_ends(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tup
         values[1:] = [value for value in values[1:] if isinstance(value, list | tuple)]
     ids = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
     return tuple(dict.fromkeys(one for one in ids if one is not None))
-
-
-def opened_answer(tokenizer: Any) -> str:
-    """Return what the generation prompt writes of each answer, and leaves open: graders read it before a completion.
-
-    Not what it has closed, such as the empty thinking of a model that is not to think, and no special tokens.
-    """
-    text = contract_of(tokenizer).opened
-    for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
-        text = text.replace(token.content, "") if token.special else text
-    return _CLOSED.sub("", text, count=1)
 
 
 def unstated_ends(tokenizer: Any) -> list[int]:
@@ -179,8 +171,18 @@ def _found(tokenizer: Any) -> TextContract:
     ends = ends if end is None else {**ends, int(end): None}
     texts = _added(tokenizer, ends) or [text for text in [getattr(tokenizer, "eos_token", None)] if text]
     starts = tuple(_pieces(tokenizer, _rendered(tokenizer, "user", prompts=True))[: max(len(begins), 1)]) or begins
+    opened = _opened(tokenizer)
     return TextContract(
-        begins, starts, behind, tuple(ends), tuple(texts), end, closing, _opened(tokenizer), both == "ab"
+        begins=begins,
+        starts=starts,
+        behind=behind,
+        ends=tuple(ends),
+        end_texts=tuple(texts),
+        end=end,
+        closing=closing,
+        opened=opened,
+        left_open=_left_open(tokenizer, opened),
+        joins=both == "ab",
     )
 
 
@@ -224,6 +226,12 @@ def _opened(tokenizer: Any) -> str:
     prompt = _rendered(tokenizer, "user", prompts=True)
     header, mark, _ = _rendered(tokenizer, "user", "assistant", "user").partition(MARK)
     return prompt[len(header) :] if mark and prompt.startswith(header) else ""
+
+
+def _left_open(tokenizer: Any, opened: str) -> str:
+    for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
+        opened = opened.replace(token.content, "") if token.special else opened
+    return _CLOSED.sub("", opened, count=1)
 
 
 @lru_cache(maxsize=64)

@@ -8,7 +8,7 @@ from agilerl.envs.prompts import ChatFormat
 from agilerl.envs.tools.parsers import parser_for
 from agilerl.errors import AgileRLError, ConfigError, EnvError
 from agilerl.runtime import Runtime
-from agilerl.text.contract import contract_of, opened_answer, readings
+from agilerl.text.contract import contract_of, readings
 
 QUESTION, THOUGHT = [{"role": "user", "content": "2 + 2 ="}], "<think>\nTwo and two.\n</think>\n\n4"
 
@@ -59,7 +59,7 @@ def _turns(runtime: Runtime) -> str:
 
 
 def _graders(runtime: Runtime) -> str:
-    opening = opened_answer(runtime.tokenizer)
+    opening = contract_of(runtime.tokenizer).left_open
     read = f"each answer from {opening!r} on, which the prompt has written" if opening else "what the model writes"
     return f"graders read {read}; reward models and judges the whole conversation"
 

@@ -30,7 +30,7 @@ from agilerl.rewards.grader import Grades, grades_of
 from agilerl.rewards.library import library_grader
 from agilerl.rollouts.collect import collect_answers
 from agilerl.rollouts.engine import Ask, GenerationRequest, OnCompletion, SamplingSettings
-from agilerl.text.contract import opened_answer
+from agilerl.text.contract import contract_of
 from tests.envs.scripted import Echo
 from tests.envs.tools.family_tokenizers import built
 from tests.faults.graders import begins_once
@@ -121,14 +121,14 @@ def test_what_a_template_leaves_open_belongs_to_the_answer(name: str) -> None:
     written, opening = OPENINGS[name]
     template = CHAT.replace("OPENING", "{{ " + repr(written) + " }}")
     tokenizer = tokenizer_of(template, ("<system>", "<user>", "<assistant>", "<|think|>"))
-    assert opened_answer(tokenizer) == opening
+    assert contract_of(tokenizer).left_open == opening
     seen, rows = Seen(), [{"question": "2 + 2?", "answer": "4"}]
     rewards(DatasetTask(rows, rows, reward_fn=seen), tokenizer, "so\n</think>4")
     assert seen.texts == [opening + "so\n</think>4"]
 
 
 def test_without_a_template_nothing_is_opened() -> None:
-    assert opened_answer(built([])) == ""
+    assert contract_of(built([])).left_open == ""
 
 
 # -- what each grader reads of it -------------------------------------------------------------------------------------
@@ -207,6 +207,14 @@ def test_a_prefill_belongs_to_the_message_and_not_to_the_completion() -> None:
     assert (seen.prompts, seen.texts) == ([PREFILLED[:1]], [[{"role": "assistant", "content": "<think>a"}]])
     # The same of rows alone: a prefill is a part of the row.
     assert call_grader(library_grader("format_tags", FORM), [REASONED], [row]) == [1.0]
+
+
+def test_functions_of_trl_read_messages_from_their_beginning() -> None:
+    def think_format_reward(completions: list[list[dict[str, str]]], **columns: Any) -> list[float]:
+        return [float(message["content"] == f"<think>\n{REASONED}") for (message,) in completions]
+
+    think_format_reward.__module__ = "trl.rewards"
+    assert graded(think_format_reward, REASONED, "no") == [1.0, 0.0]
 
 
 # -- the conversation -------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from agilerl.rollouts.endpoint.session import Session
 from agilerl.rollouts.engine import Ask, CollectReport, Failure, RolloutEngine
 from agilerl.rollouts.grading import Verdict, verdicts_of
 from agilerl.sizes import UNIT_ROWS
-from agilerl.text.contract import opened_answer
+from agilerl.text.contract import contract_of
 
 _QUIET, _BEGINNING = 0.004, 0.1
 """Seconds without a further request after which those that wait are answered; and at first, while programs start."""
@@ -90,7 +90,7 @@ def collect_programs(
             # By the agent's own episodes alone: kept caches change last bits, which must not depend on other agents.
             keeps = of_slot[ask.slot] <= UNIT_ROWS
             sessions.append(Session(ask, sample, task.limits, endpoint.chat_of, keeps))
-            episodes.append(_Episode(number, sessions[-1], opened_answer(tokenizer)))
+            episodes.append(_Episode(number, sessions[-1], contract_of(tokenizer).left_open))
     # The endpoint ends first: if the engine fails, programs are refused, and no one waits for them to time out.
     # A second more than a program's own limit, which ends it and says why.
     with Stepping(task.limits.timeout + 1, workers=task.limits.concurrency) as stepping, endpoint:
