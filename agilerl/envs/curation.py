@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from agilerl.checks.arguments import counted, nearest, shown
 from agilerl.envs.core import LEAST, Message, Split, apportion, fewer
-from agilerl.envs.prompts import HALF, render_prompt
+from agilerl.envs.prompts import HALF, check_opened, render_prompt
 from agilerl.envs.sources import Rows
 from agilerl.errors import EnvError
 
@@ -95,6 +95,8 @@ class Form:
     """Whether the column ``label`` says if the response is good (True, 1) or bad (False, 0)."""
     grades_text: bool = False
     """Whether the column ``answer``, if a row has one, must be text, because a grader expects text."""
+    teaches: bool = False
+    """Whether training learns the rows' answers."""
     learned: bool = False
     """Whether rows are only learned, never asked: then they may be whole texts, and conversations may call tools."""
 
@@ -558,6 +560,9 @@ def _usable(
         messages = [*converse(row, sample)]
         key = rank = _digest(json.dumps(messages))  # never the order or a seed: other runs get the same panels
         if tokenizer is not None:
+            # Answers that are learned are refused here, and not in the middle of a run.
+            if form.teaches and messages[-1]["role"] != "assistant":
+                check_opened(tokenizer, sample.response, sample.rejected, where=rows.where(index))
             ids = render_prompt(tokenizer, messages)
             if max_tokens is not None and len(ids) > max_tokens:
                 counts["too_long"] += 1

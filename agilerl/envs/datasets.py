@@ -261,4 +261,4 @@ def _common_form(sides: Iterable[Rows], purpose: Purpose, needs: Needs) -> Form:
                 f"expected datasets with the same form, found {forms[0]} in {parts[0].name} and {form} in {part.name}; "
                 "rename columns so that they agree"
             )
-    return replace(forms[0], grades_text=needs == "text")
+    return replace(forms[0], grades_text=needs == "text", teaches=purpose != "reasoning")

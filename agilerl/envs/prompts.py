@@ -173,6 +173,15 @@ def generation_prompt(tokenizer: Any) -> list[int]:
     return ending
 
 
+def check_opened(tokenizer: Any, *answers: str | None, where: str) -> None:
+    """Raise EnvError, with the place of a row, as :func:`behind_opened` does for one of its answers."""
+    try:
+        for answer in answers:
+            behind_opened(tokenizer, answer or "")
+    except EnvError as error:
+        raise EnvError(f"{where}: {error}") from None
+
+
 def template_ids(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of what a chat template has written, which has all special tokens in it."""
     return token_ids(tokenizer(text, add_special_tokens=False))

@@ -201,8 +201,9 @@ class BaseModel:
 
         Models that were tuned to a chat format often have its end token in the tokenizer or the template alone.
         """
-        generation, config = getattr(self.model, "generation_config", None), self.model.config.get_text_config()
-        ids = stated_ends(*({"eos_token_id": getattr(one, "eos_token_id", None)} for one in (generation, config)))
+        config = self.model.config
+        parts = (getattr(self.model, "generation_config", None), config, config.get_text_config())
+        ids = stated_ends(*(getattr(part, "eos_token_id", None) for part in parts))
         if not all(type(token) is int for token in ids):
             raise ConfigError(
                 f"the model {self.name!r}: expected integers as eos_token_id, found {shown(ids)}; write the id of the "

@@ -78,15 +78,14 @@ def with_ends(tokenizer: Any, ends: Sequence[int]) -> Any:
     return changed
 
 
-def stated_ends(generation: Mapping[str, Any], config: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the end tokens in a generation configuration and a model's configuration.
+def stated_ends(generation: Any, *configs: Any) -> tuple[Any, ...]:
+    """Return the end tokens that a generation configuration states, and a model's configuration or its parts.
 
-    The second counts where the first states none, and where it is a list: a single one may be its class's default.
+    These count where the first states none, and where they have a list: a single one may be its class's default.
     """
-    text = config.get("text_config")
-    values = [one.get("eos_token_id") for one in (generation, config, text if isinstance(text, Mapping) else {})]
-    if values[0] not in (None, []):
-        values[1:] = [value for value in values[1:] if isinstance(value, list | tuple)]
+    values = [generation, *configs]
+    if generation not in (None, []):
+        values[1:] = [value for value in configs if isinstance(value, list | tuple)]
     ids = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
     return tuple(dict.fromkeys(one for one in ids if one is not None))
 
@@ -238,7 +237,10 @@ def _left_open(tokenizer: Any, opened: str) -> str:
 def _ends_beside(name: str) -> tuple[int, ...]:
     """Return the end tokens that the configurations in a folder, or of a cached hub name, state."""
     # By type, since JSON has true, and a bool is an int.
-    ends = stated_ends(*(_settings(name, file) for file in ("generation_config.json", "config.json")))
+    generation, config = (_settings(name, file) for file in ("generation_config.json", "config.json"))
+    text = config.get("text_config")
+    parts = (generation, config, text if isinstance(text, Mapping) else {})
+    ends = stated_ends(*(part.get("eos_token_id") for part in parts))
     return tuple(end for end in ends if type(end) is int)
 
 

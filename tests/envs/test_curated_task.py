@@ -166,6 +166,20 @@ def test_a_malformed_row_stops_by_default_and_changes_no_panel_where_it_is_dropp
     assert all(sides_of(task, split) == sides_of(clean, split) for split in ("exam", "test"))
 
 
+@pytest.mark.parametrize("purpose", ["sft", "reasoning"])
+def test_a_row_that_opens_again_what_the_template_has_closed_stops_before_training(purpose: str) -> None:
+    closes = make_tokenizer(TEMPLATE.replace("%}<assistant>{%", "%}<assistant><think>\n</think>\n{%"))
+    thinks = {"question": "7+7=", "answer": "<think>\nso\n</think>\n14"}
+    task = made([*ROWS, thinks], purpose=purpose, grader=exact_match)
+    if purpose == "reasoning":
+        task.fit(closes, None)  # nobody learns it
+    else:
+        with pytest.raises(
+            EnvError, match=r"row 40 of the train dataset: expected an answer that goes on .*'<think>' again"
+        ):
+            task.fit(closes, None)
+
+
 def test_the_length_is_that_of_the_templated_prompt(tokenizer) -> None:
     longest = max(len(render_prompt(tokenizer, [{"role": "user", "content": row["question"]}])) for row in ROWS)
     assert longest == 8  # three markers around five characters
