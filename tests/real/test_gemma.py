@@ -29,6 +29,10 @@ SETTINGS = (
     *("environment.data_batch_size_per_gpu=2", "environment.eval_prompts=2", "environment.test_prompts=2"),
     *("algorithm.lr=1e-3", "training.pop_size=1", "training.max_steps=32", "training.evo_steps=8"),
 )
+REWARDED = (
+    *(part for part in SETTINGS if not part.startswith(("algorithm.", "environment.env_type"))),
+    *("environment.reward=exact", "algorithm.group_size=2", "algorithm.batch_size=2"),
+)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -121,9 +125,7 @@ def test_it_is_talked_to(run: Path, place: Path) -> None:
 
 
 def test_an_agent_is_rewarded_and_examined(place: Path, folder: Path) -> None:
-    settings = [part for part in SETTINGS if not part.startswith(("algorithm.", "environment.env_type"))]
-    settings += ["environment.reward=exact", "algorithm.group_size=2", "algorithm.batch_size=2"]
-    done(place, "train", *settings, "algorithm.max_output_tokens=4", "training.max_steps=8", "--out", "rewarded")
+    done(place, "train", *REWARDED, "algorithm.max_output_tokens=4", "training.max_steps=8", "--out", "rewarded")
     document = json.loads(done(place, "eval", "rewarded", "--samples", "2", "--json"))
     summary = json.loads((place / "rewarded/summary.json").read_text())
     assert document["adapter"]["greedy"]["mean"] == summary["test"]["elite"]["mean"]

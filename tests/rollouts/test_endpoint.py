@@ -24,6 +24,7 @@ from agilerl import GRPO, Population, Runtime
 from agilerl.config.environment import AgentLimitsConfig
 from agilerl.data import Completion
 from agilerl.envs.core import Place, Row, Split, Task
+from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.games import GuessTheNumber
 from agilerl.envs.programs import AgentTask, run_program
@@ -130,6 +131,32 @@ def test_an_update_has_the_same_bits_at_any_concurrency(concurrency: int) -> Non
     for _ in range(2):
         again.learn(again.rollout())
     assert torch.equal(theta, again.agents[0].runtime.store.theta)
+
+
+async def asks_twice(client: Any, row: Row) -> None:
+    said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": row["question"]}]
+    for _ in range(2):
+        reply = await client.chat.completions.create(model="policy", messages=said)
+        said += [
+            {"role": "assistant", "content": str(reply.choices[0].message.content)},
+            {"role": "user", "content": "?"},
+        ]
+
+
+def test_graders_of_a_program_see_its_conversation() -> None:
+    seen: list[tuple[str, Any]] = []
+
+    def grader(completion: str, prompt_messages: list[Any]) -> float:
+        seen.append((completion, prompt_messages))
+        return 1.0
+
+    rows = [{"question": "4, 6.", "answer": "2"}]
+    assert not population(AgentTask(DatasetTask(rows, rows, reward_fn=grader), asks_twice), 1).rollout().failures
+    for text, messages in seen:
+        assert [message["role"] for message in messages] == ["system", "user", "assistant", "user"]
+        assert messages[1]["content"] == "4, 6."
+        assert isinstance(text, str)
+    assert seen
 
 
 class Seeds(Task):
