@@ -289,7 +289,7 @@ def run_merge(
     console = new_console(quiet=quiet)
     console.print(f"Merging {shown(str(adapter.folder))} into {shown(adapter.base)}.")
     quieten_libraries()
-    from agilerl.training.base import merged_model
+    from agilerl.training.base import check_merged, merged_model
 
     model, tokenizer = merged_model(adapter.folder, adapter.config, dtype=dtype)
     loading_done()
@@ -297,6 +297,7 @@ def run_merge(
     def write(folder: Path) -> None:
         model.save_pretrained(str(folder))
         tokenizer.save_pretrained(str(folder))
+        check_merged(folder, model)
 
     # DeepSpeed, if it is installed, is imported here, and logs to standard output.
     with whole_folder(out), redirect_stdout(sys.stderr if is_debugging() else StringIO()):
@@ -353,6 +354,7 @@ def export_elite(run: Path, out: Path, *, name: str | None = None, licence: str 
     if root is None or folder.resolve() != (root / "elite").resolve():
         raise CheckpointError(f"expected a run, or the elite of one, found the adapter {folder}")
     summary = finished_summary(root)
+    _check_adapter(run)
     # Only files that the run wrote, and no links: a stranger's folder must not have others of this machine sent away.
     files = [file for file in verify_folder(folder) if file not in (CARD, MANIFEST) and "/" not in file]
     card = model_card(root, summary, name=name, licence=licence)
@@ -370,6 +372,18 @@ def export_elite(run: Path, out: Path, *, name: str | None = None, licence: str 
         (target / CARD).write_text(card, encoding="utf-8")
 
     commit_folder(out, write, manifest=False)
+
+
+def _check_adapter(run: Path) -> None:
+    """Compare what PEFT computes with what was trained; warn where the base is not on this machine."""
+    quieten_libraries()
+    from agilerl.training.base import check_exported
+
+    try:
+        adapter = subject(run, examined=False)
+        check_exported(adapter.folder, adapter.base, adapter.config.network.options)
+    except ConfigError as error:
+        say(f"not compared with what PEFT computes from it: {error}")
 
 
 def run_push(

@@ -438,8 +438,18 @@ class BaseModel:
         usual = self.hidden(ids)
         with narrowed(self.model, limits):
             narrow = self.hidden(ids)
+            beginning = self.hidden(ids[:, :6])
+            with using_attention(config, "eager"):
+                eager = self.hidden(ids)
             fitting = [i for i, reading in enumerate(readings(config)) if self._is_read(ids, narrow, reading)]
         everywhere = torch.ones(ids.shape, dtype=torch.bool)
+        wrong = max(_apart(narrow, eager, everywhere), _apart(narrow[:, :6], beginning, everywhere[:, :6]))
+        if not wrong < max(10 * _SAME[self.dtype], 1e-3):
+            raise ConfigError(
+                f"{type(self.model).__name__} computes rows of more than {min(limits.values())} tokens "
+                f"({', '.join(limits)}) in a way that depends on later tokens, or on the kernel; it cannot "
+                "be trained correctly: use another model"
+            )
         shows = not _apart(narrow, usual, everywhere) < _SAME[self.dtype]
         unlimited = set(getattr(config, "layer_types", None) or ()) == {"full_attention"}
         if fitting and (shows or unlimited):

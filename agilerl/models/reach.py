@@ -86,6 +86,12 @@ def readings(config: Any) -> list[Reaches]:
     return [*of_kinds, Reach(window=window), Reach(chunk=chunk), EVERYTHING]
 
 
+def kinds_with_states(config: Any) -> set[str]:
+    """Return the kinds of layers that are no attention, as a configuration names them: "mamba", "linear_attention"."""
+    kinds = {str(kind) for name in ("layer_types", "layers_block_type") for kind in getattr(config, name, None) or ()}
+    return {kind for kind in kinds if "attention" not in kind or "linear" in kind} - {"moe", "mlp"}
+
+
 @contextmanager
 def narrowed(model: Any, limits: Mapping[str, int], size: int = 4) -> Iterator[None]:
     """Let windows and chunks be of so many tokens while the context is open, where a model reads them each time."""

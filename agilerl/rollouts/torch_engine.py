@@ -19,7 +19,7 @@ from agilerl.errors import EngineError
 from agilerl.models.base import BaseModel
 from agilerl.models.flat import Kept, PromptLine, Rows, flatten, side_by_side
 from agilerl.models.memory import MemoryLimits, attempt
-from agilerl.models.reach import EVERYTHING
+from agilerl.models.reach import EVERYTHING, kinds_with_states
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.rollouts.activated import Beginnings, PromptCache, invocations
 from agilerl.rollouts.engine import Arrivals, GenerationRequest, OnCompletion, SamplingSettings, of_part
@@ -209,7 +209,9 @@ class TorchEngine:
         try:
             generated = self.generate([GenerationRequest(None, prompt, 1, settings) for prompt in prompts])
         except Exception as error:  # of many types: from inside the model's code
-            raise EngineError(_UNDECODABLE.format(name, reason(error))) from error
+            states = sorted(kinds_with_states(self.base.model.config.get_text_config()))
+            why = f"its layers of the kind {', '.join(states)} keep a state, and no keys and values" if states else ""
+            raise EngineError(_UNDECODABLE.format(name, why or reason(error))) from error
         for prompt, (completion,) in zip(prompts, generated):
             ids = torch.tensor([prompt + completion.token_ids], device=self.base.device)
             logits = self.base.logits(self.base.hidden(ids)[0, len(prompt) - 1 : -1])

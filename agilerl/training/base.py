@@ -1,20 +1,40 @@
 """The base of a run: loaded, and checked against the machine and its tokenizer; or merged with an adapter."""
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from agilerl.algorithms.codec import warn_of_another_base
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.run import RunConfig
 from agilerl.envs.prompts import generation_prompt, text_ids
-from agilerl.errors import AgileRLError, ConfigError, lacks_memory
-from agilerl.models.adapters import for_peft, lora_layers, read_adapter, read_config
-from agilerl.models.base import check_device, is_of_hub, load_base, load_tokenizer, resolve_model, tokenizer_fingerprint
-from agilerl.models.model_config import model_config
+from agilerl.errors import AgileRLError, CheckpointError, ConfigError, lacks_memory
+from agilerl.models.adapters import (
+    WEIGHTS_FILE,
+    for_peft,
+    lora_layers,
+    lora_scaling,
+    read_adapter,
+    read_config,
+    read_tensors,
+)
+from agilerl.models.base import (
+    BaseModel,
+    check_device,
+    is_of_hub,
+    load_base,
+    load_tokenizer,
+    resolve_model,
+    tokenizer_fingerprint,
+)
+from agilerl.models.lora import attach, detach
+from agilerl.models.model_config import load_whole, loading, model_config
 from agilerl.models.quantised import imported_peft
+from agilerl.models.slots import AdapterStore, LinearShape, Route
 from agilerl.planning.footprint import bank_bytes
 from agilerl.runtime import Runtime
 from agilerl.safety.addresses import is_out_of_reach
@@ -109,16 +129,18 @@ def merged_model(folder: Path, config: RunConfig, *, dtype: str = "auto") -> tup
             f"the adapter in {str(folder)!r} is activated (alora_invocation_tokens): it does not act on prompts, so it "
             "cannot be merged into the weights; load it with PEFT, or use agilerl chat and agilerl eval"
         )
-    # All that changes the function; the merged model's config.json has it.
-    overrides = {key: value for key, value in (options.config_overrides or {}).items() if "dtype" not in key}
-    changed = SharedOptions(config_overrides=overrides or None)
-    base = _guarded(name, lambda: load_base(name, dtype="float32", options=changed))
+    # What changes the function; the merged model's config.json has it.
+    changed = _of_function(options)
+    base = _guarded(name, lambda: load_base(name, dtype="float32", options=SharedOptions(**changed)))
     tokenizer = _guarded(name, lambda: load_tokenizer(name, **network.of_tokenizer))
-    scope = options.lora_target_scope
-    layers = lora_layers(base.model, settings, scope)
-    read_adapter(folder, layers)  # every layer is there, and nothing else
-    loaded = {"weights": base.fingerprint, "tokenizer": tokenizer_fingerprint(tokenizer), "config_overrides": overrides}
+    loaded = {
+        "weights": base.fingerprint,
+        "tokenizer": tokenizer_fingerprint(tokenizer),
+        "config_overrides": {},
+        **changed,
+    }
     warn_of_another_base(folder, base, loaded)
+    layers, expected = _trained(folder, base, options.lora_target_scope)
     ends = contract_of(with_ends(tokenizer, base.eos_token_ids)).ends
     if set(ends) != set(base.eos_token_ids):
         base.model.generation_config.eos_token_id = list(ends)  # or what was trained would not stop elsewhere
@@ -126,4 +148,91 @@ def merged_model(folder: Path, config: RunConfig, *, dtype: str = "auto") -> tup
     # safe_merge: PEFT raises if a merged weight is not finite, rather than hand it on.
     adapted = peft.PeftModel.from_pretrained(base.model, str(folder), config=for_peft(settings, layers))
     merged = adapted.merge_and_unload(safe_merge=True)
+    _check_same(_logits(merged), expected, f"PEFT merged {str(folder)!r} into something else than what was trained")
     return merged.to(getattr(torch, str(kind).removeprefix("torch."))), tokenizer
+
+
+def _of_function(options: SharedOptions) -> dict[str, Any]:
+    """Return the options that change what a base computes, and not how."""
+    overrides = {key: value for key, value in (options.config_overrides or {}).items() if "dtype" not in key}
+    return {"config_overrides": overrides} if overrides else {}
+
+
+_PROMPT = torch.arange(1, 17)[None]
+"""Tokens on which what leaves is compared with what was trained."""
+
+
+@torch.no_grad()
+def _logits(model: Any) -> Tensor:
+    logits: Tensor = model(input_ids=_PROMPT % model.get_output_embeddings().weight.shape[0], use_cache=False).logits
+    return logits.float()
+
+
+@torch.no_grad()
+def _trained(folder: Path, base: BaseModel, scope: str | None) -> tuple[list[LinearShape], Tensor]:
+    """Return the layers of the adapter in a PEFT folder, and the logits of the policy that was trained.
+
+    Raises CheckpointError if a layer is missing there, or one too many.
+    """
+    settings = read_config(folder)
+    layers = lora_layers(base.model, settings, scope)
+    factors, _ = read_adapter(folder, layers)
+    store = AdapterStore(layers, max_rank=settings.r)
+    slot = store.allocate(settings.r, lora_scaling(settings))
+    store.load_adapter(slot, factors)
+    attach(base.model, store)
+    try:
+        with store.routed(Route((slot,), None)):
+            return layers, base.logits(base.hidden(_PROMPT % base.vocabulary_size)[0])[None]
+    finally:
+        detach(base.model, store)
+
+
+def _check_same(logits: Tensor, expected: Tensor, wrong: str) -> None:
+    """Raise CheckpointError if logits are not those that are expected, up to rounding."""
+    apart = float((logits - expected).abs().max() / expected.abs().max().clamp(min=1e-6))
+    if not apart < _ROUNDING:  # not >=, which is False for NaN
+        raise CheckpointError(f"{wrong}: the logits of {_PROMPT.shape[1]} tokens differ by {apart:.2g} of the largest")
+
+
+_ROUNDING = 1e-3
+
+
+def check_exported(folder: Path, name: str, options: SharedOptions) -> None:
+    """Raise CheckpointError unless plain PEFT computes what was trained from an adapter folder, with all its tensors.
+
+    ``name`` is that of the base, ``options`` are those of its run. Raises ConfigError if the base is not on this
+    machine; nothing is downloaded.
+    """
+    from huggingface_hub import constants
+
+    peft = imported_peft()
+    if read_config(folder).alora_invocation_tokens:
+        return  # acts on a part of a prompt alone
+    offline = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = True
+    try:
+        check_weights(resolve_model(name), "cpu", None)
+        base = _guarded(name, lambda: load_base(name, options=SharedOptions(**_of_function(options))))
+    finally:
+        constants.HF_HUB_OFFLINE = offline
+    _, expected = _trained(folder, base, options.lora_target_scope)
+    written = set(read_tensors(folder / WEIGHTS_FILE))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it warns of is an error here
+        model = peft.PeftModel.from_pretrained(base.model, str(folder)).eval()
+    advice = "agilerl merge writes one model, which needs no PEFT"
+    if unused := sorted(written - set(peft.get_peft_model_state_dict(model, save_embedding_layers=False))):
+        raise CheckpointError(
+            f"PEFT does not use {len(unused)} tensors of {str(folder)!r}, such as {unused[0]}; {advice}"
+        )
+    _check_same(
+        _logits(model), expected, f"PEFT computes something else from {str(folder)!r} than was trained; {advice}"
+    )
+
+
+def check_merged(folder: Path, model: Any) -> None:
+    """Raise CheckpointError unless plain transformers loads a merged model from its files as it was written."""
+    with loading("the merged model", str(folder), "the files that were just written"):
+        read = load_whole(folder, str(folder), model_config(str(folder), {}), 0.125, dtype=model.dtype)
+    _check_same(_logits(read), _logits(model), f"transformers reads another model from {str(folder)!r} than was merged")

@@ -1,5 +1,6 @@
 """Which layers carry adapters: mixtures of experts, text towers of multimodal models, a scope."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,14 @@ from transformers import (
 )
 
 from agilerl.config.base_model import SharedOptions
-from agilerl.errors import ConfigError, EngineError
+from agilerl.errors import CheckpointError, ConfigError, EngineError
 from agilerl.models import adapters, layers
 from agilerl.models.adapters import lora_layers
 from agilerl.models.base import load_base
 from agilerl.models.slots import Route
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.runtime import Runtime
+from agilerl.training.base import check_exported
 from tests.models.two_agents import make_runtime, rows, train_pass
 from tests.tiny_models import random_model
 
@@ -169,6 +171,29 @@ def test_of_a_mixture_dense_layers_carry_adapters_that_are_read_again(name: str,
     assert lora_layers(model, adapters.read_config(tmp_path)) == list(store.layers)
     for ours, theirs in zip(store.adapter(1), adapters.read_adapter(tmp_path, store.layers)[0], strict=True):
         assert all(map(torch.equal, ours, theirs))
+
+
+@pytest.mark.parametrize("damage", ["none", "names of layers", "a tensor too many"])
+def test_an_adapter_that_peft_reads_otherwise_does_not_leave(damage: str, tmp_path: Path) -> None:
+    """Before dense layers of mixtures were named by their weights, export and merge lost them without a word."""
+    base, folder = tmp_path / "base", tmp_path / "adapter"
+    random_model(PARTLY_DENSE["glm4"], scale=0.5).save_pretrained(base)
+    runtime = make_runtime(load_base(str(base)).model)
+    layers = runtime.store.layers
+    if damage == "names of layers":
+        layers = tuple(dataclasses.replace(layer, by_weight=False) for layer in layers)
+    adapters.write_adapter(folder, layers, runtime.store.adapter(1), runtime.lora_config, str(base))
+    if damage == "a tensor too many":
+        (folder / "adapter_config.json").write_text(
+            (folder / "adapter_config.json").read_text().replace('"model.layers.1.self_attn.q_proj",', "")
+        )
+    if damage == "none":
+        check_exported(folder, str(base), SharedOptions())
+        return
+    with pytest.raises(
+        CheckpointError, match=r"^PEFT (does not use \d+ tensors|computes something else)|has weights for 2 layers"
+    ):
+        check_exported(folder, str(base), SharedOptions())
 
 
 def test_layers_that_peft_renames_are_refused_or_left_out() -> None:
