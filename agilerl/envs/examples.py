@@ -153,7 +153,7 @@ def _render(
         if parts is None:
             marked = [*messages[:index], {**message, "content": MARK}, *messages[index + 1 : upto.stop]]
             rest = render_text(tokenizer, marked, tools=tools, prompts=following is not None).rpartition(MARK)[2]
-            parts = _parts(tokenizer, before, after, response, rest)
+            parts = _parts(tokenizer, before, after, response, rest, calls="tool_calls" in message)
         if parts is not None and following is not None and contract_of(tokenizer).closing and not parts[2]:
             parts = None  # earlier answers have another end than the last one
         if not before.startswith(text) or (parts is None and (following is not None or "tool_calls" in message)):
@@ -173,7 +173,7 @@ def _render(
 
 
 def _parts(
-    tokenizer: Any, before: str, after: str, response: str, rest: str | None = None
+    tokenizer: Any, before: str, after: str, response: str, rest: str | None = None, *, calls: bool = False
 ) -> tuple[str, str, str] | None:
     """Return what a template writes behind a prompt: before the response, as the response, and up to its end token.
 
@@ -191,6 +191,7 @@ def _parts(
     if response and core == written and rest:
         return None
     stops = [at + len(end) for end in contract.end_texts if (at := behind.find(end)) >= 0]
+    stops += [len(behind.rstrip())] * calls * (not stops)  # calls stand there, whatever ends them
     for text in (response, response.strip()):
         if core.endswith(text):
             return core[: len(core) - len(text)], text, behind[: min(stops, default=0)]

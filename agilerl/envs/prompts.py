@@ -316,7 +316,7 @@ class ChatFormat:
         """By the roles of a conversation, whether the template only adds text to it."""
         answer, rules = {"role": "assistant", "content": "one"}, {"role": "system", "content": "rules"}
         openings = [[rules, *user]] if system is not False and self._accepts([rules, *user]) else []
-        openings += [] if openings and system else [user]
+        openings += [] if openings and (system or not self._accepts(user)) else [user]
         result = {"role": "tool", "name": "f", "tool_call_id": "call00000", "content": MARK}
         reply = result if self.tools and self._accepts([*user, answer, result], MARK) else user[0]
         self.rewrites_history = not all(

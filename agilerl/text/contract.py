@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -196,13 +197,12 @@ def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def _rendered(tokenizer: Any, *roles: str, prompts: bool = False) -> str:
     """Return a conversation as the template writes it, ``MARK`` for answers; empty without one or if it refuses it."""
-    messages = [{"role": role, "content": MARK if role == "assistant" else "x"} for role in roles]
-    if not has_template(tokenizer):
-        return ""
-    try:
-        return str(apply_chat_template(tokenizer, messages, tokenize=False, add_generation_prompt=prompts))
-    except (TemplateError, ValueError, TypeError, LookupError, AttributeError):
-        return ""
+    # Some templates want a system text.
+    for names in (roles, ("system", *roles)) if has_template(tokenizer) else ():
+        messages = [{"role": role, "content": MARK if role == "assistant" else "x"} for role in names]
+        with suppress(TemplateError, ValueError, TypeError, LookupError, AttributeError):
+            return str(apply_chat_template(tokenizer, messages, tokenize=False, add_generation_prompt=prompts))
+    return ""
 
 
 def _closing(tokenizer: Any) -> tuple[str, int | None]:

@@ -14,7 +14,7 @@ from agilerl.data import Completion
 from agilerl.envs.core import Place
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.episode_task import EpisodeTask
-from agilerl.envs.examples import PreferenceTask
+from agilerl.envs.examples import PreferenceTask, render_completion
 from agilerl.envs.prompts import ChatFormat, decode_completions, render_prompt
 from agilerl.errors import ConfigError, EnvError
 from agilerl.models.base import BaseModel, from_model
@@ -22,7 +22,7 @@ from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.endpoint.session import Rendering, Session
 from agilerl.rollouts.engine import Ask
 from agilerl.runtime import Runtime
-from agilerl.text.contract import with_ends
+from agilerl.text.contract import contract_of, with_ends
 from tests.envs.scripted import Echo
 from tests.text.shapes import CHATML, GLM, MISTRAL_SYSTEM_LAST, QWEN3, byte_level
 from tests.tiny_models import llama, random_model
@@ -136,6 +136,28 @@ def test_a_program_s_next_call_has_the_tokens_of_the_template(
     assert (second.parent is first) is grows
     session.answered(second, Completion([5], None, "stop"), "b", {"role": "assistant", "content": "b"})
     assert session.breaks == 0  # its own reply, whatever the template makes of it
+
+
+def test_a_template_that_wants_a_system_text_is_read_with_one() -> None:
+    refuses = "{% if messages[0].role != 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    tokenizer = tokenizer_of(refuses + CHATML)
+    assert set(contract_of(tokenizer).ends) == {0, 1}
+    example = render_completion(
+        tokenizer, [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}], "yes"
+    )
+    assert tokenizer.decode(example.ids[example.learned.index(True) :]) == "yes<|im_end|>"
+    assert not ChatFormat(tokenizer).rewrites_history
+    with pytest.raises(ConfigError, match="no system"):
+        ChatFormat(tokenizer, system=False)
+
+
+def test_calls_are_learned_whatever_the_template_ends_them_with() -> None:
+    calls = "{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}"
+    tokenizer = tokenizer_of(CHATML.replace("<|im_end|>", calls + "{{ '!' if m.tool_calls else '<|im_end|>' }}"))
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    for text in ("", "I add: "):
+        example = render_completion(tokenizer, [{"role": "user", "content": "q"}], text, calls=[call])
+        assert tokenizer.decode(example.ids[example.learned.index(True) :]) == f"{text}[add]!<|im_end|>"
 
 
 def test_the_next_turn_s_header_may_be_what_ends_an_answer() -> None:
