@@ -37,7 +37,7 @@ from agilerl.models.base import (
 )
 from agilerl.models.flat import Packed, Rows, flatten
 from agilerl.models.lora import attach, detach, token_keys, token_values
-from agilerl.models.memory import MemoryLimits, attempt
+from agilerl.models.memory import MemoryLimits, attempt, available_bytes, local_processes
 from agilerl.models.quantised import check_loaded
 from agilerl.models.sharding import (
     Lockstep,
@@ -49,7 +49,7 @@ from agilerl.models.sharding import (
     sharding_of,
 )
 from agilerl.models.slots import AdapterStore, Dropout, Route
-from agilerl.planning.footprint import pass_tokens
+from agilerl.planning.footprint import PassSize, pass_size
 from agilerl.planning.time import Widths
 from agilerl.processes import ALONE, Processes
 from agilerl.rollouts.activated import Beginnings, PromptCache, invocations
@@ -362,8 +362,9 @@ class Runtime:
         if isinstance(torch_engine, TorchEngine):
             torch_engine.prompts_at_once = options.hf_generate_chunk_size
             torch_engine.stops = Stops(self.tokenizer, options.stop_sequences) if options.stop_sequences else None
-        self.engine = engine
-        self.options = options
+        self.engine, self.options = engine, options
+        if isinstance(torch_engine, TorchEngine) and self.base.flattens:
+            torch_engine.prefill_tokens = self.pass_size.unsaved
 
     @property
     def loaded(self) -> dict[str, Any]:
@@ -375,12 +376,24 @@ class Runtime:
         return {"weights": self.base.fingerprint, "tokenizer": known[1], **chosen, **settings_of(self.tokenizer)}
 
     @property
-    def pass_tokens(self) -> int:
-        """Tokens of one training forward that suit the base and the device; the most of an agent's micro-batch."""
-        device = self.base.device
-        memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
-        checkpointing = self.options.gradient_checkpointing
-        return pass_tokens(Widths.of(self.base), checkpointing=checkpointing, memory=memory)
+    def pass_size(self) -> PassSize:
+        """Tokens of a forward pass that suit the base and the device; ``max_tokens`` lowers what may be above that."""
+        device, options = self.base.device, self.options
+        gpu = device.type == "cuda"
+        size = pass_size(
+            Widths.of(self.base),
+            base=self.base.weight_bytes,
+            memory=available_bytes(str(device)),
+            gpu=gpu,
+            checkpointing=options.gradient_checkpointing,
+            processes=1 if gpu else local_processes(),
+        )
+        possible = self.base.recomputes and not self.invocation  # cached prompts are not computed again
+        size = size if possible else size._replace(recomputed=size.whole)
+        if self.max_tokens is None:
+            return size
+        largest = max(size.tokens, self.max_tokens)
+        return size._replace(**{n: min(largest, getattr(size, n)) for n in ("whole", "recomputed", "unsaved")})
 
     def __repr__(self) -> str:
         return f"Runtime(base={self.base.name!r}, parameters={self.base.parameters:,}, {self.store!r})"
@@ -664,12 +677,12 @@ class Runtime:
         """Measure some rows of a batch into ``result``; halves the tokens of a forward if memory runs out."""
         before, waiting = self.limits.train_tokens, [torch.arange(which.start, which.stop)]
         # Rows are measured one by one, so a forward may end anywhere.
-        flat, alone = self.base.flattens, most._replace(unit=1)
+        flat, alone = self.base.flattens, most._replace(unit=1, whole=most.unsaved)
         while waiting:
             left = waiting.pop()
             if not len(left):
                 continue
-            first, *others = cut(rows.batch, left, alone.at_most(self.limits.train_tokens), flat=flat)
+            first, *others = cut(rows.batch, left, alone.at_most(self.limits.train_tokens), flat=flat).parts
             # Reversed, because the stack gives back its last entry first.
             waiting += others[::-1]
             part = replace(rows, batch=rows.batch.select(first))

@@ -15,8 +15,11 @@ LONG_SUM, LONG_SUM_ROWS = 512, 256
 """On a CPU, matrix products that sum over so many terms in a backward pass get at least so many rows: with fewer rows
 (176 or less where it was measured) kernels cut sums of 896 terms in another way than with more."""
 PASS_TOKENS = 2048
-"""The most tokens of a training forward on a CPU if the user gives no size: enough to fill a core. More no longer fit
-its caches, and take longer."""
+"""Tokens of a training forward that fill a core of a CPU; more no longer fit its caches. A pass has more only where
+otherwise several would compute what rows have in common."""
+FAR = 8
+"""From so many tokens before a sequence for each of its own on, its attention is computed again in the backward pass:
+the copies of keys and values that it reads would be most of what is saved."""
 MAX_ROWS = 1024
 """Default of ``training.max_rows_in_flight``: the most rows that are decoded at once."""
 UNIT_ROWS = 256

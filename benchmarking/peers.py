@@ -2,7 +2,8 @@
 
     python benchmarking/peers.py [--trl-python .venv-trl/bin/python] [--models embedded 1.25M 30M]
                                  [--prompt-tokens 32 256] [--tokens 32] [--prompts 2] [--group 8] [--rank 8]
-                                 [--agents 8] [--common 0] [--arms trl ours together alone] [--rounds 15] [--out FILE]
+                                 [--trl-rows N] [--agents 8] [--common 0] [--arms trl ours together alone] [--rounds 15]
+                                 [--out FILE]
 
 All arms load the same folder (random weights, but for ``embedded``) and read the same prompts, of which the first
 ``--common`` tokens are the same; each completion has the
@@ -276,6 +277,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="tokens of each completion")
     parser.add_argument("--prompts", type=int, default=2, help="of each agent in a step")
     parser.add_argument("--group", type=int, default=8, help="completions of each prompt")
+    parser.add_argument("--trl-rows", type=int, help="rows of TRL's forward pass, as memory allows; default: all")
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--agents", type=int, default=8, help="N")
     parser.add_argument("--rounds", type=int, default=15)
@@ -305,6 +307,7 @@ def main() -> None:
     for model in arguments.models:
         for length in arguments.prompt_tokens:
             load = {"prompt_tokens": length, **{name: getattr(arguments, name) for name in names}}
+            load["trl_rows"] = arguments.trl_rows or load["prompts"] * load["group"]
             document["results"].append(compared(model, load, arguments.rounds, arguments.trl_python, arguments.arms))
             document["load_average"].append(round(os.getloadavg()[0], 1))
             if arguments.out is not None:

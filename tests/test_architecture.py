@@ -64,25 +64,25 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 CEILINGS = {
-    ".": 2_375,
+    ".": 2_390,
     "algorithms": 6_060,
     "checks": 695,
-    "cli": 4_285,
+    "cli": 4_295,
     "compat": 2_395,
     "config": 2_245,
-    "data": 645,
+    "data": 710,
     "envs": 7_010,
     "functional": 1_545,
     "hpo": 2_565,
-    "models": 4_110,
-    "planning": 520,
+    "models": 4_180,
+    "planning": 555,
     "report": 1_905,
     "rewards": 2_750,
-    "rollouts": 4_150,
+    "rollouts": 4_185,
     "runs": 2_155,
     "safety": 795,
     "text": 560,
-    "training": 4_665,
+    "training": 4_720,
     "utils": 40,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises

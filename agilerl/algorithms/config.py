@@ -47,8 +47,8 @@ class LLMConfig(AlgorithmConfig):
     """Weight of the load-balancing loss of a mixture's routers (arXiv 2101.03961), added to every other loss. Routers
     are frozen: adapters learn hidden states that spread over the experts. 0: none."""
     micro_batch_size_per_gpu: Annotated[int | None, Field(ge=1)] = None
-    """Trajectories of one forward and backward pass; None fits as many as at most 2,048 tokens hold on a CPU, and as
-    the memory of a GPU allows."""
+    """Trajectories of one forward and backward pass; None takes as many as fill the device, on a CPU at most 2,048
+    tokens; more where a shared prompt would be computed twice, if the machine's memory holds them."""
     max_model_len: Annotated[int | None, Field(ge=2)] = 1024
     """Most tokens of prompt and completion together; the model's own context length is a further limit."""
     seed: Annotated[int, Field(ge=0)] = 42

@@ -66,8 +66,8 @@ class DPOConfig(ReferenceConfig, DataConfig):
     mini_batch_size: Annotated[int | None, Field(ge=1)] = None
     """Overrides ``batch_size`` as the number of pairs of one optimizer step."""
     micro_batch_size_per_gpu: Annotated[int | None, Field(ge=1)] = None
-    """Pairs of one forward and backward pass; None fits as many as at most 2,048 tokens hold on a CPU, and as the
-    memory of a GPU allows."""
+    """Pairs of one forward and backward pass; None takes as many as fill the device, on a CPU at most 2,048
+    tokens; more where a shared prompt would be computed twice, if the machine's memory holds them."""
     beta: Annotated[float, Field(gt=0), Evolve(0.01, 1.0)] = 0.1
     """Factor between log-ratios and implicit rewards: the larger, the closer the policy stays to the reference."""
     loss_type: LossType | Annotated[tuple[LossType, ...], Field(min_length=1)] = "sigmoid"

@@ -189,7 +189,7 @@ class Learner:
         given, unit = self.config.micro_batch_size_per_gpu, self.rows_per_unit
         if given is not None:
             return MicroBatch(given * unit, None, unit)
-        return MicroBatch(None, self.runtime.pass_tokens, unit)
+        return MicroBatch(None, unit=unit, **self.runtime.pass_size._asdict())
 
     @property
     def current_lr(self) -> float:

@@ -21,7 +21,7 @@ from agilerl.algorithms.distillation import Teacher
 from agilerl.algorithms.learner import Experience, Learner, sampled_as_trained
 from agilerl.algorithms.objective import record_batch, record_idle
 from agilerl.algorithms.state import counters_of
-from agilerl.data import LossInputs, MicroBatch, RolloutBatch, cut
+from agilerl.data import LossInputs, MicroBatch, RolloutBatch, cut_for_training
 from agilerl.errors import ConfigError, MemoryExhaustedError
 from agilerl.functional import MetricReducer
 from agilerl.models.memory import attempt
@@ -72,7 +72,8 @@ class Share:
         most = self.most.at_most(limit if limit is None or self.agent.critic_slot is None else max(1, limit // 2))
         if runtime.processes.size > 1 and most.rows is None:  # each of them gets some of an optimizer step
             most = most._replace(rows=-(-len(self.rows) // runtime.processes.size))
-        return [_Piece(self, rows) for rows in cut(batch, busy, most, flat=runtime.base.flattens)], skipped
+        passes, recompute = cut_for_training(batch, busy, most, flat=runtime.base.flattens)
+        return [_Piece(self, rows, recompute) for rows in passes.parts], skipped
 
     @property
     def router_coefficient(self) -> float:
@@ -91,6 +92,8 @@ class _Piece:
 
     share: Share
     rows: Tensor
+    recompute: bool = False
+    """Whether layers are computed again in the backward pass, so that more of what rows share is computed once."""
     metrics: MetricReducer = field(default_factory=MetricReducer)
     """Metrics of this micro-batch, kept apart until all are computed: a pass that ran out of memory must leave none."""
     is_finite: bool = True
@@ -253,7 +256,7 @@ def _opened(part: bytes) -> tuple[_Overflow | None, list[Any], bytearray]:
 
 def _in_packs(runtime: Runtime, pieces: Sequence[Sequence[_Piece]]) -> _Overflow | None:
     """Compute each agent's micro-batches, the k-th ones of all agents together, until a pass runs out of memory."""
-    most = runtime.limits.tokens(runtime.max_tokens or runtime.pass_tokens)
+    most = runtime.limits.tokens(runtime.max_tokens or runtime.pass_size.tokens)
     for k in range(max((len(of_agent) for of_agent in pieces), default=0)):
         for pack in _packs([of_agent[k] for of_agent in pieces if k < len(of_agent)], most):
             if attempt(partial(_forward_backward, runtime, pack)) is None:
@@ -295,7 +298,8 @@ def _forward_backward(runtime: Runtime, pack: Sequence[_Piece]) -> float:
     parts = [p.part(p.slot, getattr(a.config, "temperature", 1.0)) for p, a in zip(pack, agents)]
     critics = [(i, agent.critic_slot) for i, agent in enumerate(agents) if agent.critic_slot is not None]
     parts += [pack[i].part(slot, values=True) for i, slot in critics]
-    outputs = runtime.forward(parts, entropy=True)
+    with runtime.base.recomputing(any(piece.recompute for piece in pack)):
+        outputs = runtime.forward(parts, entropy=True)
     values = {i: output.values for (i, _), output in zip(critics, outputs[len(pack) :])}
     losses = []
     for i, (piece, output) in enumerate(zip(pack, outputs)):

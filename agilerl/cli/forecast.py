@@ -1,9 +1,8 @@
 """What to expect of a run: how long it takes at the rates of this machine, and what its exam can see."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
-from itertools import takewhile
 from statistics import NormalDist
 from time import perf_counter
 from typing import Any
@@ -11,12 +10,11 @@ from typing import Any
 import torch
 
 from agilerl.checks.arguments import counted
-from agilerl.envs.core import Place
 from agilerl.models.quantised import stored_size
 from agilerl.planning.time import CPU_COSTS, GPU_COSTS, ITERATION, Machine, ModelShape, Widths, Workload, seconds
 from agilerl.runtime import Runtime
 from agilerl.sizes import CPU_ROWS, stated
-from agilerl.training.memory import adapter_slots
+from agilerl.training.memory import adapter_slots, common_tokens
 from agilerl.training.setup import Session
 
 _SECONDS = 0.3
@@ -56,7 +54,7 @@ def workload(session: Session, completion: int) -> Workload:
         prompts=scale.prompts,
         group=scale.group,
         prompt=scale.prompt,
-        common=common_tokens(places),
+        common=common_tokens(population),
         completion=completion,
         window=agent.window_rows,
         epochs=values["update_epochs"],
@@ -67,9 +65,10 @@ def workload(session: Session, completion: int) -> Workload:
         exam_prompts=len(places) * t.eval_samples,
         slots=adapter_slots(session.config.network, type(agent)),
         checkpointing=options.gradient_checkpointing,
-        micro_tokens=micro.rows * rows_of if micro.rows else micro.tokens or runtime.pass_tokens,
+        micro_tokens=micro.rows * rows_of if micro.rows else runtime.pass_size.tokens,
+        whole_tokens=micro.rows * rows_of if micro.rows else runtime.pass_size.whole,
         row_multiple=CPU_ROWS if runtime.base.device.type == "cpu" else 1,
-        max_tokens=runtime.max_tokens or runtime.pass_tokens,
+        max_tokens=runtime.max_tokens or runtime.pass_size.tokens,
         max_rows=t.max_rows_in_flight,
     )
 
@@ -93,11 +92,6 @@ def expected_seconds(session: Session, completion: int) -> float | None:
     tests = 3 * exam * len(session.population.places("test")) * t.eval_samples / (load.agents * load.exam_prompts)
     between = sum(spent.values()) - iteration
     return min(max(iterations, 1) * iteration + exams * between + tests, t.max_seconds or math.inf)
-
-
-def common_tokens(places: Iterable[Place]) -> int:
-    """Return with how many tokens all prompts begin."""
-    return sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*(question.prompt_ids for question in places))))
 
 
 def schedule(length: Mapping[str, Any], agents: int, limits: str = "") -> str:

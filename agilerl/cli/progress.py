@@ -59,7 +59,7 @@ from agilerl.training.events import (
     RunStarted,
 )
 from agilerl.training.loop import planned_iterations, samples_per_iteration
-from agilerl.training.memory import adapter_numbers, estimate
+from agilerl.training.memory import adapter_numbers, estimate, training_passes
 from agilerl.training.preflight import MOST, QUESTIONS, is_due, why_none
 from agilerl.training.probe import finite
 from agilerl.training.records import metric_lines
@@ -157,6 +157,7 @@ def _lines(plan: Mapping[str, Any], session: Session, sampled: PreflightDone | N
     per_step = f"{_span(batch['rows_per_optimizer_step'])} an optimizer step"
     yield "batch", f"{counted(batch['prompts'], 'prompt')} x {completions}, {per_step}"
     default = " (the default: raise algorithm.max_output_tokens for longer ones)" * session.resolved.bounds_completions
+    yield "passes", _passes(session.population)
     yield (
         "tokens",
         f"prompts {_span(batch['prompt_tokens'])}, completions up to {batch['completion_tokens_at_most']}{default}; "
@@ -191,6 +192,20 @@ def _lines(plan: Mapping[str, Any], session: Session, sampled: PreflightDone | N
     yield from (("no effect", sentence) for sentence in session.resolved.without_effect)
     yield from (("note", sentence) for sentence in session.notes)
     yield "results", plan["results"]
+
+
+def _passes(population: Population) -> str:
+    """Return how many tokens a forward pass of training has, and why."""
+    step = max(training_passes(population, 1 if population.whole else population.runtime.processes.size))
+    often = ", whose layers are computed again in the backward pass" * step.recomputed
+    most, size = population.agents[0].micro_batch, population.runtime.pass_size
+    if most.rows is not None:
+        why = f"algorithm.micro_batch_size_per_gpu={most.rows // most.unit}"
+    elif size.whole == size.tokens:
+        why = f"{size.tokens:,} fit in memory"
+    else:
+        why = f"{size.tokens:,} fill the device; {size.whole:,} fit in memory, if a shared prompt is so computed once"
+    return f"{step.passes:,} of up to {step.tokens:,} tokens for an optimizer step of an agent{often} ({why})"
 
 
 def _of_base_and_task(session: Session) -> Iterator[tuple[str, str]]:

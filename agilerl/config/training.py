@@ -177,7 +177,8 @@ class TrainingConfig(Section):
     """Data type of the base; ``auto``: float32 on a CPU, the checkpoint's own elsewhere. ``bfloat16`` on a CPU is that
     of the weights and products of linear layers, all else is float32; faster if the CPU has AVX512-BF16 or AMX."""
     max_tokens_in_flight: Annotated[int | None, Field(ge=64)] = None
-    """Tokens of one training forward, all agents together. None chooses by the base's size and the device's memory."""
+    """Tokens of one training forward, all agents together; one agent's micro-batch is not divided for it. None chooses
+    by the base's size and the device's memory."""
     max_rows_in_flight: Annotated[int, Field(ge=1)] = MAX_ROWS
     """Completions decoded at once, all agents together."""
     log_completions: Annotated[int, Field(ge=0)] = 64

@@ -9,6 +9,17 @@ from agilerl.data.batch import (
     Trajectory,
     collate,
     cut,
+    cut_for_training,
 )
 
-__all__ = ["Completion", "EpisodeOutcome", "LossInputs", "MicroBatch", "RolloutBatch", "Trajectory", "collate", "cut"]
+__all__ = [
+    "Completion",
+    "EpisodeOutcome",
+    "LossInputs",
+    "MicroBatch",
+    "RolloutBatch",
+    "Trajectory",
+    "collate",
+    "cut",
+    "cut_for_training",
+]

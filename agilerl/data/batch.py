@@ -1,11 +1,13 @@
 """Trajectories as plain lists and as tensors: the batch that losses are computed on, and its micro-batches."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from agilerl.data.tree import TokenTree, token_tree, whole_prompts
 from agilerl.errors import ConfigError
 from agilerl.processes import Processes
-from agilerl.sizes import padded_length
+from agilerl.sizes import FAR, padded_length
 
 FinishReason = Literal["stop", "length", "context", "error", "oom"]
 
@@ -166,9 +168,13 @@ class RolloutBatch:
 
     def with_prompts_once(self) -> "RolloutBatch":
         """Return the batch with only whole prompts in common, so that a row has the same bits in every batch."""
+        return self.with_tree(whole_prompts(self.ids, self.prompt_lengths.cpu()))
+
+    def with_tree(self, tree: TokenTree) -> "RolloutBatch":
+        """Return the batch with another account of what its rows have in common."""
         batch = RolloutBatch(**self.columns)
         # Where cached_property looks first; the dataclass is frozen.
-        batch.__dict__["tree"] = whole_prompts(self.ids, self.prompt_lengths.cpu())
+        batch.__dict__["tree"] = tree
         return batch
 
     @property
@@ -352,8 +358,12 @@ class LossInputs:
 # -- micro-batches: what one agent puts into one forward pass ---------------------------------------------------------
 
 
-_COPIED = 0.125
-"""What a token of a common part costs each further row, in tokens: attention copies its keys and values."""
+_PASS = 16
+"""What a forward pass costs besides its tokens, in tokens."""
+_REPEATED = 0.05
+"""Share of the tokens that are enough for a pass that another one may compute again."""
+_ONE_LAYER = 1 / 8
+"""Share of copied keys and values that exists at a time if they are not saved."""
 
 
 class MicroBatch(NamedTuple):
@@ -362,53 +372,101 @@ class MicroBatch(NamedTuple):
     rows: int | None = None
     """None: as many as the tokens allow."""
     tokens: int | None = None
-    """None: as many as the rows have."""
+    """Tokens that are enough for a pass. None: as many as the rows have."""
     unit: int = 1
     """Rows that are never parted."""
+    whole: int | None = None
+    """The most tokens where fewer would compute again what rows have in common; None: ``tokens``."""
+    recomputed: int | None = None
+    """The same if each layer is computed again in the backward pass; None: that is not possible."""
+    unsaved: int | None = None
+    """The same without gradient; None: ``tokens``."""
+    copied: float = 0.125
+    """What a token of a common part costs each row that has it, in tokens: attention copies its keys and values."""
 
     def at_most(self, tokens: int | None) -> "MicroBatch":
         """Return the same with no more than so many tokens; None leaves it."""
-        return self if tokens is None else self._replace(tokens=min(tokens, self.tokens or tokens))
+        if tokens is None:
+            return self
+        lower = {n: min(tokens, value) for n in ("whole", "recomputed", "unsaved") if (value := getattr(self, n))}
+        return self._replace(tokens=min(tokens, self.tokens or tokens), **lower)
 
 
-def cut(batch: RolloutBatch, rows: Tensor, most: MicroBatch, *, flat: bool) -> list[Tensor]:
-    """Cut some rows ``[n]`` of a batch into micro-batches, those with common parts side by side, a unit or more each.
+class Cut(NamedTuple):
+    """Micro-batches of some rows."""
+
+    parts: list[Tensor]
+    """The rows of each."""
+    sizes: list[float]
+    """The tokens of each, and what attention copies besides."""
+
+
+def cut(batch: RolloutBatch, rows: Tensor, most: MicroBatch, *, flat: bool) -> Cut:
+    """Cut some rows ``[n]`` of a batch into micro-batches, those that share the most in one, a unit or more each.
 
     ``flat``: rows are computed in one line, what several of them have in common once. Otherwise each row costs the
     padded length of the batch.
     """
     if not len(rows):
-        return []
+        return Cut([], [])
     unit_rows = min(most.unit, len(rows))
     units = rows.view(-1, unit_rows)
     # The same empty list for all rows: it is only read.
     paths: list[list[int]] = [[]] * len(batch)
-    again: list[float] = []
-    lengths = [batch.ids.shape[1]] * len(batch)
+    part_lengths: list[int] = []
+    lengths, spared = [batch.ids.shape[1]] * len(batch), [1.0] * len(batch)
     if flat:
         tree, lengths = batch.tree, batch.lengths.tolist()
         # Parts are numbered depth first: rows that share the most come side by side, otherwise in the order given.
         units = units[tree.of[units[:, 0]].argsort(stable=True)]
-        paths, again = tree.paths, ((tree.ends - tree.starts) * (1 - _COPIED)).tolist()
-
-    def cost(unit: list[int], there: set[int]) -> float:
-        """Return what some rows add to a pass in which some common parts are; these become more."""
-        tokens = 0.0
-        for row in unit:
-            tokens += lengths[row] - sum(again[part] for part in paths[row] if part in there)
-            there.update(paths[row])
-        return tokens
-
-    limit = max(1, (most.rows or len(rows)) // unit_rows)
-    parts: list[list[list[int]]] = [[]]
-    spent, there = 0.0, set[int]()
+        paths, part_lengths = tree.paths, (tree.ends - tree.starts).tolist()
+        # Copies that are made again in the backward pass exist for one layer at a time.
+        far = tree.own > FAR * (batch.lengths.cpu() - tree.own)
+        spared = (1 - most.copied * torch.where(far, _ONE_LAYER, 1.0)).tolist()
+    limit, count = max(1, (most.rows or len(rows)) // unit_rows), len(units)
+    # Of each unit: its tokens in a pass of its own, and those that are there already beside the unit before it.
+    sizes, shared, before = list[float](), list[float](), set[int]()
     for unit in units.tolist():
-        more = cost(unit, there)
-        if parts[-1] and (len(parts[-1]) == limit or (most.tokens is not None and spent + more > most.tokens)):
-            parts.append([])
-            there = set()
-            # Nothing is there yet in a pass of its own, so the unit costs more.
-            spent, more = 0.0, cost(unit, there)
-        parts[-1].append(unit)
-        spent += more
-    return [torch.tensor(part).flatten() for part in parts]
+        size, there = 0.0, set[int]()
+        for row in unit:
+            size += lengths[row] - spared[row] * sum(part_lengths[part] for part in paths[row] if part in there)
+            there.update(paths[row])
+        sizes.append(size)
+        shared.append(spared[unit[0]] * sum(part_lengths[part] for part in there & before))
+        before = there
+    enough = math.inf if most.tokens is None else most.tokens
+    largest = max(enough, most.whole or 0)
+    # Passes are ranges of units. From the last unit to the first: the best pass that begins with it, and what all cost.
+    before_each = np.concatenate([[0.0], np.cumsum(np.array(sizes) - shared)])
+    ends, costs = [0] * count, np.zeros(count + 1)
+    for first in reversed(range(count)):
+        last = min(count, first + limit)
+        tokens = before_each[first + 1 : last + 1] - before_each[first] + shared[first]
+        cost = tokens + _PASS + costs[first + 1 : last + 1]
+        # Wherever a larger pass than is enough were cut, much would be computed again.
+        bond = np.minimum.accumulate(shared[first + 1 : last])
+        cost[1:][tokens[1:] > np.where(bond > _REPEATED * enough, largest, enough)] = math.inf
+        # The longest of several that cost the same.
+        length = len(cost) - int(cost[::-1].argmin())
+        ends[first], costs[first], sizes[first] = first + length, cost[length - 1], float(tokens[length - 1])
+    firsts = [0]
+    while ends[firsts[-1]] < count:
+        firsts.append(ends[firsts[-1]])
+    return Cut([units[first : ends[first]].flatten() for first in firsts], [sizes[first] for first in firsts])
+
+
+_RECOMPUTED = 1.5
+"""Cost of a pass whose layers are computed again in the backward pass: two forwards and a backward, not one and one."""
+
+
+def cut_for_training(batch: RolloutBatch, rows: Tensor, most: MicroBatch, *, flat: bool) -> tuple[Cut, bool]:
+    """Cut rows as :func:`cut`; returns also whether layers are to be computed again in the backward pass.
+
+    They are if the larger passes that fit then save more of what rows share than they compute again.
+    """
+    apart = cut(batch, rows, most, flat=flat)
+    if len(apart.parts) < 2 or most.recomputed is None:
+        return apart, False
+    whole = cut(batch, rows, most._replace(whole=most.recomputed), flat=flat)
+    recompute = _RECOMPUTED * sum(whole.sizes) < sum(apart.sizes)
+    return (whole if recompute else apart), recompute

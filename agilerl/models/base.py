@@ -36,6 +36,7 @@ from agilerl.models.layers import (
     choose_attention,
     configure_layers,
     configure_norms,
+    decoder_layers,
     offloaded,
     recorded_options,
     register_experts,
@@ -250,6 +251,26 @@ class BaseModel:
                 )
             self._decodes_by = "eager"
             choose_attention(self.model, "eager", self.device)
+
+    @property
+    def recomputes(self) -> bool:
+        """Whether :meth:`recomputing` is possible, and changes anything."""
+        options = self.options
+        if options.gradient_checkpointing or options.torch_compiler is not None or options.activation_offload:
+            return False
+        return bool(decoder_layers(self.body))
+
+    @contextmanager
+    def recomputing(self, wanted: bool) -> Iterator[None]:
+        """Compute the layers of the forwards in this block again in their backward pass, if ``wanted``."""
+        if wanted:
+            changed = self.options.model_copy(update={"gradient_checkpointing": True})
+            configure_layers(self.body, changed, self.store)
+        try:
+            yield
+        finally:
+            if wanted:
+                configure_layers(self.body, self.options, self.store)
 
     def hidden(self, ids: Tensor, **kwargs: Any) -> Tensor:
         """Return the last hidden states ``[B, T, H]`` of right-padded ids ``[B, T]``.

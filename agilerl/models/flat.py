@@ -2,16 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import proxy
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from agilerl.data.tree import TokenTree
 from agilerl.models.reach import EVERYTHING, Reach, added_mask
-from agilerl.sizes import CPU_ROWS, SEQUENCE_MULTIPLE
+from agilerl.sizes import CPU_ROWS, FAR, SEQUENCE_MULTIPLE
 
 _NONE = torch.zeros(0, dtype=torch.int64)
 
@@ -55,6 +57,11 @@ class _Block(NamedTuple):
         keys = torch.cat([earlier.masked_fill(earlier >= starts, 1 << 40), queries], dim=1)
         return added_mask(reach.visible(queries[:, :, None], keys[:, None, :])[:, None], dtype)
 
+    @property
+    def far(self) -> bool:
+        """Whether much more precedes its sequences than they have: their keys are not saved for the backward pass."""
+        return self.keys > (FAR + 1) * self.queries
+
 
 @dataclass(frozen=True)
 class FlatRows:
@@ -77,8 +84,9 @@ class FlatRows:
     answers: Tensor
     """[N] where each token is among the queries."""
     blocks: tuple[_Block, ...]
-    masks: dict[Reach, list[Tensor | None]] = field(default_factory=dict, compare=False, repr=False)
-    """Of each block, for reaches that layers have asked for."""
+    """Those that are ``far`` come last."""
+    reached: dict[Reach, list[_Block]] = field(default_factory=dict, compare=False, repr=False)
+    """The blocks with the masks of reaches that layers have asked for."""
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, reach: Reach = EVERYTHING
@@ -87,19 +95,20 @@ class FlatRows:
 
         Each key-value head serves ``heads / shared`` query heads.
         """
-        # One gather makes rectangular blocks of the line, one gives the line back: attention needs rectangles, while
-        # everything else in a decoder layer is cheapest without padding.
-        queries = query.squeeze(2).index_select(0, self.queries)
-        keys, values = (part.squeeze(2).index_select(0, self.keys) for part in (key, value))
-        asked, there = ([b.sequences * b.queries for b in self.blocks], [b.sequences * b.keys for b in self.blocks])
+        if reach not in self.reached:
+            self.reached[reach] = [b._replace(mask=b.reaching(reach, query.dtype)) for b in self.blocks]
+        blocks = self.reached[reach]
+        near = sum(not block.far for block in blocks)
+        apart = torch.is_grad_enabled() and near < len(blocks)
+        parts = [blocks[:near], blocks[near:]] if apart else [blocks]
+        asked, there = ([sum(b.sequences * getattr(b, n) for b in part) for part in parts] for n in ("queries", "keys"))
         answers = []
-        # Split, not slices: its gradient is one copy, while each slice's would be added to zeros of the whole size.
-        split = (torch.split(x, sizes) for x, sizes in ((queries, asked), (keys, there), (values, there)))
-        if reach not in self.masks:
-            self.masks[reach] = [block.reaching(reach, query.dtype) for block in self.blocks]
-        for block, mask, *parts in zip(self.blocks, self.masks[reach], *split):
-            q, k, v = (part.view(block.sequences, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
-            answers.append(_attention(q, k, v, mask, scale).transpose(1, 2).flatten(0, 1))
+        for part, queries, keys in zip(parts, torch.split(self.queries, asked), torch.split(self.keys, there)):
+            attend = partial(_attend, blocks=part, queries=queries, keys=keys, scale=scale)
+            if apart and part and part[0].far:
+                answers.append(checkpoint(attend, query, key, value, use_reentrant=False, preserve_rng_state=False))
+            elif part:
+                answers.append(attend(query, key, value))
         return torch.cat(answers).index_select(0, self.answers).unsqueeze(1)
 
     def to(self, device: torch.device) -> "FlatRows":
@@ -107,7 +116,31 @@ class FlatRows:
         moved = {n: getattr(self, n).to(device) for n in ("ids", "positions", "queries", "keys", "answers")}
         there = ((None if b.mask is None else b.mask.to(device), b.starts.to(device)) for b in self.blocks)
         blocks = tuple(b._replace(mask=mask, starts=starts) for b, (mask, starts) in zip(self.blocks, there))
-        return replace(self, **moved, blocks=blocks, masks={})
+        return replace(self, **moved, blocks=blocks, reached={})
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    blocks: Sequence[_Block],
+    queries: Tensor,
+    keys: Tensor,
+    scale: float | None,
+) -> Tensor:
+    """Return the answers of some blocks to the tokens at ``queries``, over those at ``keys``."""
+    # One gather makes rectangular blocks of the line, one gives the line back: attention needs rectangles, while
+    # everything else in a decoder layer is cheapest without padding.
+    asked, there = ([b.sequences * b.queries for b in blocks], [b.sequences * b.keys for b in blocks])
+    answers = []
+    # Split, not slices: its gradient is one copy, while each slice's would be added to zeros of the whole size.
+    gathered = ((query, queries, asked), (key, keys, there), (value, keys, there))
+    split = (torch.split(x.squeeze(2).index_select(0, places), sizes) for x, places, sizes in gathered)
+    for block, *parts in zip(blocks, *split):
+        q, k, v = (part.view(block.sequences, -1, *part.shape[1:]).transpose(1, 2) for part in parts)
+        answers.append(_attention(q, k, v, block.mask, scale).transpose(1, 2).flatten(0, 1))
+    return torch.cat(answers)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -240,7 +273,9 @@ def _blocks(
     queries, keys, blocks, start = [], [], [], 0
     sizes, size_of = padded.unique(dim=1, return_inverse=True)  # type: ignore[no-untyped-call]
     # Sequences of equal padded lengths share a call: one for each sequence would cost more than the padding does.
-    for size, (prefix, width) in enumerate(sizes.T.tolist()):
+    # Far ones last.
+    order = sorted(enumerate(sizes.T.tolist()), key=lambda size: size[1][0] > FAR * size[1][1])
+    for size, (prefix, width) in order:
         members = torch.nonzero(size_of == size)[:, 0]
         token = torch.arange(width).expand(len(members), width)
         query = places[members].gather(1, starts[members, None] + torch.minimum(token, lengths[members, None] - 1))

@@ -235,12 +235,16 @@ class _LayerForward:
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
 
 
-def configure_layers(body: nn.Module, options: SharedOptions, store: AdapterStore | None) -> None:
-    """Apply the options to the decoder layers of a body; raises ConfigError if it has no known decoder layers."""
+def decoder_layers(body: nn.Module) -> list[nn.Module]:
+    """Return the decoder layers of a body that are known as such."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
-    wanted = options.gradient_checkpointing or options.torch_compiler is not None
-    layers = [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
+    return [module for module in body.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def configure_layers(body: nn.Module, options: SharedOptions, store: AdapterStore | None) -> None:
+    """Apply the options to the decoder layers of a body; raises ConfigError if it has no known decoder layers."""
+    wanted, layers = options.gradient_checkpointing or options.torch_compiler is not None, decoder_layers(body)
     if wanted and not layers:
         names = "gradient_checkpointing" if options.gradient_checkpointing else "torch_compiler"
         raise ConfigError(f"{names} needs a model with decoder layers, found {type(body).__name__} without any")

@@ -1,11 +1,14 @@
 """Batch sizes that are halved if memory runs out, and stay halved for the rest of the run."""
 
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+
+from agilerl.safety.bounds import memory_bytes
 
 Result = TypeVar("Result")
 
@@ -43,6 +46,17 @@ def attempt(call: Callable[[], Result]) -> Result | None:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
     return None
+
+
+def available_bytes(device: str) -> int:
+    """Return the memory of a device, for the CPU what the machine or its container allows."""
+    return memory_bytes() if device == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def local_processes() -> int:
+    """Return how many processes of this run share the machine; torchrun and accelerate tell each of them."""
+    launched = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(int(launched), 1) if launched.isdecimal() else 1
 
 
 def peak_memory(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from math import ceil
+from typing import NamedTuple
 
 from agilerl.planning.time import ADAPTER_WIDTH, Widths
 from agilerl.sizes import ADAPTER_COPIES, PASS_TOKENS, TILE_BYTES, padded_length
@@ -20,10 +21,14 @@ _TILES = 3
 """Tiles of logits that exist at a time: the product, its log-softmax, the gradient."""
 _LEAST_PASS, _LARGEST_PASS = 512, 2**16
 """Tokens of a training forward that is chosen by memory: fewer would read the base's weights too often."""
-_CPU_BYTES = 256 * 2**20
-"""Saved bytes of a training forward on a CPU."""
-_GPU_SHARE = 0.25
-"""Share of a GPU's memory that the saved bytes of a training forward take."""
+_CACHED_BYTES = 256 * 2**20
+"""Saved bytes of a training forward that has enough tokens for a CPU; of small ones ``PASS_TOKENS`` are."""
+_GAPS = 1.15
+"""Memory that saved tensors of different sizes take, by what they hold: measured on CPUs, with 135M parameters."""
+_PASS_SHARE = 1 / 3
+"""Share of all memory that the largest training forward takes."""
+_REST_SHARE = 0.75
+"""Share of what the base leaves to each of the processes on a machine that it may take."""
 
 
 def footprint(
@@ -40,6 +45,7 @@ def footprint(
     scored: int,
     cached: float = 0,
     kept: int = 0,
+    prefilled: float = 0,
     checkpointing: bool = False,
     offload: bool = False,
     chunk_rows: int | None = None,
@@ -49,12 +55,13 @@ def footprint(
 
     ``base`` are the bytes of the frozen base, ``adapter`` the numbers of one adapter (D), of which each agent has
     ``slots``. The torch engine decodes ``decoded`` rows at once (None: another engine does) of at most ``longest``
-    tokens, and holds the keys and values of ``cached`` tokens (:func:`cached_tokens`) and of ``kept`` whole episodes. A
+    tokens, and holds the keys and values of ``cached`` tokens (:func:`cached_tokens`) and of ``kept`` whole episodes;
+    prompts go through the base ``prefilled`` tokens at a time. A
     training forward has ``tokens``, of which ``spoken`` are actions, one without gradient has ``scored``. ``offload``
     keeps activations in the host's memory; ``chunk_rows`` is ``fused_logprobs_chunk_rows``. ``vllm`` has vLLM's bytes:
     as ``vllm``, as ``vllm_awake`` if it sleeps during training, as ``vllm_alone`` if the base leaves the device too.
     """
-    saved = saved_bytes(widths, checkpointing=checkpointing, offload=offload)
+    saved = _GAPS * saved_bytes(widths, checkpointing=checkpointing, offload=offload)
     working = working_bytes(widths, restored=checkpointing or offload)
     # The head is done with its tiles before the layers' backward begins, so only the larger of the two counts.
     training = tokens * saved + max(tokens * working, head_bytes(widths, spoken, chunk_rows))
@@ -63,8 +70,9 @@ def footprint(
     scoring = scored * layer_bytes(widths) + head_bytes(widths, scored, chunk_rows)
     parts = {"base": base, "adapters": bank_bytes(adapter, agents, slots)}
     if decoded is not None:
-        drawn = decoded * widths.vocabulary * _DRAW_BYTES
-        parts["decode_cache"] = cached * widths.kv_bytes + kept * longest * widths.kv_bytes + drawn
+        # Prompts are computed before anything is drawn.
+        working = max(decoded * widths.vocabulary * _DRAW_BYTES, prefilled * layer_bytes(widths))
+        parts["decode_cache"] = (cached + kept * longest) * widths.kv_bytes + working
     return {**parts, **(vllm or {}), "training_activations": max(training, scoring)}
 
 
@@ -135,15 +143,44 @@ def saved_bytes(widths: Widths, *, checkpointing: bool, offload: bool = False) -
     return widths.layers * (widths.hidden * widths.width if checkpointing else layer_bytes(widths))
 
 
-def pass_tokens(widths: Widths, *, checkpointing: bool, memory: float | None = None) -> int:
-    """Return how many tokens a training forward has if the user gives no size, an agent's micro-batch as well.
+class PassSize(NamedTuple):
+    """Tokens of a forward pass if the user gives no size; an agent's micro-batch has no more."""
 
-    It depends on the model and on the device's whole ``memory`` in bytes (None: a CPU), never on what is free of it, so
-    that a run cuts its batches in the same way whenever it is repeated.
+    tokens: int
+    """Enough to fill the device."""
+    whole: int
+    """The most where a smaller pass would compute again what rows have in common."""
+    recomputed: int
+    """The same if each layer is computed again in the backward pass."""
+    unsaved: int
+    """The same without gradient."""
+    copied: float
+    """What a token of a common part costs each row that has it, in tokens: attention copies its keys and values."""
+
+
+def pass_size(
+    widths: Widths, *, base: float, memory: float, gpu: bool, checkpointing: bool, processes: int = 1
+) -> PassSize:
+    """Return how many tokens a forward pass has that suits the base and the device.
+
+    It depends on the bytes of the ``base``, on the device's whole ``memory`` in bytes and on how many
+    ``processes`` share it, never on what is free, so that a run cuts its batches alike whenever it is repeated.
     """
+    left = max(SHARE * memory / processes - base, 0.0)
+    room = min(_PASS_SHARE * memory, _REST_SHARE * left)
+
+    def fitting(bytes_per_token: float, least: int) -> int:
+        return int(min(max(room // bytes_per_token, least), _LARGEST_PASS))
+
+    def trained(checkpointing: bool) -> float:
+        return _GAPS * saved_bytes(widths, checkpointing=checkpointing) + working_bytes(widths, restored=checkpointing)
+
     token = saved_bytes(widths, checkpointing=checkpointing)
-    room, most = (_CPU_BYTES, PASS_TOKENS) if memory is None else (_GPU_SHARE * memory, _LARGEST_PASS)
-    return int(min(max(room // token, _LEAST_PASS), most))
+    enough = int(min(max(_CACHED_BYTES // token, _LEAST_PASS), PASS_TOKENS))
+    whole = fitting(trained(checkpointing), enough)
+    # A GPU is filled by as many as it holds.
+    sizes = fitting(trained(True), whole), fitting(layer_bytes(widths), whole)
+    return PassSize(whole if gpu else enough, whole, *sizes, 2 * widths.kv_width * widths.width / layer_bytes(widths))
 
 
 def working_bytes(widths: Widths, *, restored: bool) -> float:

@@ -116,7 +116,9 @@ class Workload:
     checkpointing: bool = False
     """Whether activations are recomputed in the backward pass."""
     micro_tokens: int = PASS_TOKENS
-    """The most tokens of one agent in one forward pass."""
+    """Tokens of one agent that are enough for one forward pass."""
+    whole_tokens: int = PASS_TOKENS
+    """The most where fewer would compute again what prompts begin with."""
     row_multiple: int = 1
     """Batches of decoded rows are padded to a multiple of this; 16 on a CPU."""
     max_tokens: int = PASS_TOKENS
@@ -144,7 +146,7 @@ class Workload:
         """Return the tokens that forward passes compute for so many rows of one agent: each prompt once."""
         apart = rows * self.completion + self.different_prompts(rows) * (self.prompt - self.common)
         # Each pass computes once more what all prompts begin with.
-        passes = max(1, apart / max(1, min(self.micro_tokens, self.max_tokens) - self.common))
+        passes = max(1, apart / max(1, self.whole_tokens - self.common))
         return apart + passes * self.common * bool(rows)
 
 

@@ -1,7 +1,8 @@
 """Batched decoding of all agents' rows with one base model: the default rollout engine."""
 
+import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -97,6 +98,8 @@ class TorchEngine:
         self.limits = MemoryLimits() if limits is None else limits
         self.prompts_at_once: int | None = None
         """Most requests decoded together; None: ``max_rows`` alone decides."""
+        self.prefill_tokens = sys.maxsize
+        """The most tokens of prompts in one forward pass, by memory."""
         self.invocation: tuple[int, ...] = ()
         """Tokens of a prompt from which on adapters act; none: all of it."""
         self.prompts = PromptCache(base, store)
@@ -422,11 +425,42 @@ class _Decoder:
     def _divided(self, units: list[_Unit]) -> list[list[_Unit]]:
         """Return the units that are prefilled together: one list, or those of new and of continued conversations."""
         if self._arrived is None:
-            return [units] if units else []
+            return self._fitting(units) if units and self.base.flattens else [units] if units else []
         continued = [row for unit in units for row in unit.rows if _known(self.requests[row[0]])]
         fresh = [row for unit in units for row in unit.rows if row not in continued]
         parts = [self.engine._units(self.requests, rows, apart=True) for rows in (fresh, continued)]
         return [part for part in parts if part]
+
+    def _fitting(self, units: Sequence[_Unit]) -> list[list[_Unit]]:
+        """Return the units that are prefilled together, as memory allows, and cut where their own prompts need more."""
+        prefills, room = list[list[_Unit]](), 0
+        for part, tokens in (cut for unit in units for cut in self._cut(unit)):
+            if tokens > room:
+                prefills.append([])
+                room = self.engine.prefill_tokens
+            prefills[-1].append(part)
+            room -= tokens
+        return prefills
+
+    def _cut(self, unit: _Unit) -> Iterator[tuple[_Unit, int]]:
+        """Yield parts of a unit whose prompts fit in one prefill, or have one prompt; and the tokens of these."""
+        tree, rows, spent = self._trees[unit.slot], list[Row](), 0
+        lengths, paths, shared = (tree.ends - tree.starts).tolist(), tree.paths, tree.own.tolist()
+        there, asked = set[int](), set[int]()
+        for number, sample in unit.rows:
+            row = int(self._tree_rows[number])
+            if number not in asked:
+                rest = len(self.requests[number].prompt_ids) - shared[row]
+                tokens = rest + sum(lengths[part] for part in paths[row] if part not in there)
+                if rows and spent + tokens > self.engine.prefill_tokens:
+                    yield unit._replace(rows=rows), spent
+                    rows, spent, there, asked = [], 0, set(), set()
+                    tokens = rest + sum(lengths[part] for part in paths[row])
+                spent += tokens
+                there.update(paths[row])
+                asked.add(number)
+            rows.append((number, sample))
+        yield unit._replace(rows=rows), spent
 
     def _alike(self, asked: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
         """Replace each request by the first one of its unit with the same prompt, of new conversations."""

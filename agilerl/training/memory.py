@@ -1,8 +1,11 @@
 """What a run needs in memory, estimated before it starts, and whether the machine has it."""
 
+import math
 import os
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -10,14 +13,16 @@ from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.config.base_model import NetworkConfig, QuantizationConfig
 from agilerl.config.run import RunConfig
 from agilerl.config.vllm import VLLMConfig
+from agilerl.data import RolloutBatch, cut, cut_for_training
+from agilerl.data.tree import TokenTree
 from agilerl.envs.core import Split
 from agilerl.errors import ConfigError
+from agilerl.models.memory import available_bytes, local_processes
 from agilerl.models.slots import LinearShape
-from agilerl.planning.footprint import cached_tokens, footprint, gib, is_too_much, peak
+from agilerl.planning.footprint import cached_tokens, footprint, gib, is_too_much, peak, saved_bytes
 from agilerl.planning.time import Widths, rows_at_once, tokens_at_once
 from agilerl.population import Population
 from agilerl.runtime import Runtime
-from agilerl.safety.bounds import memory_bytes
 from agilerl.sizes import UNIT_ROWS, VLLM_CPU_CACHE
 
 _TOKEN_BYTES, _ROW_BYTES = 100, 2000
@@ -68,12 +73,16 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
     )
     # The smallest group: its prompts' caches are shared by the fewest rows.
     group, prompt = min(population.group_sizes), max(max(population.lengths(split).prompts) for split in _PANELS)
-    passes = [_passes(agent, count, longest, workers) for agent, count in zip(agents, rows)]
-    tokens = tokens_at_once(max(micro for micro, _ in passes), len(mine), runtime.max_tokens or runtime.pass_tokens)
+    passes, common = training_passes(population, workers), min(common_tokens(population), prompt)
+    prompts = max(math.ceil(trained / group), math.ceil(examined / population.eval_samples))
+    widths = Widths.of(runtime.base)
+    largest = max(passes, key=lambda p: p.tokens * saved_bytes(widths, checkpointing=p.recomputed))
+    checkpointing = options.gradient_checkpointing or largest.recomputed
+    tokens = tokens_at_once(largest.tokens, len(mine), runtime.max_tokens or runtime.pass_size.tokens)
     vllm = _vllm(runtime) if options.use_vllm else {}
     samples = not options.use_vllm or (options.vllm_config or VLLMConfig()).exams == "torch"
     parts: dict[str, float] = footprint(
-        widths=Widths.of(runtime.base),
+        widths=widths,
         base=runtime.base.weight_bytes,
         adapter=adapter_numbers(config.largest_rank, runtime.store.layers),
         agents=len(agents),
@@ -81,11 +90,12 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
         decoded=max(trained, examined) if samples else None,
         cached=cached_tokens(trained, group, examined, min(prompt, longest), longest, shared=runtime.base.flattens),
         longest=longest,
+        prefilled=min(runtime.pass_size.unsaved, prompts * (prompt - common) + len(mine) * common),
         kept=_kept(population, mine, len(population.places("exam"))),
         tokens=tokens,
-        spoken=tokens,
-        scored=max(scored for _, scored in passes),
-        checkpointing=options.gradient_checkpointing,
+        spoken=math.ceil(tokens * largest.answers),
+        scored=max(p.scored for p in passes),
+        checkpointing=checkpointing,
         offload=options.activation_offload and runtime.base.device.type == "cuda",
         chunk_rows=options.fused_logprobs_chunk_rows,
         vllm=vllm,
@@ -101,18 +111,73 @@ def _kept(population: Population, rows: Sequence[int], exam: int) -> int:
     return max(sum(count for count in counts if count <= UNIT_ROWS) for counts in (rows, [exam] * len(rows)))
 
 
-def _passes(agent: LLMAlgorithm, rows: int, length: int, workers: int) -> tuple[int, int]:
-    """Return the tokens of the largest forward with and without gradient of an agent whose rows share no prompts."""
-    most = agent.micro_batch
+class TrainingPasses(NamedTuple):
+    """The forward passes of an optimizer step of one agent, if all prompts and completions are as long as the longest.
 
-    def largest(count: int) -> int:
-        unit = min(most.unit, count)
-        fitting = count if most.tokens is None else max(unit, min(count, most.tokens // length))
-        return (fitting if most.rows is None else min(fitting, most.rows)) * length
+    Tokens include what attention copies.
+    """
 
-    # A critic reads the tokens a second time, in the same pass.
-    trained = largest(-(-min(rows, agent.window_rows) // workers)) * (1 if agent.critic_slot is None else 2)
-    return trained, largest(rows)
+    passes: int
+    """With gradient."""
+    tokens: int
+    """Of the largest one."""
+    answers: float
+    """Share of completions in it."""
+    recomputed: bool
+    """Whether layers are computed again in the backward pass, so that it may be so large."""
+    scored: int
+    """Tokens of the largest pass without gradient, over all rows of an iteration."""
+
+
+def training_passes(population: Population, workers: int = 1) -> list[TrainingPasses]:
+    """Return the passes of each agent; ``workers`` processes divide its rows."""
+    flat, limit, common = population.runtime.base.flattens, population.context_length, common_tokens(population)
+    panels = [population.lengths(split) for split in _PANELS]
+    longest = max(panel.row(population.eval_max_new_tokens or limit, limit) for panel in panels)
+    prompt = min(max(max(panel.prompts) for panel in panels), longest - 1)
+    passes = []
+    for agent in population.agents:
+        rows = population.prompts_per_step * agent.config.group_size  # type: ignore[attr-defined]
+        window = -(-min(rows, agent.window_rows) // workers)
+        batches = [
+            _alike(count, -(-count // population.prompts_per_step), prompt, min(common, prompt), longest)
+            for count in (window, rows)
+        ]
+        most = agent.micro_batch
+        cuts, recomputed = cut_for_training(batches[0], torch.arange(window), most, flat=flat)
+        scored = cut(batches[1], torch.arange(rows), most._replace(unit=1, whole=most.unsaved), flat=flat)
+        size = max(range(len(cuts.sizes)), key=cuts.sizes.__getitem__)
+        tokens = math.ceil(cuts.sizes[size])
+        answers = len(cuts.parts[size]) * (longest - prompt) / tokens
+        # A critic reads the tokens a second time, in the same pass.
+        tokens *= 1 if agent.critic_slot is None else 2
+        passes.append(TrainingPasses(len(cuts.parts), tokens, answers, recomputed, math.ceil(max(scored.sizes))))
+    return passes
+
+
+def _alike(rows: int, group: int, prompt: int, common: int, length: int) -> RolloutBatch:
+    """Return rows of one length in groups that share a prompt; all prompts have their first tokens in common."""
+    groups, column = -(-rows // group), torch.zeros((), dtype=torch.int64)
+    of = torch.arange(rows) // group
+    tree = TokenTree(
+        torch.cat([column[None], torch.arange(groups) * group]),
+        torch.tensor([0] + [common] * groups),
+        torch.tensor([common] + [prompt] * groups),
+        torch.tensor([-1] + [0] * groups),
+        of + 1,
+    )
+    mask = torch.zeros((), dtype=torch.bool).expand(rows, length - 1)
+    # One number for all: a long context would fill the memory.
+    batch = RolloutBatch(
+        column.expand(rows, length), torch.full((rows,), length), mask, mask.long(), torch.zeros(rows, 1), of
+    )
+    return batch.with_tree(tree)
+
+
+def common_tokens(population: Population) -> int:
+    """Return with how many tokens all prompts of the exam begin."""
+    prompts = [question.prompt_ids for question in population.places("exam")]
+    return sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts)))
 
 
 def _vllm(runtime: Runtime) -> dict[str, float]:
@@ -151,10 +216,9 @@ def check_memory(parts: Mapping[str, float], device: str) -> None:
     groups = [list(parts)] if device == "cpu" else [[n for n in parts if n != "rollouts"], ["rollouts"]]
     for where, names in zip((device, "cpu"), groups):
         sizes = {name: parts[name] for name in names if name in parts}
-        # Processes of a run share a machine; torchrun and accelerate tell each of them how many there are.
-        launched = os.environ.get("LOCAL_WORLD_SIZE", "") if where == "cpu" else ""
-        there, processes = available_bytes(where), max(int(launched), 1) if launched.isdecimal() else 1
-        if there is not None and is_too_much(sizes, there / processes):
+        # Processes of a run share a machine.
+        there, processes = available_bytes(where), local_processes() if where == "cpu" else 1
+        if is_too_much(sizes, there / processes):
             largest = max(sizes, key=lambda name: sizes[name])
             several = f" for {processes} processes that each need that" if processes > 1 else ""
             fewer = ", or start fewer processes on a machine" if processes > 1 else ""
@@ -171,8 +235,3 @@ def check_weights(name: str, device: str, quantization: QuantizationConfig | Non
     if quantization is not None:  # the files hold 16 bits or more a number; the head and the embeddings keep theirs
         size //= 3 if quantization.load_in_4bit else 2
     check_memory({"base": size}, device)
-
-
-def available_bytes(device: str) -> int | None:
-    """Return the memory of a device, for the CPU what the machine or its container allows; None if unknown."""
-    return memory_bytes() if device == "cpu" else int(torch.cuda.get_device_properties(device).total_memory)

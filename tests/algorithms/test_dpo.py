@@ -120,8 +120,8 @@ def test_losses_over_pairs_see_the_whole_step(loss_type: str) -> None:
     agent = make(loss_type=loss_type, batch_size=300)
     batch = pairs(300, longest=60)
     rows = torch.arange(len(batch))
-    assert [len(part) for part in cut(batch, rows, agent.micro_batch, flat=True)] == [600]
-    assert max(len(part) for part in cut(batch, rows, make().micro_batch, flat=True)) < 600
+    assert [len(part) for part in cut(batch, rows, agent.micro_batch, flat=True).parts] == [600]
+    assert max(len(part) for part in cut(batch, rows, make().micro_batch, flat=True).parts) < 600
 
 
 def test_pairs_stay_together_and_batch_sizes_count_pairs() -> None:

@@ -385,7 +385,7 @@ def test_micro_batches_hold_every_row_once_within_the_limits(
     batch = batch_of(3, prompts, said * unit, common=10)
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(1))
     limit = MicroBatch(None if most is None else most * unit, tokens, unit)
-    found = cut(batch, order, limit, flat=flat)
+    found = cut(batch, order, limit, flat=flat).parts
     assert sorted(torch.cat(found).tolist()) == list(range(len(batch)))
     units = {tuple(rows) for rows in order.view(-1, unit).tolist()}
     assert {tuple(rows) for part in found for rows in part.view(-1, unit).tolist()} == units
@@ -398,13 +398,13 @@ def test_micro_batches_hold_every_row_once_within_the_limits(
 
 def test_rows_of_a_unit_with_different_prompts_count_both() -> None:
     batch = batch_of(0, (1, 8), [(0, 1), (0, 1), (0, 1), (0, 1), (1, 1), (0, 1), (0, 1), (0, 1), (1, 1), (0, 1)])
-    for part in cut(batch, torch.arange(10).flip(0), MicroBatch(None, 8, 2), flat=True):
+    for part in cut(batch, torch.arange(10).flip(0), MicroBatch(None, 8, 2), flat=True).parts:
         assert len(part) == 2 or batch.select(part).distinct_tokens <= 8
 
 
 def test_rows_of_one_prompt_stay_together() -> None:
     batch = batch_of(0, (30, 20, 10), [(i % 3, 5) for i in range(12)])
-    parts = cut(batch, torch.arange(12), MicroBatch(4), flat=True)
+    parts = cut(batch, torch.arange(12), MicroBatch(4), flat=True).parts
     assert [len(set(batch.tree.of[part].tolist())) for part in parts] == [1, 1, 1]
 
 

@@ -1,11 +1,13 @@
 """The formulas of time and memory: numbers computed by hand, and what must grow or shrink with what."""
 
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
 
-from agilerl.planning.footprint import cached_tokens, pass_tokens, saved_bytes
+from agilerl.planning.footprint import cached_tokens, pass_size, saved_bytes, working_bytes
 from agilerl.planning.time import (
     Machine,
     ModelShape,
@@ -172,9 +174,26 @@ def test_more_of_anything_is_more_work(name: str) -> None:
 
 def test_the_size_of_a_pass_goes_by_the_model_and_the_device() -> None:
     small, large = replace(SHAPE, layers=1), replace(SHAPE, layers=400, feed_forward=4000)
-    token = saved_bytes(large, checkpointing=False)
-    assert pass_tokens(small, checkpointing=False) == 2048  # of a CPU's caches
-    assert pass_tokens(large, checkpointing=False) == 512
-    assert pass_tokens(large, checkpointing=False, memory=4e4 * token) == 10_000
-    assert pass_tokens(large, checkpointing=False, memory=1e15) == 2**16
-    assert pass_tokens(large, checkpointing=True) == 2048  # of which only each layer's input is saved
+    cpu = partial(pass_size, base=0.0, gpu=False, checkpointing=False)
+    assert cpu(small, memory=1e12).tokens == 2048  # of a CPU's caches
+    assert cpu(small, memory=1e12).whole == 2**16
+    assert cpu(large, memory=1e9)[:2] == (512, 512)  # no fewer, however little memory there is
+    token = 1.15 * saved_bytes(large, checkpointing=False) + working_bytes(large, restored=False)
+    assert cpu(large, memory=3.0001e4 * token)[:2] == (512, 10_000)
+    assert pass_size(large, base=0.0, memory=3.0001e4 * token, gpu=True, checkpointing=False)[:2] == (10_000, 10_000)
+    # With gradient checkpointing only each layer's input is saved, and without gradient nothing.
+    little = cpu(large, memory=300 * token)
+    assert little.whole < little.recomputed < little.unsaved < 2**16
+    recomputed = pass_size(large, base=0.0, memory=300 * token, gpu=False, checkpointing=True)
+    assert (recomputed.tokens, recomputed.whole) == (2048, little.recomputed)
+
+
+def test_a_pass_leaves_room_for_the_base_and_for_other_processes() -> None:
+    large = replace(SHAPE, layers=400, feed_forward=4000)
+    token = 1.15 * saved_bytes(large, checkpointing=False) + working_bytes(large, restored=False)
+    memory = 3.0001e4 * token
+    size = partial(pass_size, large, memory=memory, gpu=False, checkpointing=False)
+    assert [size(base=0.0, processes=n).whole for n in (1, 2, 4)] == [10_000, 9_000, 4_500]
+    for base, processes in product((0.0, 0.2, 0.5, 0.79, 0.9), (1, 2, 4)):
+        whole = size(base=base * memory, processes=processes).whole
+        assert whole == 512 or processes * (base * memory + whole * token) <= 0.8 * memory

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from agilerl.errors import ConfigError, EngineError
 from agilerl.rollouts import GenerationRequest, SamplingSettings, torch_engine
 from agilerl.rollouts.torch_engine import RowSettings, TorchEngine, draw
 from agilerl.runtime import Runtime
+from agilerl.sizes import CPU_ROWS
 from tests.tiny_models import EOS, VOCABULARY, llama, qwen2, random_model
 
 pytestmark = pytest.mark.model
@@ -263,6 +265,42 @@ def test_a_prompt_shared_by_its_rows_gives_what_copies_of_it_do(heads: int, shar
         assert [c.token_ids for c in a] == [c.token_ids for c in b]
         assert [c.finish_reason for c in a] == [c.finish_reason for c in b]
         assert [c.logprobs for c in a] == [pytest.approx(c.logprobs, abs=1e-5) for c in b]
+
+
+def test_prompts_are_prefilled_as_memory_allows(monkeypatch: pytest.MonkeyPatch, runtime: Runtime) -> None:
+    """However they are cut, an agent's rows are those that it has alone, to the bit."""
+    start = [5, 9, 3, 7, 11, 2, 8, 6, 4, 12]
+    asked = [
+        replace(r, prompt_ids=[*start, k + 2, *r.prompt_ids], key=(*r.key, k))
+        for k in range(6)
+        for r in requests(samples=2)
+    ]
+    prefills: list[list[int]] = []
+    compute = torch_engine._Decoder._prompts
+
+    def counted(decoder: torch_engine._Decoder, numbers: Any, slots: Any, per_unit: Any, line: Any) -> Any:
+        hidden, places = compute(decoder, numbers, slots, per_unit, line)
+        prefills.append([len(hidden), len(numbers)])
+        return hidden, places
+
+    monkeypatch.setattr(torch_engine._Decoder, "_prompts", counted)
+    expected = runtime.engine.generate(asked)
+    assert [prompts for _, prompts in prefills] == [72, 24]  # of agents, and of the base
+    for most in (1000, 150, 64, 1):
+        prefills.clear()
+        engine = TorchEngine(runtime.base, runtime.store, seed=3)
+        engine.prefill_tokens = most
+        for slot in (0, None):
+            together = [group for r, group in zip(asked, engine.generate(asked)) if r.slot == slot]
+            alone = engine.generate([r for r in asked if r.slot == slot])
+            assert [[c.logprobs for c in g] for g in together] == [[c.logprobs for c in g] for g in alone]
+            for group, before in zip(together, (group for r, group in zip(asked, expected) if r.slot == slot)):
+                for c, other in zip(group, before):
+                    assert c.token_ids == other.token_ids
+                    assert c.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+        # Each agent's line is padded.
+        assert all(tokens <= most + 3 * CPU_ROWS or prompts == 1 for tokens, prompts in prefills)
+        assert sum(prompts for _, prompts in prefills) == 2 * 96 + 2 * 24
 
 
 @pytest.mark.parametrize("flat", [True, False])
