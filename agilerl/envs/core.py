@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import numpy as np
 
 from agilerl.checks.arguments import Hint, checked
-from agilerl.envs.prompts import PromptTooLongError, render_prompt
+from agilerl.envs.prompts import PromptTooLongError, prompt_text, render_prompt
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards.grader import (
     MESSAGES,
@@ -30,6 +30,7 @@ from agilerl.rewards.grader import (
 from agilerl.rewards.waiting import WaitingGrader, speaks_for, waiting_parts
 from agilerl.streams import stream
 from agilerl.text.contract import contract_of
+from agilerl.text.padding import has_template
 
 Split = Literal["train", "exam", "test"]
 """``train`` is an endless stream; ``exam`` is the panel that measures fitness; ``test`` is never used for selection."""
@@ -317,9 +318,16 @@ class TaskWithGraders(Task):
 
 def prompt_columns(task: Task, tokenizer: Any, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return what graders are told of a row's prompt: its conversation, and what the template writes of an answer."""
-    messages = task.messages(row)
-    prefilled = bool(messages) and messages[-1]["role"] == "assistant" and messages[-1]["content"]
-    return {MESSAGES: messages, OPENING: "" if prefilled else contract_of(tokenizer).left_open}
+    messages, contract = task.messages(row), contract_of(tokenizer)
+    last = messages[-1] if messages else {}
+    if last.get("role") != "assistant" or not last["content"]:
+        return {MESSAGES: messages, OPENING: contract.left_open}
+    if contract.left_open and not last["content"].lstrip().startswith(contract.left_open.strip()):
+        # A prefill that the template would change stands behind what the generation prompt has opened.
+        text = contract.opened + last["content"]
+        if has_template(tokenizer) and prompt_text(tokenizer, messages).endswith(text):
+            messages = [*messages[:-1], {**last, "content": contract.left_open + last["content"]}]
+    return {MESSAGES: messages, OPENING: ""}
 
 
 def waiting_graders(task: Task, *, exam: bool) -> list[WaitingGrader]:

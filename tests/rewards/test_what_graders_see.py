@@ -217,6 +217,21 @@ def test_functions_of_trl_read_messages_from_their_beginning() -> None:
     assert graded(think_format_reward, REASONED, "no") == [1.0, 0.0]
 
 
+def test_a_prefill_behind_what_the_template_has_opened_is_read_with_it() -> None:
+    """The template would trim the prefill, so that it stands behind the generation prompt."""
+    trims = THINKS.replace("{{ m.content }}", "{{ m.content | trim }}")
+    for text, template, whole in (
+        ("So ", trims, "<think>\nSo a"),
+        ("So", trims, "Soa"),
+        ("So ", THINKS, "So a"),
+        ("<think>So ", trims, "<think>So a"),
+    ):
+        seen, row = Seen(), {"prompt": [PREFILLED[0], {"role": "assistant", "content": text}]}
+        graded(seen, "a", template=template, **row)
+        assert seen.texts == [[{"role": "assistant", "content": whole}]], (text, whole)
+        assert graded(lambda completion: float(completion == "a"), "a", template=template, **row, answer="") == [1.0]
+
+
 # -- the conversation -------------------------------------------------------------------------------------------------
 
 
