@@ -47,7 +47,8 @@ def stated(config: Any, *names: str) -> int | None:
             values = getattr(config, name, None)
         except RuntimeError:  # transformers refuses to name one number for all layers
             values = [getattr(layer, name, None) for layer in config.per_layer_config]
-        values = [value for value in (values if isinstance(values, list | tuple) else [values]) if value]
+        values = values if isinstance(values, list | tuple) else [values]
+        values = [value for value in values if value and isinstance(value, int | float) and value is not True]
         if values:
             return int(max(values))
     return None

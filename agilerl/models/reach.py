@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -101,9 +101,10 @@ def narrowed(model: Any, limits: Mapping[str, int], size: int = 4) -> Iterator[N
     try:
         for owner, name in places:
             value = getattr(owner, name)
-            if value == limits[name]:
-                setattr(owner, name, size)
-                before.append((owner, name, value))
+            if value == limits[name] and value is not True:
+                with suppress(ValueError, TypeError, RuntimeError):  # a configuration may refuse it, which shows
+                    setattr(owner, name, size)
+                    before.append((owner, name, value))
         yield
     finally:
         for owner, name, value in before:

@@ -35,9 +35,15 @@ _READ_EVERY = {"cpu": 1}
 _READ_ELSEWHERE = 8
 
 _UNDECODABLE = "{} cannot be decoded by the torch engine: {}; use another model, or vLLM (use_vllm=True)"
-_SAME_LOGPROBS = {torch.float64: 1e-4, torch.float32: 1e-2}
-"""By data type, how far the log-probs of decoding may be from those of a forward pass, in nats. In 16 bits a mixture
-may choose other experts."""
+
+
+def logprob_tolerance(dtype: torch.dtype) -> float:
+    """Return how far log-probs of decoding may be from those of a forward pass, in nats.
+
+    In 16 bits a mixture may choose other experts.
+    """
+    return {torch.float64: 1e-4, torch.float32: 1e-2}.get(dtype, 0.5)
+
 
 Row = tuple[int, int]
 """(request, sample)."""
@@ -214,14 +220,15 @@ class TorchEngine:
         except Exception as error:  # of many types: from inside the model's code
             states = sorted(kinds_with_states(self.base.model.config.get_text_config()))
             why = f"its layers of the kind {', '.join(states)} keep a state, and no keys and values" if states else ""
-            raise EngineError(_UNDECODABLE.format(name, why or reason(error))) from error
+            why = why or f"its code does not take a cache of each row's keys and values ({reason(error)})"
+            raise EngineError(_UNDECODABLE.format(name, why)) from error
         for prompt, (completion,) in zip(prompts, generated):
             ids = torch.tensor([prompt + completion.token_ids], device=self.base.device)
             logits = self.base.logits(self.base.hidden(ids)[0, len(prompt) - 1 : -1])
             expected = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0]
             apart = float((expected - torch.tensor(completion.logprobs, device=expected.device)).abs().mean())
             # Not `apart >=`: NaN is too far as well.
-            if completion.token_ids and not apart < _SAME_LOGPROBS.get(self.base.dtype, 0.5):
+            if completion.token_ids and not apart < logprob_tolerance(self.base.dtype):
                 why = f"its log-probs differ by {apart:.2g} from those of a forward pass"
                 raise EngineError(_UNDECODABLE.format(name, why))
 

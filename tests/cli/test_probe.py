@@ -1,6 +1,7 @@
 """``agilerl probe``: a row for each task and setting, the reason of what cannot be made, and a sample."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -111,8 +112,15 @@ def test_of_a_model_its_contract_is_told(agilerl: Agilerl) -> None:
     assert end == "end       answers end with <eos> (4)"
     assert whole.startswith("whole     a row is '<bos>2 + 2 =<sep>' [2, 23, ")
     assert " + '4<eos>' [25, 4], of which the answer is learned; one with reasoning is learned as '<think>" in whole
-    rows = json.loads(agilerl("probe", "embedded", "--json").output)["contract"]
-    assert rows[1] == {"name": "end", "holds": True, "text": "answers end with <eos> (4)"}
+    found = json.loads(agilerl("probe", "embedded", "--json").output)["contract"]
+    texts = {row["name"]: row["text"] for row in found}
+    assert re.fullmatch(
+        r"log-probs of sampling and of transformers with eager attention are within \de-0\d; rows are in one line.*",
+        texts["forward"],
+    )
+    assert re.fullmatch(r"\d+ layers carry adapters, which PEFT loads by their names", texts["adapter"])
+    assert re.fullmatch(r"\d layers; rows of up to 1,024 tokens; each layer sees the whole row", texts["shape"])
+    assert found[1] == {"name": "end", "holds": True, "text": "answers end with <eos> (4)"}
 
 
 def test_a_model_has_no_task(agilerl: Agilerl) -> None:
