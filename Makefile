@@ -37,7 +37,7 @@ VERIFIERS_READY := $(VERIFIERS_VENV)/.ready
 DIVIDED := --numprocesses auto --dist loadfile --no-loadscope-reorder
 
 # What pyproject.toml leaves out, and the tests for which tests/long_tests.txt names quicker ones.
-QUICK := -m 'not long and not nightly and not slow and not gpu and not real'
+QUICK := -m 'not long and not nightly and not slow and not gpu and not real and not models'
 
 # TRL with the dependencies of its trainer, for benchmarking/peers.py.
 TRL_VENV ?= .venv-trl
@@ -51,7 +51,7 @@ DOCS_READY := $(DOCS_VENV)/.ready
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train real gemma train-real test quick test-all check house test-nightly test-real test-verifiers test-vllm peers lint types unit format generated docs clean
+.PHONY: help setup train real gemma train-real test quick test-all check house test-nightly test-models test-real test-verifiers test-vllm peers lint types unit format generated docs clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -116,6 +116,9 @@ unit: $(READY) ## pytest, one process more than cores; ARGS='tests/hpo -k tourna
 test-nightly: $(READY) ## The further members of tables of cases, of which test runs some; not a part of test
 	$(BIN)/pytest $(DIVIDED) -m nightly $(ARGS)
 
+test-models: $(READY) ## Every causal architecture of transformers as a tiny model, about five minutes; not a part of test
+	$(BIN)/pytest --numprocesses auto -m models benchmarking/tests/test_models.py $(ARGS)
+
 test-real: real gemma ## The tests on SmolLM2-135M-Instruct and Gemma-3-270m, one process; not a part of test
 	$(BIN)/pytest -m real $(ARGS)
 
@@ -158,11 +161,12 @@ format: $(READY) ## Format the code and fix what can be fixed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-generated: $(READY) ## Write what comes from the code and from results again: manifest.md, gpu.md, typed keywords, names
+generated: $(READY) ## Write what comes from the code and from results again: manifest.md, gpu.md, models.md, typed keywords, names
 	$(BIN)/python docs/generate_reference.py
 	$(BIN)/python docs/generate_keywords.py
 	$(BIN)/python docs/generate_names.py
 	$(BIN)/python docs/generate_gpu.py
+	$(BIN)/python docs/generate_models.py
 	$(BIN)/ruff check --fix --quiet agilerl/algorithms/keywords.py agilerl/config/declared.py
 	$(BIN)/ruff format --quiet agilerl/algorithms/keywords.py agilerl/config/declared.py
 

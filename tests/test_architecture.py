@@ -78,11 +78,11 @@ CEILINGS = {
     "planning": 555,
     "report": 1_905,
     "rewards": 2_750,
-    "rollouts": 4_185,
+    "rollouts": 4_195,
     "runs": 2_155,
     "safety": 795,
     "text": 560,
-    "training": 4_720,
+    "training": 4_770,
     "utils": 40,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises

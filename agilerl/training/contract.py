@@ -98,8 +98,8 @@ def _forward(runtime: Runtime) -> str:
 def _adapter(runtime: Runtime) -> str:
     layers = runtime.store.layers
     by_weight = sum(layer.by_weight for layer in layers)
-    told = f", {by_weight} of them as parameters (target_parameters)" if by_weight else ""
-    return f"{len(layers)} layers carry adapters, which PEFT loads by their names{told}"
+    parameters = f", {by_weight} of them as parameters (target_parameters)" if by_weight else ""
+    return f"{len(layers)} layers carry adapters, which PEFT loads by their names{parameters}"
 
 
 def _shape(runtime: Runtime) -> str:
