@@ -19,6 +19,8 @@ from agilerl.text.contract import contract_of, readings
 
 QUESTION, THOUGHT = [{"role": "user", "content": "2 + 2 ="}], "<think>\nTwo and two.\n</think>\n\n4"
 
+_REFUSED = "several turns are refused, unless strict_chat_template_boundary=False renders each anew"
+
 
 @dataclass(frozen=True)
 class Line:
@@ -61,8 +63,8 @@ def _turns(runtime: Runtime) -> str:
     if not ChatFormat(runtime.tokenizer).rewrites_history:
         return "a conversation only grows, with a system text and without one"
     if not ChatFormat(runtime.tokenizer, system=False).rewrites_history:
-        return "a conversation only grows; with a system text, which the template moves, each turn is rendered anew"
-    return "the template changes earlier turns, so each is rendered anew (strict_chat_template_boundary=False)"
+        return f"a conversation only grows without a system text; with one, which the template moves, {_REFUSED}"
+    return f"the template changes or does not end earlier turns: {_REFUSED}"
 
 
 def _graders(runtime: Runtime) -> str:
