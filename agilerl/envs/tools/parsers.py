@@ -16,6 +16,7 @@ from agilerl.envs.prompts import render_text
 from agilerl.envs.tools.tool import json_or_text
 from agilerl.errors import ConfigError
 from agilerl.gone import instead
+from agilerl.text.contract import contract_of
 from agilerl.text.padding import decoded, has_template
 
 KEYS = ("arguments", "parameters")
@@ -102,7 +103,7 @@ _TAGS = {OPEN, CLOSE}
 _ENDS = 8
 """Closing tags that are tried as the end of a call."""
 _THINKING = re.compile(r"\A(?:(?!<think>).)*?</think>|<think>.*?(?:</think>|\Z)", re.DOTALL)
-"""Thinking, which the prompt may have begun and which may never have ended."""
+"""Thinking, which may never have ended; or have begun in a prompt that is not known."""
 MARK = "\ufdd0"
 """Breaks up a tag that is no token; Unicode has no such character, and text that a model writes is freed of it."""
 
@@ -180,7 +181,7 @@ class HermesParser(TextTagParser):
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
         """Return the call between each pair of tag tokens."""
         written = _written(self._tokenizer, token_ids, (OPEN, CLOSE, "<think>", "</think>"))
-        return super().parse(token_ids, _THINKING.sub("", written))
+        return super().parse(token_ids, _THINKING.sub("", contract_of(self._tokenizer).opened + written))
 
 
 class QwenCoderParser(HermesParser):

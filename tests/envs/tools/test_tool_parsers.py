@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from agilerl.envs.tools import MalformedCall, TextTagParser, ToolCall, parser_for
 from agilerl.envs.tools.parsers import PARSERS, TemplateParser
 from agilerl.errors import ConfigError
-from tests.envs.tools.family_tokenizers import FAMILIES, encoded, hermes, mistral, typed, without_tools
+from tests.envs.tools.family_tokenizers import FAMILIES, HERMES, encoded, hermes, mistral, typed, without_tools
 from tutorials.tools import response_templates
 
 ADD = ToolCall("add", {"a": 1, "b": 2})
@@ -235,6 +235,13 @@ def test_nothing_of_a_tagged_call_is_lost(name: str, family: str) -> None:
     tokenizer = hermes()
     found = parser_for(tokenizer, family).parse(encoded(tokenizer, text), text)
     assert [call if isinstance(call, ToolCall) else None for call in found] == expected
+
+
+def test_what_the_prompt_has_opened_is_thinking_as_well() -> None:
+    tokenizer = hermes(HERMES + "{%- if add_generation_prompt %}<think>{%- endif %}")
+    call = f"<tool_call>{NOW}</tool_call>"
+    for text, calls in ((f"maybe {call}", 0), (f"so</think>{call}", 1), (f"{call}</think>{call}", 1)):
+        assert len(parsed("", encoded(tokenizer, text), tokenizer)) == calls, text
 
 
 def templated(content: str, arguments: dict[str, object], text: str) -> list[ToolCall | None]:
