@@ -82,7 +82,7 @@ CEILINGS = {
     "runs": 2_155,
     "safety": 795,
     "text": 560,
-    "training": 4_770,
+    "training": 4_780,
     "utils": 40,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises

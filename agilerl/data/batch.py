@@ -440,7 +440,9 @@ def cut(batch: RolloutBatch, rows: Tensor, most: MicroBatch, *, flat: bool) -> C
     before_each = np.concatenate([[0.0], np.cumsum(np.array(sizes) - shared)])
     ends, costs = [0] * count, np.zeros(count + 1)
     for first in reversed(range(count)):
-        last = min(count, first + limit)
+        # However many units there are, few of them fit in one pass.
+        fitting = int(np.searchsorted(before_each, before_each[first] - shared[first] + largest, side="right")) - 1
+        last = min(count, first + limit, max(first + 1, fitting))
         tokens = before_each[first + 1 : last + 1] - before_each[first] + shared[first]
         cost = tokens + _PASS + costs[first + 1 : last + 1]
         # Wherever a larger pass than is enough were cut, much would be computed again.

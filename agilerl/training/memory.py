@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
@@ -28,6 +29,8 @@ from agilerl.sizes import UNIT_ROWS, VLLM_CPU_CACHE
 _TOKEN_BYTES, _ROW_BYTES = 100, 2000
 """A sampled token and a completion as Python objects, and as tensors of a batch."""
 _PANELS: tuple[Split, ...] = ("exam", "test")
+_ROWS = 4096
+"""Rows that are cut to see how large passes are; more would be cut alike."""
 _CURES = {
     "base": "choose a smaller network.pretrained_model_name_or_path, network.quantization_config=nf4, or "
     "training.dtype=bfloat16",
@@ -135,28 +138,31 @@ def training_passes(population: Population, workers: int = 1) -> list[TrainingPa
     panels = [population.lengths(split) for split in _PANELS]
     longest = max(panel.row(population.eval_max_new_tokens or limit, limit) for panel in panels)
     prompt = min(max(max(panel.prompts) for panel in panels), longest - 1)
+    common = min(common, prompt)
     passes = []
     for agent in population.agents:
         rows = population.prompts_per_step * agent.config.group_size  # type: ignore[attr-defined]
         window = -(-min(rows, agent.window_rows) // workers)
-        batches = [
-            _alike(count, -(-count // population.prompts_per_step), prompt, min(common, prompt), longest)
-            for count in (window, rows)
-        ]
         most = agent.micro_batch
-        cuts, recomputed = cut_for_training(batches[0], torch.arange(window), most, flat=flat)
-        scored = cut(batches[1], torch.arange(rows), most._replace(unit=1, whole=most.unsaved), flat=flat)
+        shape = partial(_alike, prompts=population.prompts_per_step, prompt=prompt, common=common, length=longest)
+        counts = [min(count, max(_ROWS, most.rows or 0)) for count in (window, rows)]
+        batch = shape(counts[0])
+        cuts, recomputed = cut_for_training(batch, torch.arange(len(batch)), most, flat=flat)
+        batch = shape(counts[1])
+        scored = cut(batch, torch.arange(len(batch)), most._replace(unit=1, whole=most.unsaved), flat=flat)
         size = max(range(len(cuts.sizes)), key=cuts.sizes.__getitem__)
         tokens = math.ceil(cuts.sizes[size])
         answers = len(cuts.parts[size]) * (longest - prompt) / tokens
+        number = math.ceil(len(cuts.parts) * window / counts[0])
         # A critic reads the tokens a second time, in the same pass.
         tokens *= 1 if agent.critic_slot is None else 2
-        passes.append(TrainingPasses(len(cuts.parts), tokens, answers, recomputed, math.ceil(max(scored.sizes))))
+        passes.append(TrainingPasses(number, tokens, answers, recomputed, math.ceil(max(scored.sizes))))
     return passes
 
 
-def _alike(rows: int, group: int, prompt: int, common: int, length: int) -> RolloutBatch:
-    """Return rows of one length in groups that share a prompt; all prompts have their first tokens in common."""
+def _alike(rows: int, *, prompts: int, prompt: int, common: int, length: int) -> RolloutBatch:
+    """Return rows of one length, evenly of some prompts, which have their first tokens in common."""
+    group = -(-rows // prompts)
     groups, column = -(-rows // group), torch.zeros((), dtype=torch.int64)
     of = torch.arange(rows) // group
     tree = TokenTree(
