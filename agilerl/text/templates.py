@@ -124,7 +124,8 @@ def _check_template(source: str, where: str) -> None:
 
 def settings_of(tokenizer: Any) -> dict[str, Any]:
     """Return what :func:`with_chat_template` has set: the text of the template (None: its own), and the values."""
-    return {"chat_template": vars(tokenizer).get(_SET), "chat_template_kwargs": vars(tokenizer).get(_NAMES, {})}
+    changed = getattr(tokenizer, "__dict__", {})  # agents without texts have no tokenizer
+    return {"chat_template": changed.get(_SET), "chat_template_kwargs": changed.get(_NAMES, {})}
 
 
 def apply_chat_template(
