@@ -192,7 +192,8 @@ def _parts(
         return None
     stops = [at + len(end) for end in contract.end_texts if (at := behind.find(end)) >= 0]
     stops += [len(behind.rstrip())] * calls * (not stops)  # calls stand there, whatever ends them
-    for text in (response, response.strip()):
+    # Blanks that a template trims are of the response, not of what stands before it.
+    for text in (response, response.rstrip(), response.strip()):
         if core.endswith(text):
             return core[: len(core) - len(text)], text, behind[: min(stops, default=0)]
     return None

@@ -188,6 +188,17 @@ def test_a_prefill_stands_once_behind_what_the_template_opens() -> None:
         prompt("<think>\nLet me")
 
 
+@pytest.mark.parametrize("prefill", ["The answer is", "The answer is ", "A:\n"])
+@pytest.mark.parametrize("response", ["42", " 42", "42\n", " 42\n", "\n 42 \n"])
+def test_blanks_of_a_response_are_learned_once_though_the_template_trims(prefill: str, response: str) -> None:
+    tokenizer = tokenizer_of(CHATML.replace("m.content", "m.content | trim"))
+    assert "| trim" in tokenizer.chat_template
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": prefill}]
+    example = render_completion(tokenizer, messages, response)
+    learned = [token for token, marked in zip(example.ids, example.learned) if marked]
+    assert tokenizer.decode(learned) == f"{response}<|im_end|>"
+
+
 def test_a_merged_model_ends_where_it_was_taught_to(tmp_path: Path) -> None:
     from agilerl import GRPO
     from agilerl.training.base import merged_model
