@@ -189,7 +189,11 @@ class Learner:
         given, unit = self.config.micro_batch_size_per_gpu, self.rows_per_unit
         if given is not None:
             return MicroBatch(given * unit, None, unit)
-        return MicroBatch(None, unit=unit, **self.runtime.pass_size._asdict())
+        size = self.runtime.pass_size
+        if self.critic_slot is not None:  # it reads the tokens a second time, in the same pass
+            halves = (max(size.tokens, tokens // 2) for tokens in (size.whole, size.recomputed))
+            size = size._replace(**dict(zip(("whole", "recomputed"), halves)))
+        return MicroBatch(None, unit=unit, **size._asdict())
 
     @property
     def current_lr(self) -> float:

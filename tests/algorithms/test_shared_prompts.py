@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from agilerl.algorithms import GRPO
+from agilerl.algorithms import GRPO, PPO
 from agilerl.algorithms.update import learn_together
 from agilerl.data import MicroBatch, RolloutBatch, Trajectory, collate, cut, cut_for_training
 from agilerl.models.base import BaseModel
@@ -180,6 +180,17 @@ def test_layers_are_computed_again_where_that_saves_more_prompts(monkeypatch: py
     assert computed[2][0] > 2 * once
     assert torch.equal(gradients[0], gradients[1])
     assert torch.allclose(gradients[0], gradients[2], atol=1e-5)
+
+
+@pytest.mark.model
+def test_an_agent_with_a_critic_takes_half_as_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = runtime_of()
+    sized(runtime, monkeypatch, PassSize(64, 1000, 2000, 3000, 0.0))
+    runtime.store.reserve(2)
+    most = PPO(runtime=runtime, pad_token_id=PAD, batch_size=4, max_output_tokens=8).micro_batch
+    assert (most.tokens, most.whole, most.recomputed, most.unsaved) == (64, 500, 1000, 3000)
+    (agent,) = agents_of(runtime, 1, 4, 4)
+    assert agent.micro_batch.whole == 1000
 
 
 @pytest.mark.parametrize("answers", [40, 100, 150])
