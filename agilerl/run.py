@@ -23,7 +23,7 @@ from agilerl.gone import keyword_instead
 
 if TYPE_CHECKING:
     from agilerl.algorithms import LLMAlgorithm
-    from agilerl.report.load import Score
+    from agilerl.hpo.fitness import Fitness
     from agilerl.runs.directory import RunLayout
     from agilerl.training.events import Event
     from agilerl.training.setup import Session
@@ -189,7 +189,7 @@ class Run:
         return read_json(self._layout.summary) if self._layout.summary.exists() else {}
 
     @property
-    def test(self) -> "dict[str, Score]":
+    def test(self) -> "dict[str, Fitness]":
         """Results on questions that neither training nor selection used.
 
         ``base``, ``median_first_generation`` and ``elite``, as far as they are known, each with ``mean``, ``stderr``
@@ -198,7 +198,7 @@ class Run:
         from agilerl.report.load import load_run
 
         tests = load_run(self.path).tests
-        return {who: tests[who][1] for who in ("base", "median_first_generation", "elite") if who in tests}
+        return {who: tests[who].score for who in ("base", "median_first_generation", "elite") if who in tests}
 
     @property
     def adapter(self) -> Path:

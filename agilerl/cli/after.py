@@ -480,36 +480,33 @@ def _verdict(runs: Sequence["RunRecord"], differ: Mapping[str, Any]) -> str:
 
     if warning := why_not_comparable(differ):
         return warning
-    elites = [run.tests["elite"][1] for run in runs if "elite" in run.tests]
-    error = math.hypot(*(score.stderr for score in elites))
+    elites = [run.tests["elite"] for run in runs if "elite" in run.tests]
+    error = math.hypot(*(elite.score.stderr for elite in elites))
     if len(elites) != 2 or not math.isfinite(error):
         return ""
-    gap = elites[1].mean - elites[0].mean
+    first, second = (elite.score for elite in elites)
+    gap = second.mean - first.mean
     sized, surely = f"± {error:.3f} (one standard error)", abs(gap) > 2 * error
     asked = "not paired by question, as not both runs have a score of each"
-    known = [run.by_question["elite"] for run in runs if "elite" in run.by_question]
-    if len(known) == 2 and known[0][0] == known[1][0]:
-        if known[0][1].scores == known[1][1].scores:
+    digests = [elite.questions for elite in elites]
+    if digests[0] and digests[0] == digests[1]:
+        if first.scores == second.scores:
             return "Both elites have the same score in every question of the test."
-        low, high = difference_interval(paired_difference(known[1][1], known[0][1]))
+        low, high = difference_interval(paired_difference(second, first))
         sized, surely = f"(95 % interval {low:+.3f} to {high:+.3f})", low > 0 or high < 0
         asked = "paired by question"
     elif names := other_questions(runs, differ):
         asked = f"on different questions, as {' and '.join(names)} differ{'s' * (len(names) == 1)}"
-    elif len(known) == 2:
+    elif all(digests):
         asked = "on different questions"
     verdict = "which is more than chance" if surely else "so the test does not tell them apart"
     return f"Elites, second minus first: {gap:+.3f} {sized}, {verdict}; {asked}."
 
 
-def _result(run: Any) -> dict[str, Any]:
-    from agilerl.hpo.fitness import interval
-
+def _result(run: "RunRecord") -> dict[str, Any]:
     tests = {
-        who: {"mean": score.mean, "ci95": list(interval(score.mean, score.stderr, score.n)), "n": score.n}
-        if score.is_finite
-        else None
-        for who, (_, score) in run.tests.items()
+        who: {"mean": score.mean, "ci95": list(score.interval), "n": score.n} if score.is_finite else None
+        for who, score in ((who, result.score) for who, result in run.tests.items())
     }
     tokens, seconds = run.summary.get("tokens"), run.summary.get("seconds")
     return {

@@ -5,10 +5,10 @@ import shlex
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from statistics import NormalDist, fmean
+from statistics import fmean
 from time import perf_counter
 from typing import Any
 
@@ -42,7 +42,8 @@ from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.mutation import LEARNING_RATES
 from agilerl.planning.footprint import peak
 from agilerl.population import Population
-from agilerl.report.load import by_question, load_run, number, paired_error
+from agilerl.report.life import plus
+from agilerl.report.load import Gain, gain_of, held_out_results, load_run, number
 from agilerl.runs import RunLayout, read_lines
 from agilerl.runs.diagnosis import Observer, Symptom, advice, by_sentence
 from agilerl.runs.hacks import hacks_of_run
@@ -67,8 +68,6 @@ from agilerl.training.setup import Session, steps_of_selection
 
 _CLEAR = 0.8
 """Probability of being better from which an exam tells two agents apart."""
-_SURE = 0.95
-"""Probability of being better than the base from which the end of a run is called a gain."""
 _MOST_ROWS = 40
 """Agents in the table at the end."""
 SMALL_EXAM = 50
@@ -332,7 +331,8 @@ def watch(
         console.print(view.explained_mark(summary["elite"]), soft_wrap=not console.is_terminal)
     console.print()
     symptoms = _symptoms(view.observer, session, view.out)
-    if (gain := _gain(summary, view.out)) is not None and gain[1] >= _SURE:  # something was learned: only alarms count
+    gain = _gain(summary, view.out)
+    if gain is not None and gain.verdict == "better":  # something was learned: only alarms count
         symptoms = {index: [s for s in each if s.samples] for index, each in symptoms.items()}
     parts = {"About the run as a whole": advice(summary), "What may keep agents from learning": by_sentence(symptoms)}
     for heading, known in parts.items():
@@ -343,7 +343,7 @@ def watch(
             for line in [sentence, *shown_samples(symptom.samples)]:
                 console.print(f"  {line}", soft_wrap=not console.is_terminal)
         console.print()
-    _print_result(summary, view.out, console, _exam_sampling(session.population))
+    _print_result(summary, gain, view.out, console, _exam_sampling(session.population))
     return summary
 
 
@@ -487,7 +487,7 @@ class View:
                 self.bars.update(self.phase, visible=False)  # what follows it has no phase
                 first = ranking(event.fitness)[0]
                 self.best = first if event.fitness[first].is_finite else None
-                scores = ", ".join(f"{index}: {_score(f)}" for index, f in event.fitness.items())
+                scores = ", ".join(f"{index}: {plus(f)}" for index, f in event.fitness.items())
                 self._log(f"generation {event.generation}: exam {scores}")
                 self._note_symptoms()
             case Evolved():
@@ -521,7 +521,7 @@ class View:
             # NaN does not equal itself, and is left out.
             row.rewards = [value for line in agent.train if (value := number(line.get(self.what))) == value]
             if agent.exams:
-                row.fitness = Fitness(**asdict(agent.exams[-1].score))
+                row.fitness = agent.exams[-1].score
             if agent.died is not None and index not in {a.index for a in self.session.population.agents}:
                 row.left, row.event = agent.died, f"left in {agent.died}: {agent.reason.removeprefix('left: ')}"
 
@@ -623,7 +623,7 @@ class View:
             "genes": [genes_text(row.genes, 2) or "-" for _, row in agents],
             self.what: [_cell(row.rewards[-1] if row.rewards else None, ".3f") for _, row in agents],
             "trend": [sparkline(row.rewards, *ends) for _, row in agents],
-            "exam": ["-" if row.fitness is None else _score(row.fitness) for _, row in agents],
+            "exam": ["-" if row.fitness is None else plus(row.fitness) for _, row in agents],
             "failures": [", ".join(f"{n} {what}" for what, n in row.failures.items()) for _, row in agents],
             "event": [row.event for _, row in agents],
         }
@@ -657,29 +657,14 @@ def _cell(value: float | None, form: str) -> str:
     return "-" if value is None else f"{value:{form}}"
 
 
-def _score(fitness: Fitness) -> str:
-    if not fitness.is_finite:
-        return "not finite"
-    return f"{fitness.mean:.3f} ± {fitness.stderr:.3f}"
+def _gain(summary: Mapping[str, Any], out: Path) -> Gain | None:
+    """Return the gain over the base; None if there is none, or if not the same questions got a grade."""
+    tests = (line for line in read_lines(RunLayout(out).metrics) if line.get("kind") == "test")
+    gain = gain_of(held_out_results(tests, summary))
+    return gain if gain is not None and math.isfinite(gain.mean) and gain.n[0] == gain.n[1] else None
 
 
-def _gain(summary: Mapping[str, Any], out: Path) -> tuple[float, float, str] | None:
-    """Return by how much the elite is better than the base in the test, the probability that it is better, and ±.
-
-    If the score of each question is not known: as for independent tests, which is cautious.
-    """
-    base, elite = (summary["test"].get(who) for who in ("base", "elite"))
-    if base is None or elite is None or None in (base["mean"], elite["mean"]) or base["n"] != elite["n"]:
-        return None
-    gain, error = elite["mean"] - base["mean"], math.hypot(base["stderr"] or 0, elite["stderr"] or 0)
-    sized, paired = "", paired_error(by_question(read_lines(RunLayout(out).metrics)))
-    if paired is not None:
-        error, sized = paired, f" ± {paired:.3f} (one standard error, paired by question)"
-    # Without any spread the sign alone decides.
-    return gain, NormalDist().cdf(gain / error) if error else 0.5 + 0.5 * ((gain > 0) - (gain < 0)), sized
-
-
-def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampling: str) -> None:
+def _print_result(summary: Mapping[str, Any], gain: Gain | None, out: Path, console: Console, sampling: str) -> None:
     table, elite = columns("", "mean", "stderr", "n"), summary["elite"]
     rows = {"base": "base model", "median_first_generation": "median agent of generation 0", "elite": "elite"}
     for key, label in rows.items():
@@ -691,10 +676,10 @@ def _print_result(summary: Mapping[str, Any], out: Path, console: Console, sampl
             table.add_row(label, _cell(result["mean"], ".3f"), _cell(result["stderr"], ".3f"), str(result["n"]))
     console.print(f"Held-out test ({sampling})")
     console.print(table)
-    if (gain := _gain(summary, out)) is not None:
-        better, worse = gain[1] >= _SURE, gain[1] <= 1 - _SURE
-        verdict = f"{'better' if better else 'worse'} than" if better or worse else "not clearly better than"
-        console.print(f"The elite is {verdict} the base: {gain[0]:+.3f}{gain[2]}")
+    if gain is not None:
+        console.print(
+            f"The elite is {gain.verdict or 'not clearly better'} than the base: {gain.mean:+.3f}{gain.error_text()}"
+        )
     elif len({result["n"] for result in summary["test"].values()}) > 1:
         console.print("These means are not comparable, because not the same questions got a grade (n)")
     if elite is None:

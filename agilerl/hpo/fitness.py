@@ -63,9 +63,46 @@ class Fitness:
         return self.mean if self.is_finite else -math.inf
 
     @property
+    def is_accuracy(self) -> bool:
+        """Whether the standard error is that of n scores that are all 0 or 1."""
+        if not (0 <= self.mean <= 1 and self.n > 1):
+            return False
+        spread = self.mean * (1 - self.mean)
+        # With s of ddof 0, and of ddof 1 as in from_scores.
+        expected = (math.sqrt(spread / self.n), math.sqrt(spread / (self.n - 1)))
+        return any(math.isclose(self.stderr, value, rel_tol=0.01, abs_tol=1e-6) for value in expected)
+
+    @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % interval of the mean: Wilson's if every score is 0 or 1, else Student's t; NaN when unknown."""
-        return interval(self.mean, self.stderr, self.n)
+        """The 95 % interval of the mean over n prompts, NaN when unknown.
+
+        For scores that are all 0 or 1 it is Wilson's (1927), which stays within them and has a width even where all are
+        alike: (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n). Else mean +- t_{n - 1} stderr.
+        """
+        mean, n = self.mean, self.n
+        if self.is_accuracy:
+            middle, half = mean + _Z95**2 / (2 * n), _Z95 * math.sqrt(mean * (1 - mean) / n + _Z95**2 / (4 * n * n))
+            scale = 1 + _Z95**2 / n
+            return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+        from scipy.special import stdtrit
+
+        return self._around(float(stdtrit(n - 1, 0.975)) * self.stderr if n > 1 else math.nan)
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """One standard error on either side of the mean, none when it is unknown."""
+        return self._around(self.stderr if math.isfinite(self.stderr) else 0.0)
+
+    def _around(self, half: float) -> tuple[float, float]:
+        """Return mean +- half, cut to [0, 1] if scores between 0 and 1 can have this mean and standard error.
+
+        Their variance is at most mean (1 - mean) n / (n - 1): Bhatia & Davis, Am. Math. Mon. 107 (2000) 353-357.
+        """
+        mean, n, low, high = self.mean, self.n, self.mean - half, self.mean + half
+        # Scores that are all 0 or 1 reach the bound exactly, but for rounding.
+        if n > 1 and 0 <= mean <= 1 and self.stderr * self.stderr * (n - 1) <= mean * (1 - mean) * (1 + 1e-6):
+            return max(0.0, low), min(1.0, high)
+        return low, high
 
     def state(self) -> dict[str, Any]:
         """Return all of it as plain data, numbers that are not finite included."""
@@ -85,44 +122,6 @@ class Fitness:
         """Return mean, stderr and n for a JSON line; numbers that are not finite become None."""
         values = {"mean": self.mean, "stderr": self.stderr, "n": self.n}
         return {name: number if math.isfinite(number) else None for name, number in values.items()}
-
-
-def is_accuracy(mean: float, stderr: float, n: int) -> bool:
-    """Return whether a standard error is that of n scores that are all 0 or 1."""
-    if not (0 <= mean <= 1 and n > 1):
-        return False
-    spread = mean * (1 - mean)
-    # With s of ddof 0, and of ddof 1 as in from_scores.
-    expected = (math.sqrt(spread / n), math.sqrt(spread / (n - 1)))
-    return any(math.isclose(stderr, value, rel_tol=0.01, abs_tol=1e-6) for value in expected)
-
-
-def interval(mean: float, stderr: float, n: int) -> tuple[float, float]:
-    """Return the 95 % interval of a mean over n prompts, NaN when unknown.
-
-    For scores that are all 0 or 1 it is Wilson's (1927), which stays within them and has a width even where all are
-    alike: (p + z^2 / 2n +- z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n). Else mean +- t_{n - 1} stderr,
-    :func:`within_range`.
-    """
-    if is_accuracy(mean, stderr, n):
-        middle, half = mean + _Z95**2 / (2 * n), _Z95 * math.sqrt(mean * (1 - mean) / n + _Z95**2 / (4 * n * n))
-        scale = 1 + _Z95**2 / n
-        return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
-    from scipy.special import stdtrit
-
-    half = float(stdtrit(n - 1, 0.975)) * stderr if n > 1 else math.nan
-    return within_range(mean - half, mean + half, mean, stderr, n)
-
-
-def within_range(low: float, high: float, mean: float, stderr: float, n: int) -> tuple[float, float]:
-    """Return an interval of a mean, cut to [0, 1] if scores between 0 and 1 can have this mean and standard error.
-
-    Their variance is at most mean (1 - mean) n / (n - 1): Bhatia & Davis, Am. Math. Mon. 107 (2000) 353-357.
-    """
-    # Scores that are all 0 or 1 reach the bound exactly, but for rounding.
-    if n > 1 and 0 <= mean <= 1 and stderr * stderr * (n - 1) <= mean * (1 - mean) * (1 + 1e-6):
-        return max(0.0, low), min(1.0, high)
-    return low, high
 
 
 @checked

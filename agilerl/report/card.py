@@ -5,15 +5,16 @@ import math
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.resources import files
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from jinja2 import ChainableUndefined, Environment, PackageLoader, Template
 
 from agilerl.checks.arguments import counted
 from agilerl.config.vllm import LORA_RANKS, adapter_options
 from agilerl.envs.answer_format import PHRASE, AnswerFormat
 from agilerl.errors import CheckpointError
-from agilerl.hpo.fitness import interval
 from agilerl.hpo.schedule import hyperparameter_schedule
 from agilerl.report.load import score_of
 from agilerl.runs import RunLayout, read_lines, read_run
@@ -29,7 +30,6 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _MARKUP = re.compile(r"([\\`*_{}\[\]<>()#|!~$])")
 _LONGEST = 300
 _TESTS = {"base": "base model", "median_first_generation": "median agent of the first generation", "elite": "elite"}
-_TOKENS = {"generated": "generated", "trained": "trained on", "evaluated": "in exams"}
 
 
 def model_card(
@@ -62,16 +62,18 @@ def finished_summary(run: Path) -> dict[str, Any]:
 def _card(
     layout: RunLayout, config: Mapping[str, Any], summary: Mapping[str, Any], name: str | None, licence: str | None
 ) -> str:
-    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+    from huggingface_hub import EvalResult, ModelCardData
 
     # What the run was about
     elite, base = summary["elite"], str(config["network"]["pretrained_model_name_or_path"])
-    algorithm, environment, training = str(config["algorithm"]["name"]), config["environment"], config["training"]
+    environment = config["environment"]
     data = [str(part["path"]) for part in environment.get("dataset") or []]  # names on the hub or of files
     task = ", ".join(map(public_name, [environment["env_id"]] if environment.get("env_id") else data))
     task = task or str(environment.get("task"))
     licence = licence or base_licence(base)
-    called = re.sub(r"[^\w.-]+", "-", name or f"{public_name(base)}-{task.rpartition(':')[2]}-{algorithm}").strip("-.")
+    called = re.sub(
+        r"[^\w.-]+", "-", name or f"{public_name(base)}-{task.rpartition(':')[2]}-{config['algorithm']['name']}"
+    ).strip("-.")
     tests = {who: score_of(summary["test"][who]) for who in _TESTS if who in summary["test"]}
     result = tests["elite"].mean
     schedule: Mapping[str, Any] = {"genes": {}}
@@ -95,52 +97,41 @@ def _card(
     # The text of the card
     agent = layout.elite / "agent.json"  # the rank may have been mutated
     rank = int((read_json(agent)["lora"] if agent.is_file() else config["network"]["lora_config"])["r"])
-    course, tokens = training.get("lr_schedule") or {}, summary.get("tokens") or {}
-    card = ModelCard.from_template(
-        header,
-        template_str=(files("agilerl.report") / "card.md.jinja").read_text(encoding="utf-8"),
-        title=plain(called),
-        shown_base=plain(public_name(base)),
-        algorithm=plain(algorithm),
-        licence_of_base=plain(licence or ""),
-        tests=[(_TESTS[who], score, interval(score.mean, score.stderr, score.n)) for who, score in tests.items()],
-        answers=f"{int(training.get('eval_samples', 1))} drawn at temperature {training['eval_temperature']:g} each"
-        if training.get("eval_temperature")
-        else "greedy answers",
-        task=plain(task),
-        prompt=_prompt(environment),
-        is_prefilled=(environment.get("conversation_template") or [{"role": "user"}])[-1]["role"] == "assistant",
-        has_template=environment.get("apply_chat_template", True),
-        parameters=plain(_values(environment.get("params") or {})),
-        data=[plain(public_name(path)) for path in data],
-        seed=int(training["seed"]),
-        generations=int(summary["generations"]),
-        agents=counted(sum(line.get("event") == "birth" and line.get("parent") is None for line in lines), "agent"),
-        iterations=int(summary["iterations"]),
-        tokens=[f"{int(tokens.get(kind, 0)):,} {words}" for kind, words in _TOKENS.items()],
-        elite=int(elite["index"]),
-        elite_step=int(elite["step"]),
-        elite_values=plain(_values(elite["hyperparameters"])),
-        lineage=[
-            (int(one["agent"]), int(one["from_generation"]), plain(_values(one["hyperparameters"])))
-            for one in summary.get("lineage") or []
-        ],
-        genes=[plain(gene) for gene in schedule["genes"]],
-        steps=_steps(schedule),
-        total_tokens=schedule.get("total_tokens", 0),
-        course=f"{plain(course['name'])}, over the last {100 * float(course['decay']):g} % of the budget"
-        if course.get("name", "constant") != "constant"
-        else "",
+    room = next((largest for largest in LORA_RANKS if largest >= rank), rank)
+    return _template().render(
+        header=header.to_yaml(),
+        run={**config, **summary},
         called=called,
-        base=base if is_hub_name(base) else "BASE",
+        base=public_name(base),
+        commanded=base if is_hub_name(base) else "BASE",
         is_embedded=base == EMBEDDED,
         is_activated=bool((config["network"].get("lora_config") or {}).get("alora_invocation_tokens")),
+        licence=licence,
+        tests={_TESTS[who]: score for who, score in tests.items()},
+        task=task,
+        prompt=_prompt(environment),
+        is_prefilled=(environment.get("conversation_template") or [{"role": "user"}])[-1]["role"] == "assistant",
+        data=map(public_name, data),
+        founders=counted(sum(line.get("event") == "birth" and line.get("parent") is None for line in lines), "agent"),
         rank=rank,
-        vllm_options=" ".join(
-            adapter_options({called: "FOLDER"}, next((most for most in LORA_RANKS if most >= rank), rank))
-        ),
+        total_tokens=schedule.get("total_tokens", 0),
+        genes=list(schedule["genes"]),
+        steps=_steps(schedule),
+        vllm_options=" ".join(adapter_options({called: "FOLDER"}, room)),
     )
-    return str(card).rstrip() + "\n"
+
+
+@cache
+def _template() -> Template:
+    """Return the template of a card; the texts that it prints are escaped, but for those that it calls safe."""
+    environment = Environment(
+        loader=PackageLoader("agilerl.report", "."),
+        finalize=lambda value: plain(value) if type(value) is str else value,
+        undefined=ChainableUndefined,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"values": _values, "plain": plain}
+    return environment.get_template("card.md.jinja")
 
 
 def _prompt(environment: Mapping[str, Any]) -> str:
@@ -203,7 +194,7 @@ def _steps(schedule: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
     rows: dict[int, dict[str, str]] = {}
     for gene, steps in schedule["genes"].items():
         for step in steps:
-            rows.setdefault(step["tokens"], {})[gene] = plain(_digits(step["value"]))
+            rows.setdefault(step["tokens"], {})[gene] = _digits(step["value"])
     return [(f"{tokens:,}", [row.get(gene, "") for gene in schedule["genes"]]) for tokens, row in sorted(rows.items())]
 
 

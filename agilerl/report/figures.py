@@ -8,10 +8,11 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 from agilerl.checks.arguments import counted
+from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.mutation import LEARNING_RATES
 from agilerl.report import life
 from agilerl.report.life import short_value
-from agilerl.report.load import AgentRecord, RunRecord, Score, number, number_or
+from agilerl.report.load import AgentRecord, RunRecord, number, number_or
 
 T = TypeVar("T")
 Figure = dict[str, Any]
@@ -237,9 +238,9 @@ def fitness_figure(run: RunRecord) -> Figure | None:
             before = _last_before(run, agent, _exam_points, points[0][0])
             points = points if before is None else [before, *points]
             bands.append(_band(points, agent.index, agent=agent.index, winning=agent.index in run.family.line))
-    if bands and "base" in run.tests and (score := run.tests["base"][1]).is_finite:
+    if bands and "base" in run.tests and (score := run.tests["base"].score).is_finite:
         steps = [step for line in figure["data"] for step in line["x"] if step is not None]
-        hover = f"the base on the test: {life.plus(score, '.4f', '.4f')}<extra></extra>"
+        hover = f"the base on the test: {life.plus(score, '.4f')}<extra></extra>"
         names = {"name": "base", "text": ["base", ""], "textposition": "top right", "hovertemplate": hover}
         line = {"color": _GREY, "width": 2, "dash": "dash"}
         bands.append(_scatter("lines+text", [(0, score.mean), (max(steps), score.mean)], line=line, **names))
@@ -251,7 +252,7 @@ def fitness_figure(run: RunRecord) -> Figure | None:
 def _band(points: Sequence[Point], index: int, **meta: Any) -> Trace:
     """Return an area of one standard error on either side of exams, in the colour of an agent."""
     colour = agent_colour(index, 0.16)
-    ends = [(x, *Score(y, error, n).band) for x, y, _, error, n in points]
+    ends = [(x, *Fitness(y, error, n).band) for x, y, _, error, n in points]
     outline = [(x, high) for x, _, high in ends] + [(x, low) for x, low, _ in reversed(ends)]
     # Of a single exam the band is a vertical line, which must be as broad as the mark to be seen.
     line = {"color": colour, "width": 1 if len(points) > 1 else 7}
@@ -456,7 +457,7 @@ def _circles(run: RunRecord) -> list[Trace]:
             if exam is not None and exam.score.is_finite:
                 fill, fitness = _share(exam.score.mean, low, high), f"{exam.score.mean:.3f}"
                 ink = "#fff" if fill < 0.6 else "#111"  # the scale is dark at its lower end
-            exact = [] if exam is None else [f"fitness {life.plus(exam.score, '.4f', '.4f')}, n {exam.score.n}"]
+            exact = [] if exam is None else [f"fitness {life.plus(exam.score, '.4f')}, n {exam.score.n}"]
             story = [f"<b>agent {index}</b>, generation {generation}", *exact, plain(birth)]
             # What happened to it since the circle before.
             story += [plain(sentence) for moment, sentence in later if before < moment <= generation]

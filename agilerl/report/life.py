@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from agilerl.checks.arguments import counted
-from agilerl.report.load import AgentRecord, RunRecord, Score
+from agilerl.hpo.fitness import Fitness
+from agilerl.report.load import AgentRecord, RunRecord
 
 
 def lives(run: RunRecord) -> list[dict[str, Any]]:
@@ -24,7 +25,8 @@ def lives(run: RunRecord) -> list[dict[str, Any]]:
             "idle": idle(run, agent),
             "hyperparameters": agent.values(),
             "exams": [
-                {"generation": exam.generation, "step": exam.step, **asdict(exam.score)}
+                {"generation": exam.generation, "step": exam.step, "mean": exam.score.mean}
+                | {"stderr": exam.score.stderr, "n": exam.score.n}
                 | {"place": ranks[exam.generation, index]}
                 for exam in agent.exams
             ],
@@ -51,7 +53,7 @@ def idle(run: RunRecord, agent: AgentRecord) -> str:
 def chosen(run: RunRecord) -> tuple[int | None, str]:
     """Return the elite of a finished run and why it was chosen, with its test; (None, "") if there is none."""
     elite = run.summary.get("elite") or {}
-    scores = [f"{who} {score.mean:.3f}" for who in ("elite", "base") if (score := run.tests.get(who, (None, None))[1])]
+    scores = [f"{who} {run.tests[who].score.mean:.3f}" for who in ("elite", "base") if who in run.tests]
     # Runs of earlier versions did not write the reason.
     reason = elite.get("reason") or "best exam"
     tested = f"; test: {', '.join(scores)}" * bool(scores)
@@ -59,7 +61,7 @@ def chosen(run: RunRecord) -> tuple[int | None, str]:
 
 
 def _with_exams(
-    agent: AgentRecord, standings: Mapping[int, Mapping[int, Score]], ranks: Mapping[tuple[int, int], int]
+    agent: AgentRecord, standings: Mapping[int, Mapping[int, Fitness]], ranks: Mapping[tuple[int, int], int]
 ) -> Iterator[tuple[int, str]]:
     """Yield (generation, sentence) of what happened to an agent, its exams and their places included, in order."""
     birth, *rest = events(agent)
@@ -136,16 +138,16 @@ def short_value(value: Any, *, digits: int = 3) -> str:
     return str(value)
 
 
-def plus(score: Score, digits: str = ".3f", of_error: str = ".3f") -> str:
+def plus(score: Fitness, form: str = ".3f") -> str:
     """Return a score with its standard error."""
     if not score.is_finite:
         return "not finite"
-    return f"{score.mean:{digits}}" + (f" ± {score.stderr:{of_error}}" if math.isfinite(score.stderr) else "")
+    return f"{score.mean:{form}}" + (f" ± {score.stderr:{form}}" if math.isfinite(score.stderr) else "")
 
 
-def _standings(run: RunRecord) -> dict[int, dict[int, Score]]:
+def _standings(run: RunRecord) -> dict[int, dict[int, Fitness]]:
     """Return the scores of each generation's exam, by agent."""
-    standings: dict[int, dict[int, Score]] = defaultdict(dict)
+    standings: dict[int, dict[int, Fitness]] = defaultdict(dict)
     for index, agent in run.agents.items():
         for exam in agent.exams:
             standings[exam.generation][index] = exam.score

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from statistics import NormalDist
+from typing import Any, NamedTuple
 
 from agilerl.checks.arguments import Location, counted, shown
 from agilerl.checks.redaction import without_keys
 from agilerl.errors import CheckpointError, ConfigError
-from agilerl.hpo.fitness import Fitness, is_accuracy, paired_difference, within_range
+from agilerl.hpo.fitness import Fitness, paired_difference
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.diagnosis import Symptom, advice, by_sentence, symptoms
 from agilerl.runs.directory import as_written
@@ -26,39 +27,12 @@ Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Score:
-    """A mean over problems, with its uncertainty."""
-
-    mean: float
-    stderr: float
-    """Standard error of the mean; NaN if unknown."""
-    n: int
-    """Number of problems; 0 if unknown."""
-
-    @property
-    def is_finite(self) -> bool:
-        """True if the mean is a number that can be compared."""
-        return math.isfinite(self.mean)
-
-    @property
-    def band(self) -> tuple[float, float]:
-        """One standard error on either side of the mean, none if it is unknown; shares stay in [0, 1]."""
-        error = number_or(self.stderr, 0.0)
-        return within_range(self.mean - error, self.mean + error, self.mean, error, self.n)
-
-    @property
-    def is_accuracy(self) -> bool:
-        """True if the standard error is that of rewards that are all 0 or 1."""
-        return is_accuracy(self.mean, self.stderr, self.n)
-
-
-@dataclass(frozen=True)
 class Exam:
     """Fitness of one agent in one generation."""
 
     generation: int
     step: int
-    score: Score
+    score: Fitness
 
 
 @dataclass
@@ -136,10 +110,8 @@ class RunRecord:
     agents: dict[int, AgentRecord]
     timed: list[Line]
     """Lines of exams and selections, for their times; the scores are in ``agents``."""
-    tests: dict[str, tuple[int | None, Score]]
-    """Agent and score of "base", "elite" and "median_first_generation", as far as they are known."""
-    by_question: dict[str, tuple[str, Fitness]]
-    """Of these the digest of the questions, and the score of each; lacks runs of earlier versions."""
+    tests: dict[str, "HeldOutResult"]
+    """Of "base", "elite" and "median_first_generation", as far as they are known."""
     elites: dict[int, int]
     """Elite of each generation."""
     seconds: float
@@ -276,8 +248,7 @@ def load_run(path: Path) -> RunRecord:
             summary=summary,
             agents=dict(sorted(agents.items())),
             timed=[*kinds["eval"], *kinds["evolution"]],
-            tests=_tests(kinds["test"], summary),
-            by_question=by_question(kinds["test"]),
+            tests=held_out_results(kinds["test"], summary),
             elites=elites,
             seconds=number_or(summary.get("seconds"), max(elapsed, default=math.nan)),
         )
@@ -338,10 +309,11 @@ def task_of(config: Mapping[str, Any]) -> str:
     return str(next(filter(None, names), ""))
 
 
-def score_of(line: Mapping[str, Any], prefix: str = "", mean: str = "mean") -> Score:
+def score_of(line: Mapping[str, Any], prefix: str = "", mean: str = "mean", scores: Iterable[Any] = ()) -> Fitness:
     """Return the score in a line of a file: ``mean``, ``stderr`` and ``n``, with a prefix."""
-    value, stderr, n = (line.get(f"{prefix}{name}") for name in (mean, "stderr", "n"))
-    return Score(number(value), number(stderr), _whole(n) or 0)
+    value, stderr = (number(line.get(f"{prefix}{name}")) for name in (mean, "stderr"))
+    n = max(_whole(line.get(f"{prefix}n")) or 0, 0)
+    return Fitness(value, stderr if stderr >= 0 else math.nan, n, tuple(map(number, scores)))
 
 
 def _whole(value: Any) -> int | None:
@@ -413,33 +385,67 @@ def _read_exams(lines: Iterable[Line], agents: dict[int, AgentRecord]) -> None:
         agent.exams.sort(key=lambda exam: exam.step)
 
 
-def _tests(lines: Iterable[Line], summary: Line) -> dict[str, tuple[int | None, Score]]:
+@dataclass(frozen=True)
+class HeldOutResult:
+    """What an agent or the base scored in the held-out test."""
+
+    agent: int | None
+    score: Fitness
+    """With the score of each question, but for runs of earlier versions."""
+    questions: str = ""
+    """A digest of the questions that these scores belong to."""
+
+
+def held_out_results(lines: Iterable[Line], summary: Mapping[str, Any]) -> dict[str, HeldOutResult]:
+    """Return the results of the test by who took it, from the metrics and, where these lack one, from the summary."""
     elite = (summary.get("elite") or {}).get("index")
-    tests = {
-        who: (_whole(entry.get("agent", elite if who == "elite" else None)), score_of(entry))
+    results = {
+        who: HeldOutResult(_whole(entry.get("agent", elite if who == "elite" else None)), score_of(entry))
         for who, entry in (summary.get("test") or {}).items()
     }
     for line in lines:
-        tests[str(line.get("who"))] = _whole(line.get("agent")), score_of(line, "eval/", "reward_mean")
-    return tests
+        who, each = str(line.get("who")), line.get("by_question") or {"scores": (), "sha256": ""}
+        score = score_of(line, "eval/", "reward_mean", each["scores"])
+        results[who] = HeldOutResult(_whole(line.get("agent")), score, str(each["sha256"]))
+    return results
 
 
-def by_question(lines: Iterable[Line]) -> dict[str, tuple[str, Fitness]]:
-    """Return by who took the test the digest of its questions, and the score of each, as far as they are known."""
-    known = {str(line.get("who")): each for line in lines if (each := line.get("by_question"))}
-    return {
-        who: (str(each["sha256"]), Fitness(math.nan, scores=tuple(map(number, each["scores"]))))
-        for who, each in known.items()
-    }
+class Gain(NamedTuple):
+    """By how much the elite was better in the test than the base."""
+
+    mean: float
+    error: float
+    """One standard error; NaN if unknown."""
+    paired: bool
+    """Whether that is of the differences question by question."""
+    n: tuple[int, int]
+    """Questions of the base and of the elite that got a grade."""
+
+    @property
+    def verdict(self) -> str:
+        """``better`` or ``worse``, each with a probability of 0.95; else an empty text."""
+        if not abs(self.mean) > NormalDist().inv_cdf(0.95) * self.error:
+            return ""
+        return "better" if self.mean > 0 else "worse"
+
+    def error_text(self, factor: float = 1.0, form: str = ".3f") -> str:
+        """Return what stands behind the mean; an empty text without an error."""
+        pairs = ", paired by question" * self.paired
+        return f" ± {factor * self.error:{form}} (one standard error{pairs})" if 0 < self.error < math.inf else ""
 
 
-def paired_error(known: Mapping[str, tuple[str, Fitness]]) -> float | None:
-    """Return the standard error of the elite's gain over the base, paired by question; None if that is unknown."""
-    (asked, elite), (other, base) = (known.get(who, ("", None)) for who in ("elite", "base"))
-    if elite is None or base is None or asked != other:
+def gain_of(results: Mapping[str, HeldOutResult]) -> Gain | None:
+    """Return the gain of the elite; None before both have been tested."""
+    if "base" not in results or "elite" not in results:
         return None
-    # 0 where every question differs by the same is no certainty.
-    return paired_difference(elite, base).stderr or None
+    base, elite = results["base"], results["elite"]
+    error, questions = math.hypot(base.score.stderr, elite.score.stderr), {base.questions, elite.questions}
+    paired = 0.0
+    if len(questions) == 1 and base.questions:
+        # 0 where every question differs by the same is no certainty.
+        paired = paired_difference(elite.score, base.score).stderr
+    mean, n = elite.score.mean - base.score.mean, (base.score.n, elite.score.n)
+    return Gain(mean, paired or error, bool(paired), n)
 
 
 def unfinished(run: RunRecord) -> str:

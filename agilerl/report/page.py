@@ -28,10 +28,10 @@ from agilerl.report.load import (
     check_different,
     derived,
     differences,
+    gain_of,
     load_run,
     number,
     number_or,
-    paired_error,
     task_of,
     why_not_comparable,
 )
@@ -272,9 +272,9 @@ def verdict(run: RunRecord) -> dict[str, Any]:
 
     Bars begin at zero, which is ``zero`` percent from the left if a mean is negative.
     """
-    known = {who: run.tests[who] for who in _WHO if who in run.tests}
-    accuracy = bool(known) and all(score.is_accuracy for _, score in known.values())
-    means = [score.mean for _, score in known.values() if score.is_finite]
+    results = {who: run.tests[who] for who in _WHO if who in run.tests}
+    accuracy = bool(results) and all(result.score.is_accuracy for result in results.values())
+    means = [result.score.mean for result in results.values() if result.score.is_finite]
     bottom = min([0.0, *means])
     top = max([1.0 if bottom == 0.0 else 0.0, *means])
 
@@ -283,13 +283,14 @@ def verdict(run: RunRecord) -> dict[str, Any]:
         return 100 * min(max((value / 2 - bottom / 2) / ((top / 2 - bottom / 2) or 1.0), 0.0), 1.0)
 
     bars = []
-    for who, (agent, score) in known.items():
+    for who, result in results.items():
+        score = result.score
         left, right = sorted((percent(0.0), percent(number_or(score.mean, 0.0))))
         low, high = (percent(number_or(end, 0.0)) for end in score.band)
         bars.append(
             {
                 "who": who,
-                "label": _WHO[who] + (f" (agent {agent})" if agent is not None else ""),
+                "label": _WHO[who] + ("" if result.agent is None else f" (agent {result.agent})"),
                 "value": _value(score.mean, accuracy),
                 "error": f"{100 * score.stderr:.1f} points" if accuracy else _value(score.stderr, False),
                 "n": score.n,
@@ -305,27 +306,21 @@ def verdict(run: RunRecord) -> dict[str, Any]:
 
 
 def _sentence(run: RunRecord, accuracy: bool) -> str:
-    if "base" not in run.tests or "elite" not in run.tests:
+    if (gain := gain_of(run.tests)) is None:
         best = run.agents[run.family.winner].best if run.family.winner is not None else None
         so_far = f" So far agent {run.family.winner} leads with a fitness of {life.plus(best.score)}." if best else ""
         missing = "The elite has not been tested yet." if "base" in run.tests else "There are no test results yet."
         return missing + so_far
-    base, (agent, elite) = run.tests["base"][1], run.tests["elite"]
-    who = "The elite" + (f", agent {agent}," if agent is not None else "")
-    gain = elite.mean - base.mean
-    paired = paired_error(run.by_question)
-    error = math.hypot(elite.stderr, base.stderr) if paired is None else paired
-    if not math.isfinite(gain):
+    who = "The elite" + ("" if (agent := run.tests["elite"].agent) is None else f", agent {agent},")
+    if not math.isfinite(gain.mean):
         return f"{who} or the base has no finite test result."
-    if base.n != elite.n:
-        return f"{who} and the base are not comparable: {elite.n} and {base.n} of their answers got a grade."
-    if math.isfinite(error) and abs(gain) <= 2 * error:
-        return f"{who} is not clearly different from the base: the gap is within two standard errors."
-    better = "better" if gain > 0 else "worse"
-    points = f"{100 * abs(gain):.1f} points" if accuracy else f"{abs(gain):.3f}"
-    asked = "one standard error" + ", paired by question" * (paired is not None)
-    sized = f" ± {100 * error if accuracy else error:{'.1f' if accuracy else '.3f'}} ({asked})"
-    return f"{who} is {better} than the base by {points}{sized if math.isfinite(error) else ''}."
+    if gain.n[0] != gain.n[1]:
+        return f"{who} and the base are not comparable: {gain.n[1]} and {gain.n[0]} of their answers got a grade."
+    factor, form, unit = (100.0, ".1f", " points") if accuracy else (1.0, ".3f", "")
+    error = gain.error_text(factor, form)
+    if not gain.verdict:
+        return f"{who} is not clearly different from the base: {factor * gain.mean:+{form}}{unit}{error}."
+    return f"{who} is {gain.verdict} than the base by {factor * abs(gain.mean):{form}}{unit}{error}."
 
 
 def _answers(run: RunRecord) -> list[list[str]]:
@@ -445,13 +440,12 @@ def phase_table(run: RunRecord) -> list[tuple[str, str, str]]:
 
 def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
     """Return {names, rows, settings, warning}: tables of results and of settings that differ."""
-    tests = [{f"Test: {_WHO[who]}": life.plus(run.tests[who][1]) for who in _WHO if who in run.tests} for run in runs]
-    known = [facts(run) | scores for run, scores in zip(runs, tests)]
+    known = [facts(run) | {who: life.plus(result.score) for who, result in run.tests.items()} for run in runs]
     rows = []
-    for label in (*(f"Test: {who}" for who in _WHO.values()), *_COMPARED):
-        cells = [of_run.get(label, "") for of_run in known]
-        if any(cells) or label in _COMPARED:
-            rows.append((label, cells))
+    for key in (*_WHO, *_COMPARED):
+        cells = [of_run.get(key, "") for of_run in known]
+        if any(cells) or key in _COMPARED:
+            rows.append((f"Test: {_WHO[key]}" if key in _WHO else key, cells))
     differ = differences(runs)
     follow = derived(runs, differ)
     settings = [

@@ -24,7 +24,7 @@ import agilerl as package
 from agilerl.cli.output import readable
 from agilerl.envs.answer_format import AnswerFormat
 from agilerl.errors import CheckpointError
-from agilerl.hpo.fitness import Fitness, difference_interval, interval, paired_difference
+from agilerl.hpo.fitness import Fitness, difference_interval, paired_difference
 from agilerl.models.tiny import tiny_model_path
 from agilerl.report.card import model_card
 from agilerl.report.load import other_questions
@@ -227,7 +227,7 @@ def test_intervals() -> None:
     # Wilson: 10 of 10 has a width; textbook value for 8 of 10 is .490 to .943.
     assert Fitness.from_scores([1.0] * 10).interval == pytest.approx((0.7225, 1.0), abs=1e-4)
     assert Fitness.from_scores([1.0] * 8 + [0.0] * 2).interval == pytest.approx((0.4902, 0.9433), abs=1e-4)
-    assert interval(5.0, 1.0, 11) == pytest.approx((5 - 2.2281, 5 + 2.2281), abs=1e-4)
+    assert Fitness(5.0, 1.0, 11).interval == pytest.approx((5 - 2.2281, 5 + 2.2281), abs=1e-4)
     nan = float("nan")
     both = paired_difference(Fitness(nan, scores=(1.0, 0.0, nan)), Fitness(nan, scores=(0.0, 0.0, 1.0)))
     assert (both.mean, both.n) == (0.5, 2)

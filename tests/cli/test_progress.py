@@ -236,17 +236,22 @@ def test_what_may_keep_agents_from_learning_is_said_once_and_at_an_end_without_g
     for sentence in (failing, "agent 1: 90% of the completions were cut", "agent 2: the learning rate is 1e-05"):
         assert terminal or progress.count(sentence) == 1
         assert end.count(sentence) == (result < 0.5)
-    assert ("The elite is better than the base: +0.500\n" in text) == (result > 0.5)
-    assert ("The elite is not clearly better than the base: +0.010\n" in text) == (result < 0.5)
+    assert ("The elite is better than the base: +0.500 ± 0.022 (one standard error)\n" in text) == (result > 0.5)
+    assert ("The elite is not clearly better than the base: +0.010 ± 0.022 (one standard error)\n" in text) == (
+        result < 0.5
+    )
     assert "agent 0:" not in progress.replace("exam", "") + end
 
 
 def test_a_loss_is_not_called_a_small_gain(session: Session, tmp_path: Path) -> None:
-    assert "The elite is worse than the base: -0.400\n" in shown(story(session, result=0.0), session)
+    assert "The elite is worse than the base: -0.400 ± 0.022" in shown(story(session, result=0.0), session)
     *events, end = story(session)
     assert isinstance(end, RunFinished)
     scores = {"base": [0.0, 1.0, 0.0, 1.0], "elite": [1.0, 1.0, 1.0, 1.0]}
-    tests = [{"kind": "test", "who": w, "by_question": {"sha256": "0", "scores": s}} for w, s in scores.items()]
+    tests = [
+        {"kind": "test", "who": who, "by_question": {"sha256": "0", "scores": each}, "eval/reward_mean": sum(each) / 4}
+        for who, each in scores.items()
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in tests))
     text = shown(iter([replace(events[0], out=tmp_path), *events[1:], end]), session)
     assert "The elite is better than the base: +0.500 ± 0.289 (one standard error, paired" in text

@@ -1,6 +1,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 
 import pytest
 from small_run import birth, fitness, train, write_run
@@ -20,7 +21,7 @@ from agilerl.report.figures import (
     tree_width,
 )
 from agilerl.report.life import lives, short_value
-from agilerl.report.load import Score, differences, load_run
+from agilerl.report.load import differences, load_run
 from agilerl.report.page import (
     comparison,
     configuration,
@@ -127,10 +128,10 @@ def test_runs_are_laid_over_one_another(load):
 
 
 def test_a_band_of_shares_stays_between_0_and_1(load):
-    assert Score(0.99, 0.02, 20).band == (pytest.approx(0.97), 1.0)
-    assert Score(0.01, 0.02, 20).band == (0.0, pytest.approx(0.03))
-    assert Score(0.99, 0.05, 20).band == (pytest.approx(0.94), pytest.approx(1.04))  # no such shares exist
-    assert Score(3.0, 0.5, 20).band == (2.5, 3.5)
+    assert Fitness(0.99, 0.02, 20).band == (pytest.approx(0.97), 1.0)
+    assert Fitness(0.01, 0.02, 20).band == (0.0, pytest.approx(0.03))
+    assert Fitness(0.99, 0.05, 20).band == (pytest.approx(0.94), pytest.approx(1.04))  # no such shares exist
+    assert Fitness(3.0, 0.5, 20).band == (2.5, 3.5)
 
 
 def test_no_two_agents_have_one_colour():
@@ -212,7 +213,7 @@ def test_values_are_short(value, text):
 @pytest.mark.parametrize(
     ("base", "elite", "sentence"),
     [
-        ((0.5, 0.025), (0.52, 0.025), "not clearly different"),
+        ((0.5, 0.025), (0.52, 0.025), "not clearly different from the base: +2.0 points ± 3.5 (one standard error)."),
         ((0.5, 0.025), (0.9, 0.015), "better than the base by 40.0 points ± 2.9"),
         ((0.9, 0.015), (0.5, 0.025), "worse than the base by 40.0 points ± 2.9"),
         ((2.0, 0.1), (3.0, 0.1), "better than the base by 1.000 ± 0.141"),
@@ -227,7 +228,9 @@ def test_the_verdict_is_honest(load, base, elite, sentence):
     assert sentence in found["sentence"]
     if "±" in sentence:
         scores = {"base": (0.0, 1.0) * 200, "elite": (1.0,) * 400}
-        run.by_question = {who: ("digest", Fitness(math.nan, scores=each)) for who, each in scores.items()}
+        for who, result in run.tests.items():
+            score = replace(result.score, scores=scores[who])
+            run.tests[who] = replace(result, score=score, questions="digest")
         assert re.search(r"± (2\.5|0\.025) \(one standard error, paired by question\)", verdict(run)["sentence"])
     for bar in found["bars"]:
         assert 0 <= bar["low"] <= bar["low"] + bar["span"] <= 100.01

@@ -4,7 +4,8 @@ from itertools import pairwise
 import pytest
 from small_run import birth, fitness, train, write_run
 
-from agilerl.report.load import Score, load_run
+from agilerl.hpo.fitness import Fitness
+from agilerl.report.load import load_run
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_metrics_alone_make_a_family(tmp_path):
     metrics = [train(0, 1), train(5, 1), {"kind": "eval", "agent": 5, "generation": 0, "step": 1}]
     metrics[-1] |= {"eval/reward_mean": 0.4, "eval/stderr": 0.1, "eval/n": 9}
     run = load_run(write_run(tmp_path / "run", metrics=metrics))
-    assert run.agents[5].exams[0].score == Score(0.4, 0.1, 9)
+    assert run.agents[5].exams[0].score == Fitness(0.4, 0.1, 9)
     assert run.family.winner == 5
 
 
@@ -97,13 +98,13 @@ def test_a_line_written_twice_counts_once(tmp_path):
 @pytest.mark.parametrize(
     ("score", "expected"),
     [
-        (Score(0.9, math.sqrt(0.09 / 400), 400), True),
-        (Score(0.9, math.sqrt(0.09 / 399), 400), True),
-        (Score(1.0, 0.0, 400), True),
-        (Score(0.9, 0.005, 400), False),
-        (Score(1.5, 0.01, 400), False),
-        (Score(math.nan, math.nan, 400), False),
-        (Score(0.9, 0.015, 0), False),
+        (Fitness(0.9, math.sqrt(0.09 / 400), 400), True),
+        (Fitness(0.9, math.sqrt(0.09 / 399), 400), True),
+        (Fitness(1.0, 0.0, 400), True),
+        (Fitness(0.9, 0.005, 400), False),
+        (Fitness(1.5, 0.01, 400), False),
+        (Fitness(math.nan, math.nan, 400), False),
+        (Fitness(0.9, 0.015, 0), False),
     ],
 )
 def test_an_accuracy_is_told_by_its_error(score, expected):
