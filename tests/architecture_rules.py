@@ -73,7 +73,7 @@ UNSAFE_KEYWORDS = {"trust_remote_code": "False", "allow_pickle": "False", "shell
 DYNAMIC_IMPORTS = ("import_module", "exec_module", "load_module", "source_to_code", "run_module", "run_path")
 TORCH_DRAWS = ("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "multinomial", "bernoulli", "normal")
 INPLACE_DRAWS = ("normal_", "uniform_", "random_", "bernoulli_", "exponential_")
-VAGUE = ("found", "place", "own", "said", "told", "made")
+VAGUE = ("found", "place", "own", "said", "told", "made", "known", "given", "one", "most", "kept")
 GENERATORS = ("Generator", "Philox", "SeedSequence", "BitGenerator", "Random")
 
 

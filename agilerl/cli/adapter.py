@@ -86,15 +86,15 @@ def subject(
                 f"{shown(manifests[0])} as well; give settings as section.key=value"
             )
         info = read_run(run)
-        settings, given = info["config"], info.get("given") or info["config"]
-        known = {key: settings["algorithm"].get(key) for key in _ALGORITHM[:2]}
-        document = _without_training(settings, {**given.get("algorithm", {}), **known})
+        settings, given_settings = info["config"], info.get("given") or info["config"]
+        algorithm = {key: settings["algorithm"].get(key) for key in _ALGORITHM[:2]}
+        document = _without_training(settings, {**given_settings.get("algorithm", {}), **algorithm})
         # As the run began and with the user's changes: files that both name must be those that the run recorded.
         begun, config = (config_of_run(document, changes) for changes in ((), overrides))
         config = config.dated(run_date(info))
         read, at_first = config, begun
         if not examined:  # of files those of the network alone
-            read, at_first = (one.replaced(environment=EnvironmentConfig()) for one in (config, begun))
+            read, at_first = (c.replaced(environment=EnvironmentConfig()) for c in (config, begun))
         if loaded:
             check_unchanged(named_files(read), info.get("files", {}), run, begun=named_files(at_first))
         if examined:
@@ -102,7 +102,7 @@ def subject(
             if not allow_addresses:
                 _check_addresses(config.environment, config.network, config.typed_addresses)
     else:
-        if examined and not manifests and not any(one.startswith("environment.") for one in overrides):
+        if examined and not manifests and not any(o.startswith("environment.") for o in overrides):
             raise ConfigError(
                 f"{shown(str(path))} belongs to no run that says what it was trained on; name a task or rows, such as "
                 "environment.task=reasoning_gym:chain_sum, or give a manifest"
@@ -123,9 +123,9 @@ def _check_keys(keys: Iterable[str]) -> None:
     for key in keys:
         # The name is empty if a section is given as a whole.
         section, name = [*key.split("."), ""][:2]
-        known = used.get(section)
-        if name in _OF_TRAINING.get(section, ()) or (known is not None and name not in known):
-            hint = f"; {nearest(name, known)}" if known else ""
+        names = used.get(section)
+        if name in _OF_TRAINING.get(section, ()) or (names is not None and name not in names):
+            hint = f"; {nearest(name, names)}" if names else ""
             raise ConfigError(f"{shown(key)} is a setting of training, which an evaluation does not have{hint}")
 
 
@@ -166,8 +166,8 @@ def _about(folder: Path, config: RunConfig, *, given_base: bool, examined: bool)
     document["algorithm"]["name"] = str(agent["algorithm"] if agent else config.algorithm["name"])
     document["training"] |= {"pop_size": 1, "init": "same"}
     document["selection_strategy"]["candidates"] = config.candidates
-    one = RunConfig.from_dict(document).typed_with(config.typed_addresses)
-    return one if config.date is None else one.dated(config.date)
+    complete = RunConfig.from_dict(document).typed_with(config.typed_addresses)
+    return complete if config.date is None else complete.dated(config.date)
 
 
 def _agent_json(folder: Path) -> dict[str, Any] | None:

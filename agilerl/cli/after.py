@@ -160,10 +160,10 @@ def _show_worst(answers: Sequence[Mapping[str, Any]], worst: Sequence[int]) -> N
         if answer["answer"] is not None:
             console.print(f"   expected: {one_line(answer['answer'])}")
         for who in ("adapter", "base"):
-            if (given := answer[who]) is not None:
-                scores = [number(one["score"]) for one in given["samples"]]
+            if (replies := answer[who]) is not None:
+                scores = [number(sample["score"]) for sample in replies["samples"]]
                 mean = f", mean of {len(scores)} samples {sum(scores) / len(scores):.2f}" if scores else ""
-                greedy = given["greedy"]
+                greedy = replies["greedy"]
                 console.print(f"   {who}: {one_line(greedy['text'])} (score {number(greedy['score']):g}{mean})")
 
 

@@ -133,10 +133,10 @@ def run_lineage(
 
     record = load_run(run)
     if agent is not None and agent not in record.agents:
-        known = (
+        agents = (
             one_line(f"its agents are {', '.join(map(str, sorted(record.agents)))}") if record.agents else "it has none"
         )
-        raise ConfigError(f"expected an agent of {shown(str(run))}, found {agent}; {known}")
+        raise ConfigError(f"expected an agent of {shown(str(run))}, found {agent}; {agents}")
     histories = [life for life in lives(record) if agent in (None, life["agent"])]
     if as_json:
         print(dumps(histories if agent is None else histories[0]))

@@ -97,21 +97,21 @@ def expected_seconds(session: Session, completion: int) -> float | None:
 def schedule(length: Mapping[str, Any], agents: int, limits: str = "") -> str:
     """Return a phrase about the iterations of a run that begins with so many agents, and about its selections."""
     left, by_tokens = length["smallest_population"], length["ends_by_tokens"]
-    most = length["iterations"] * (agents if left < agents else 1)
+    longest = length["iterations"] * (agents if left < agents else 1)
     every, first = length["iterations_per_generation"], length["iterations_of_first_generation"]
-    known, needed, inherits = not by_tokens, length["steps_of_selection"], left < agents
-    if known and first >= length["iterations"]:  # what a last selection decides would never train
+    counts_iterations, needed, inherits = not by_tokens, length["steps_of_selection"], left < agents
+    if counts_iterations and first >= length["iterations"]:  # what a last selection decides would never train
         inherits = False
         selected = "too short for a selection" + f": at least training.max_steps={needed}" * (needed is not None)
     elif first == every:
         selected = f"selection every {every}"
     else:
-        later = f", then every {every} with {counted(left, 'agent')} left" * (not known or every < most)
+        later = f", then every {every} with {counted(left, 'agent')} left" * (not counts_iterations or every < longest)
         selected = f"first selection after {first}{later}"
     return (
         f"{'about ' * by_tokens}{counted(length['iterations'], 'iteration')}{' of all agents' * (left < agents)}"
         f"{' (more if answers are short)' * by_tokens}{', ending after ' * bool(limits)}{limits}, {selected}"
-        f"{f'; agents that stay inherit the iterations of those that leave (up to {most})' * inherits}"
+        f"{f'; agents that stay inherit the iterations of those that leave (up to {longest})' * inherits}"
     )
 
 

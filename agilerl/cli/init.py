@@ -205,13 +205,13 @@ def proposed(answers: Sequence[str], *, chats: bool) -> Proposal:
     return Proposal("function", reason, tokens=min(1024, tokens))
 
 
-def _read(path: Path, given: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+def _read(path: Path, renamings: dict[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return what columns of a file of rows are renamed to, as given or guessed by their names; and its answers."""
     from agilerl.envs.curation import MissingColumnError, RowFaultError, form_of, renamed
     from agilerl.envs.sources import read_dataset
 
     columns, answers = read_dataset(path, limit=1).columns, []
-    names = renamed([name for name in columns if name not in given.values()]) | given
+    names = renamed([name for name in columns if name not in renamings.values()]) | renamings
     rows = read_dataset(path, columns=names)
     try:
         form = form_of(rows.columns, "reasoning", path.name, needs="text")
@@ -256,7 +256,7 @@ def sample_rows() -> list[dict[str, str]]:
     return [{"question": words.format(*terms), "answer": str(sum(terms))} for terms in digits]
 
 
-def _answer(question: str, default: str | None, given: str | None, asks: bool, check: Callable[[str], object]) -> str:
+def _answer(question: str, default: str | None, stated: str | None, asks: bool, check: Callable[[str], object]) -> str:
     """Return what an option says, else what the user answers, else the default; ``check`` refuses wrong answers."""
 
     def checked(text: str) -> str:
@@ -266,9 +266,9 @@ def _answer(question: str, default: str | None, given: str | None, asks: bool, c
             raise typer.BadParameter(str(error)) from error  # typer prints it, and asks again
         return text.strip()
 
-    if given is None and asks:
+    if stated is None and asks:
         return str(typer.prompt(question, default=default, value_proc=checked))
-    answer = default if given is None else given.strip()
+    answer = default if stated is None else stated.strip()
     if not answer:
         raise ConfigError(f"expected an answer, found an empty text: {question}")
     check(answer)

@@ -22,7 +22,8 @@ def _settings(incomplete: str) -> list[str]:
     section, dot, _ = incomplete.partition(".")
     if not dot:
         names = [str(path) for path in sorted(Path().iterdir()) if path.suffix in (".yaml", ".yml")]
-        return [name for name in [*names, *(f"{one}." for one in RunConfig.model_fields)] if name.startswith(section)]
+        sections = [f"{field_name}." for field_name in RunConfig.model_fields]
+        return [name for name in [*names, *sections] if name.startswith(section)]
     if section == "algorithm":
         keys = {"name", *HYPERPARAMETERS}
     else:

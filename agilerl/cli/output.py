@@ -117,16 +117,16 @@ def readable(text: object) -> str:
     return _COMMANDS.sub("\ufffd", str(text))
 
 
-def one_line(text: str, most: int = 300) -> str:
+def one_line(text: str, length: int = 300) -> str:
     """Return a text of a model or a file on one line, cut to so many characters."""
     line = " ".join(readable(text).split())
-    return line if len(line) <= most else f"{line[: most - 3]}..."
+    return line if len(line) <= length else f"{line[: length - 3]}..."
 
 
-def told_apart(texts: Sequence[str], most: int = 300) -> list[str]:
+def told_apart(texts: Sequence[str], length: int = 300) -> list[str]:
     """Return texts as :func:`one_line` does; those that it would cut to the same lose what they begin with alike."""
     whole = [one_line(text, sys.maxsize) for text in texts]
-    lines = [one_line(text, most) for text in whole]
+    lines = [one_line(text, length) for text in whole]
     for line in set(lines):
         alike = [number for number, other in enumerate(lines) if other == line]
         if len({whole[number] for number in alike}) > 1:
@@ -134,7 +134,7 @@ def told_apart(texts: Sequence[str], most: int = 300) -> list[str]:
             shared = next((k for k, at in letters if len(set(at)) > 1), min(len(whole[number]) for number in alike))
             # From the beginning of a word, unless it is a very long one.
             start = whole[alike[0]].rfind(" ", 0, shared) + 1 or shared
-            ends = told_apart([whole[number][start:] for number in alike], most - 3)
+            ends = told_apart([whole[number][start:] for number in alike], length - 3)
             for number, end in zip(alike, ends):
                 lines[number] = f"...{end}"
     return lines
@@ -223,7 +223,7 @@ class _Console(Console):
 
     def print(self, *objects: Any, **options: Any) -> None:
         """Print a sentence as one line into a pipe, broken between words on a terminal; other things as rich does."""
-        whole = not self.is_terminal and all(isinstance(one, str) for one in objects)
+        whole = not self.is_terminal and all(isinstance(part, str) for part in objects)
         super().print(*objects, **{"soft_wrap": whole, **options})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:

@@ -173,10 +173,10 @@ def _rows(arguments: Sequence[str], tasks: Sequence[str], tries: Sequence[str], 
         name = name.removeprefix("reasoning_gym:")
         chosen = [f"environment.task=reasoning_gym:{name}"] if name else []
         for settings in tries or [""]:
-            given = shlex.split(settings)
+            changes = shlex.split(settings)
             # A setting by its last name: answer_format=tags.
-            short = " ".join(one[one.rfind(".", 0, one.find("=")) + 1 :] for one in given)
-            rows.append(_Row(name or ("" if settings else _about(arguments)), short, (*arguments, *chosen, *given)))
+            short = " ".join(change[change.rfind(".", 0, change.find("=")) + 1 :] for change in changes)
+            rows.append(_Row(name or ("" if settings else _about(arguments)), short, (*arguments, *chosen, *changes)))
     return rows
 
 

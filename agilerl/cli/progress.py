@@ -164,7 +164,7 @@ def _lines(plan: Mapping[str, Any], session: Session, sampled: PreflightDone | N
     )
     t = session.config.training
     ends = ((t.max_tokens, "tokens"), (t.max_seconds, "s"))
-    limits = " or ".join(f"{most:,.15g} {unit}" for most, unit in ends if most)
+    limits = " or ".join(f"{limit:,.15g} {unit}" for limit, unit in ends if limit)
     asked = f"exam {length['exam_prompts']} prompts, test {length['test_prompts']}"
     yield "length", f"{schedule(length, len(plan['population']), limits)}; {asked}"
     if session.config.selection_strategy.strategy != "none":
@@ -197,9 +197,9 @@ def _passes(population: Population) -> str:
     """Return how many tokens a forward pass of training has, and why."""
     step = max(training_passes(population, 1 if population.whole else population.runtime.processes.size))
     often = ", whose layers are computed again in the backward pass" * step.recomputed
-    most, size = population.agents[0].micro_batch, population.runtime.pass_size
-    if most.rows is not None:
-        why = f"algorithm.micro_batch_size_per_gpu={most.rows // most.unit}"
+    micro_batch, size = population.agents[0].micro_batch, population.runtime.pass_size
+    if micro_batch.rows is not None:
+        why = f"algorithm.micro_batch_size_per_gpu={micro_batch.rows // micro_batch.unit}"
     elif size.whole == size.tokens:
         why = f"{size.tokens:,} fit in memory"
     else:
@@ -246,9 +246,9 @@ def _of_base_and_task(session: Session) -> Iterator[tuple[str, str]]:
         yield "rows", ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in rows.items() if count)
         if few := few_rows(rows):
             yield "", f"warning: {few}"
-        if (asked := len(population.places("exam"))) < (kept := rows["exam"]):
+        if (asked := len(population.places("exam"))) < (available := rows["exam"]):
             rest = f"environment.eval_prompts={asked} leaves the others to training and the test"
-            yield "", f"exams ask {asked} of the {kept}, as more would take too much of the budget; {rest}"
+            yield "", f"exams ask {asked} of the {available}, as more would take too much of the budget; {rest}"
 
 
 def _of_agents(plan: Mapping[str, Any], session: Session) -> Iterator[tuple[str, str]]:
@@ -335,11 +335,11 @@ def watch(
     if gain is not None and gain.verdict == "better":  # something was learned: only alarms count
         symptoms = {index: [s for s in each if s.samples] for index, each in symptoms.items()}
     parts = {"About the run as a whole": advice(summary), "What may keep agents from learning": by_sentence(symptoms)}
-    for heading, known in parts.items():
-        if not known:
+    for heading, sentences in parts.items():
+        if not sentences:
             continue
         console.print(heading)
-        for sentence, symptom in known.items():
+        for sentence, symptom in sentences.items():
             for line in [sentence, *shown_samples(symptom.samples)]:
                 console.print(f"  {line}", soft_wrap=not console.is_terminal)
         console.print()
@@ -365,8 +365,8 @@ def log(
             case PhaseStarted():
                 tell(json_line("phase", phase=event.name))
             case RunFinished():
-                known = advice(event.summary) | by_sentence(_symptoms(observer, session, event.out))
-                for sentence, symptom in known.items():
+                sentences = advice(event.summary) | by_sentence(_symptoms(observer, session, event.out))
+                for sentence, symptom in sentences.items():
                     tell(json_line("advice", text=sentence, samples=symptom.samples))
                 tell(json_line("finish", out=event.out, **event.summary))
             case PreflightDone() if event.problem:
@@ -384,8 +384,8 @@ def log(
 def _symptoms(observer: Observer, session: Session, out: Path) -> dict[int, list[Symptom]]:
     """Return what is known of the agents; first the alarms, by the completions in the run's directory."""
     alarms = {} if session.task.multi_turn else hacks_of_run(RunLayout(out).completions)
-    known = observer.symptoms(agent.index for agent in session.population.agents)
-    return {index: [*alarms.get(index, ()), *each] for index, each in known.items()}
+    symptoms = observer.symptoms(agent.index for agent in session.population.agents)
+    return {index: [*alarms.get(index, ()), *each] for index, each in symptoms.items()}
 
 
 def _shown(events: Iterator[Event], show: Callable[[Event], None], stop: StopRequest | None) -> dict[str, Any]:
@@ -581,10 +581,11 @@ class View:
 
     def _note_symptoms(self) -> None:
         """Print what may keep agents from learning, once for each agent."""
-        known = _symptoms(self.observer, self.session, self.out)
-        new = {index: [s for s in each if (index, s.name) not in self.shown_symptoms] for index, each in known.items()}
+        symptoms = _symptoms(self.observer, self.session, self.out)
+        shown = self.shown_symptoms
+        new = {index: [s for s in each if (index, s.name) not in shown] for index, each in symptoms.items()}
         self.shown_symptoms |= {(index, symptom.name) for index, each in new.items() for symptom in each}
-        self.notes = [Text(sentence) for sentence in by_sentence(known)]
+        self.notes = [Text(sentence) for sentence in by_sentence(symptoms)]
         for sentence in by_sentence(new):
             self._log(sentence)
 
@@ -609,11 +610,11 @@ class View:
         rivals = f"agent{'s' * (len(near) > 1)} {', '.join(map(str, near))} (P < {_CLEAR:g} that it is better)"
         return f"{sentence}, whose {best.n} questions do not tell it apart from {rivals}"
 
-    def table(self, most: int | None = None) -> Table:
+    def table(self, height: int | None = None) -> Table:
         """Return a row for each agent: first those that live, then the last ones that left, dimmed."""
         living = [agent.index for agent in self.session.population.agents]
         gone = sorted(self.rows.keys() - set(living), key=lambda index: (-(self.rows[index].left or 0), index))
-        agents = [(index, self.rows[index]) for index in [*living, *gone][:most]]
+        agents = [(index, self.rows[index]) for index in [*living, *gone][:height]]
         rewards = [reward for _, row in agents for reward in row.rewards if math.isfinite(reward)]
         # One scale for all agents, so that their trends can be compared.
         ends = (min(rewards), max(rewards)) if rewards else (0.0, 0.0)
@@ -633,7 +634,7 @@ class View:
         table = cut_columns(shown, left=("genes", "failures", "event"))
         for row in table.rows[len(living) :]:
             row.style = "dim"
-        if most is not None and (hidden := len(self.rows) - most) > 0:
+        if height is not None and (hidden := len(self.rows) - height) > 0:
             table.caption = f"and {hidden} that left earlier: agilerl lineage {self.out}"
             table.caption_justify = "left"
         return table
@@ -707,12 +708,12 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
 
     width = max(12, (console.width - 20) // 4)
     texts = {
-        "right": [one_line(one["answer"] or "-", width) for one in answers],
-        **{who: [scored(one[who]) for one in answers] for who in ("base", "elite")},
+        "right": [one_line(answer["answer"] or "-", width) for answer in answers],
+        **{who: [scored(answer[who]) for answer in answers] for who in ("base", "elite")},
     }
     # Questions get the room that the answers leave.
     room = max(width, console.width - sum(max(map(len, [name, *cells])) + 2 for name, cells in texts.items()))
-    texts = {"question": told_apart([one["question"] for one in answers], room), **texts}
+    texts = {"question": told_apart([answer["question"] for answer in answers], room), **texts}
     console.print(f"\nThe first {len(answers)} test questions, with answers and scores")
     console.print(cut_columns(texts, left=texts))
     console.print()

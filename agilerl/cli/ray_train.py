@@ -73,15 +73,15 @@ def launch(d: DistributedConfig, root: Path, part: Callable[[Any], None], settin
         raise (WriteError if ended["writing"] else AgileRLError)(ended["error"])
 
 
-def work(given: dict[str, Any]) -> dict[str, Any] | None:
+def work(config: dict[str, Any]) -> dict[str, Any] | None:
     """Do the part of one process; return the error that ended all of them.
 
     An error that is raised, as the loss of another process is, makes Ray Train start all of them again.
     """
-    if Path(given["folder"]).is_dir():
-        os.chdir(given["folder"])  # paths in a manifest may be relative to it
+    if Path(config["folder"]).is_dir():
+        os.chdir(config["folder"])  # paths in a manifest may be relative to it
     try:
-        given["part"](given["settings"])
+        config["part"](config["settings"])
     except LostProcessError:
         raise
     except AgileRLError as error:

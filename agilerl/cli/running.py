@@ -140,18 +140,18 @@ def resume_text(root: Path, session: "Session") -> str:
     )
 
 
-def check_same(info: Mapping[str, Any], wanted: Mapping[str, Any], given: Mapping[str, Any], root: Path) -> None:
+def check_same(info: Mapping[str, Any], wanted: Mapping[str, Any], set_now: Mapping[str, Any], root: Path) -> None:
     """Raise ConfigError, naming the setting, if a run was started with other settings.
 
-    ``wanted`` are all settings now, ``given`` those that were set. A value that the base or the task supplied, such as
-    the learning rate, is in ``config`` of ``run.json`` but was not asked for; so the request is compared with the
+    ``wanted`` are all settings now, ``set_now`` those that were set. A value that the base or the task supplied, as
+    with the learning rate, is in ``config`` of ``run.json`` but was not asked for; so the request is compared with the
     request.
     """
     from agilerl.report.load import flat
     from agilerl.training.resolved import document_of
 
     request = document_of(RunConfig.from_dict(info.get("given") or info["config"]))
-    recorded, asked, now, was_set = (dict(flat(part)) for part in (info["config"], request, wanted, given))
+    recorded, asked, now, was_set = (dict(flat(part)) for part in (info["config"], request, wanted, set_now))
     different = [name for name in {**now, **asked} if now.get(name) not in (recorded.get(name), asked.get(name))]
     if different:
         # What was set comes before what follows from it, as the seed of the algorithm does.

@@ -132,7 +132,7 @@ class Task(ABC):
         Raises:
             RewardError: the scorer failed for every completion.
         """
-        scores = run_calls([partial(self.reward, *one) for one in zip(completions, rows)])
+        scores = run_calls([partial(self.reward, *arguments) for arguments in zip(completions, rows)])
         return grades_of(self.grader, [score_or_error(score, f"the reward of {self.name}") for score in scores])
 
     def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:

@@ -255,7 +255,7 @@ def _prompt(row: Mapping[str, Any], column: str) -> str | list[Message]:
     value: Any = row.get(column)
     if not isinstance(value, str | list) and hasattr(value, "tolist"):  # of numpy or torch
         value = value.tolist()
-    if isinstance(value, list) and value and all(type(one) in (int, float) for one in value):
+    if isinstance(value, list) and value and all(type(item) in (int, float) for item in value):
         return str(value)  # the row keeps the numbers, for the grader
     return _value(row, column)
 
@@ -584,9 +584,9 @@ def _usable(
 def _panel(rows: Rows, fits: Sequence[_Fit], size: int, taken: Iterable[bytes], split: Split) -> list[_Fit]:
     """Choose rows with distinct prompts, by rank; each part of a mixture gives its share."""
     order = attrgetter("rank", "index")
-    known, panel = set(taken), list[_Fit]()
+    keys, panel = set(taken), list[_Fit]()
     for number, share in enumerate(apportion(rows.weights, size)):
-        able = [fit for fit in fits if fit.part == number and fit.examines and fit.key not in known]
+        able = [fit for fit in fits if fit.part == number and fit.examines and fit.key not in keys]
         distinct = {fit.key: fit for fit in sorted(able, key=order, reverse=True)}  # the first of equal prompts stays
         if len(distinct) < share:
             raise EnvError(
@@ -594,7 +594,7 @@ def _panel(rows: Rows, fits: Sequence[_Fit], size: int, taken: Iterable[bytes], 
                 f"{len(distinct)}; ask for fewer (eval_prompts, test_prompts), or give more rows"
             )
         chosen = sorted(distinct.values(), key=order)[:share]
-        known |= {fit.key for fit in chosen}
+        keys |= {fit.key for fit in chosen}
         panel += chosen
     return panel
 

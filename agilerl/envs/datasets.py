@@ -183,10 +183,10 @@ class CuratedTask(DatasetTask):
             EnvError: a dataset that cannot be read or is too small, a missing column, a malformed row.
             ConfigError: a setting out of range, a malformed template.
         """
-        given: dict[Split, Any] = {"train": dataset, "exam": exam, "test": test}
+        datasets: dict[Split, Any] = {"train": dataset, "exam": exam, "test": test}
         sources = {
             split: read_dataset(source, columns=columns, name=f"the {split} dataset")
-            for split, source in given.items()
+            for split, source in datasets.items()
             if source is not None or split == "train"
         }
         self._setup(sources, grader, conversation_template, purpose, seed)

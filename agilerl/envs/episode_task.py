@@ -236,13 +236,13 @@ class Episode:
     def _window(self, budget: int) -> list[int]:
         """Return the first prompt and as many of the latest turns as fit the budget, at least one."""
         first = self._rows[0].prompt_ids
-        kept: list[int] = []
+        latest: list[int] = []
         for turn in reversed(self._turns):
             # At least the latest turn, even if the prompt is then over its budget, which ends the episode.
-            if kept and len(first) + len(turn) + len(kept) > budget:
+            if latest and len(first) + len(turn) + len(latest) > budget:
                 break
-            kept = turn + kept
-        return first + kept
+            latest = turn + latest
+        return first + latest
 
     @property
     def _name(self) -> str:

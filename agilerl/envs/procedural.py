@@ -77,32 +77,32 @@ class Curriculum:
         parameters that leave nothing to change.
         """
         members = {s["name"]: s["config"] for s in params["datasets"]} if name == "composite" else {name: params}
-        known = {member: curriculum_attributes(member) for member in members}
-        if not any(known.values()):
+        attributes_of = {member: curriculum_attributes(member) for member in members}
+        if not any(attributes_of.values()):
             names = ", ".join(members)
             raise ConfigError(
                 f"expected a dataset that reasoning_gym has a curriculum for, found {names}; "
                 f"{nearest(names, curricula())}; use one of those, or remove the curriculum"
             )
-        every = sorted({attribute for attributes in known.values() for attribute in attributes})
+        every = sorted({attribute for attributes in attributes_of.values() for attribute in attributes})
         for wanted in self.attributes or ():
             if wanted not in every:
                 raise ConfigError(f"the curriculum of {name} has no attribute {wanted!r}; {nearest(wanted, every)}")
         chosen = every if self.attributes is None else self.attributes
-        rising = {member: [a for a in attributes if a in chosen] for member, attributes in known.items()}
-        last = max(known[member][attribute] for member, names in rising.items() for attribute in names)
+        rising = {member: [a for a in attributes if a in chosen] for member, attributes in attributes_of.items()}
+        last = max(attributes_of[member][attribute] for member, names in rising.items() for attribute in names)
         if self.max_level is not None and self.max_level > last:
             raise ConfigError(
                 f"expected max_level to be at most {last}, the last level for {name}, found {self.max_level}"
             )
-        most = last if self.max_level is None else self.max_level
-        levels = [_at_level(level, name, params, rising) for level in range(most + 1)]
+        highest = last if self.max_level is None else self.max_level
+        levels = [_at_level(level, name, params, rising) for level in range(highest + 1)]
         if all(level == levels[0] for level in levels):
             raised = sorted({param for member in rising for param in curriculum_params(member, 0, rising[member])})
             raise ConfigError(
-                f"the curriculum of {name} changes nothing up to level {most}: what it raises ({', '.join(raised)}) is "
-                "fixed by params or does not change; remove these from params, or choose other attributes or a higher "
-                "max_level"
+                f"the curriculum of {name} changes nothing up to level {highest}: what it raises ({', '.join(raised)}) "
+                "is fixed by params or does not change; remove these from params, or choose other attributes or a "
+                "higher max_level"
             )
         return levels
 

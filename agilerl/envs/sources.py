@@ -109,10 +109,10 @@ class Rows(Sequence[Row]):
         """Return the number of the part that a row belongs to."""
         return bisect_right(self._starts, index) - 1
 
-    def select(self, kept: Iterable[int]) -> "Rows":
+    def select(self, indices: Iterable[int]) -> "Rows":
         """Return some of the rows in their original order; parts keep their weights."""
         numbers: list[list[int]] = [[] for _ in self.parts]
-        for index in sorted(kept):
+        for index in sorted(indices):
             part, number = self._find(index)
             numbers[self.part_of(index)].append(part.numbers[number])
         return Rows([replace(part, numbers=selected) for part, selected in zip(self.parts, numbers)])
@@ -187,19 +187,19 @@ _READ = ("question", "answer", "prompt", "completion", "messages", "chosen", "re
 
 def _renamed(part: Part, columns: Mapping[str, str]) -> Part:
     """Rename columns; raises EnvError for missing and duplicate columns."""
-    known = part.columns
+    existing = part.columns
     renamed: dict[str, str] = {}
     for new, old in columns.items():
-        if old not in known and new in known and old in _READ:
+        if old not in existing and new in existing and old in _READ:
             new, old = old, new  # AgileRL's manifests have them the other way round
-        if old not in known:
-            raise EnvError(f"{part.name} has no column {shown(old)}; {nearest(old, known)}")
+        if old not in existing:
+            raise EnvError(f"{part.name} has no column {shown(old)}; {nearest(old, existing)}")
         if old in renamed:
             raise EnvError(f"columns gives the column {old} of {part.name} two names; give it one")
         renamed[old] = new
     names = {raw: renamed.get(name, name) for raw, name in part.names.items()}
     first: dict[str, str] = {}
-    for old, new in zip(known, names.values()):
+    for old, new in zip(existing, names.values()):
         if new in first:
             raise EnvError(f"{first[new]} and {old} of {part.name} would both be the column {new}; rename one of them")
         first[new] = old

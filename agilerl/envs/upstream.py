@@ -62,15 +62,15 @@ def check_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
             f"expected the name of a reasoning_gym task, found {name!r}; {nearest(name, sorted(registry))}"
             + ("" if _installed() else f". Without reasoning_gym there are only {' and '.join(registry)}; run: {how}")
         )
-    known: dict[str, Field[Any]] = {f.name: f for f in fields(registry[name][1]) if f.name not in MANAGED}
+    parameters: dict[str, Field[Any]] = {f.name: f for f in fields(registry[name][1]) if f.name not in MANAGED}
     checked = {}
     for key, value in params.items():
         what = f"parameter {key!r} of {name}"
         if key in MANAGED:
             raise ConfigError(f"the {what} is set by the run; remove it")
-        if key not in known:
-            raise ConfigError(f"{name} has no parameter {key!r}; {nearest(key, known)}")
-        field = known[key]
+        if key not in parameters:
+            raise ConfigError(f"{name} has no parameter {key!r}; {nearest(key, parameters)}")
+        field = parameters[key]
         if isinstance(value, list) and isinstance(field.default, tuple):
             value = tuple(value)  # YAML has no tuples
         elif field.type in (int, float, str, bool):
@@ -96,9 +96,9 @@ def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int)
             create = _library().create_dataset if _installed() else arithmetic.create_dataset
             return create(name, seed=seed, size=size, **arguments)
     except Exception as error:  # whatever a foreign constructor raises, the user gets its reason in a sentence
-        given = ", ".join(f"{k}={v!r}" for k, v in params.items()) or "its defaults"
+        parameters = ", ".join(f"{k}={v!r}" for k, v in params.items()) or "its defaults"
         reason = str(error) or f"an internal check failed ({type(error).__name__})"
-        raise ConfigError(f"reasoning_gym's {name} does not accept {given}: {reason}") from error
+        raise ConfigError(f"reasoning_gym's {name} does not accept {parameters}: {reason}") from error
 
 
 def curricula() -> list[str]:
@@ -125,7 +125,7 @@ def curriculum_params(name: str, level: int, attributes: Sequence[str]) -> dict[
     config = curriculum.generate_configuration()
     # A scalar is one parameter, a range is two.
     about = [vars(curriculum.get_attribute(attribute)) for attribute in attributes]
-    names = [name for one in about for key, name in one.items() if key.endswith("field_name")]
+    names = [name for attribute in about for key, name in attribute.items() if key.endswith("field_name")]
     return {name: getattr(config, name) for name in names}
 
 

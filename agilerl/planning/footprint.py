@@ -44,7 +44,7 @@ def footprint(
     spoken: int,
     scored: int,
     cached: float = 0,
-    kept: int = 0,
+    episodes: int = 0,
     prefilled: float = 0,
     checkpointing: bool = False,
     offload: bool = False,
@@ -55,11 +55,11 @@ def footprint(
 
     ``base`` are the bytes of the frozen base, ``adapter`` the numbers of one adapter (D), of which each agent has
     ``slots``. The torch engine decodes ``decoded`` rows at once (None: another engine does) of at most ``longest``
-    tokens, and holds the keys and values of ``cached`` tokens (:func:`cached_tokens`) and of ``kept`` whole episodes;
-    prompts go through the base ``prefilled`` tokens at a time. A
-    training forward has ``tokens``, of which ``spoken`` are actions, one without gradient has ``scored``. ``offload``
-    keeps activations in the host's memory; ``chunk_rows`` is ``fused_logprobs_chunk_rows``. ``vllm`` has vLLM's bytes:
-    as ``vllm``, as ``vllm_awake`` if it sleeps during training, as ``vllm_alone`` if the base leaves the device too.
+    tokens, and holds the keys and values of ``cached`` tokens (:func:`cached_tokens`) and of ``episodes`` whole
+    episodes; prompts go through the base ``prefilled`` tokens at a time. A training forward has ``tokens``, of which
+    ``spoken`` are actions, one without gradient has ``scored``. ``offload`` keeps activations in the host's memory;
+    ``chunk_rows`` is ``fused_logprobs_chunk_rows``. ``vllm`` has vLLM's bytes: as ``vllm``, as ``vllm_awake`` if it
+    sleeps during training, as ``vllm_alone`` if the base leaves the device too.
     """
     saved = _GAPS * saved_bytes(widths, checkpointing=checkpointing, offload=offload)
     working = working_bytes(widths, restored=checkpointing or offload)
@@ -72,7 +72,7 @@ def footprint(
     if decoded is not None:
         # Prompts are computed before anything is drawn.
         working = max(decoded * widths.vocabulary * _DRAW_BYTES, prefilled * layer_bytes(widths))
-        parts["decode_cache"] = (cached + kept * longest) * widths.kv_bytes + working
+        parts["decode_cache"] = (cached + episodes * longest) * widths.kv_bytes + working
     return {**parts, **(vllm or {}), "training_activations": max(training, scoring)}
 
 

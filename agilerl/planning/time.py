@@ -310,14 +310,14 @@ def _forward_traffic(shape: ModelShape, tokens: float) -> float:
     return tokens * shape.layers * shape.width * (30 * shape.hidden + 10 * shape.feed_forward)
 
 
-def rows_at_once(rows: float, agents: int, most: int) -> int:
+def rows_at_once(rows: float, agents: int, limit: int) -> int:
     """Return how many rows the torch engine decodes at once, at most ``UNIT_ROWS`` per agent."""
-    return min(max(1, min(most, agents * UNIT_ROWS)), ceil(rows))
+    return min(max(1, min(limit, agents * UNIT_ROWS)), ceil(rows))
 
 
-def tokens_at_once(micro: int, agents: int, most: int) -> int:
+def tokens_at_once(micro: int, agents: int, limit: int) -> int:
     """Return the most tokens of a training forward: a micro-batch of each agent, none of which is divided."""
-    return max(micro, min(most, agents * micro))
+    return max(micro, min(limit, agents * micro))
 
 
 def tokens_in_flight(load: Workload) -> int:

@@ -71,9 +71,8 @@ def _card(
     task = ", ".join(map(public_name, [environment["env_id"]] if environment.get("env_id") else data))
     task = task or str(environment.get("task"))
     licence = licence or base_licence(base)
-    called = re.sub(
-        r"[^\w.-]+", "-", name or f"{public_name(base)}-{task.rpartition(':')[2]}-{config['algorithm']['name']}"
-    ).strip("-.")
+    name = name or f"{public_name(base)}-{task.rpartition(':')[2]}-{config['algorithm']['name']}"
+    called = re.sub(r"[^\w.-]+", "-", name).strip("-.")
     tests = {who: score_of(summary["test"][who]) for who in _TESTS if who in summary["test"]}
     result = tests["elite"].mean
     schedule: Mapping[str, Any] = {"genes": {}}

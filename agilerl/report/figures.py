@@ -188,13 +188,13 @@ def _without_gaps(points: Iterable[Point]) -> list[Point]:
     return [point for point in points if _rounded(point[1]) is not None]
 
 
-def evenly(items: Sequence[T], most: int) -> list[T]:
-    """Return at most ``most`` items, evenly spaced, including the first and the last."""
-    if len(items) <= most:
+def evenly(items: Sequence[T], count: int) -> list[T]:
+    """Return at most ``count`` items, evenly spaced, including the first and the last."""
+    if len(items) <= count:
         return list(items)
-    if most == 1:
+    if count == 1:
         return [items[-1]]
-    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]
+    return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
 # -- curves over steps and generations --------------------------------------------------------------------------------
@@ -208,15 +208,15 @@ def _curves(run: RunRecord, points: Points, hover: str, axes: tuple[str, str], *
     lines, inherited, path, winning = [], list[Point](), list[Point](), set(run.family.line_nodes())
     for agent in run.agents.values():
         every = points(agent)
-        if not (known := _without_gaps(every)):
+        if not (finite := _without_gaps(every)):
             continue
-        before = _last_before(run, agent, points, known[0][0])
+        before = _last_before(run, agent, points, finite[0][0])
         # The point without coordinates lifts the pen.
-        inherited += [] if before is None else [before, known[0], (None, None)]
+        inherited += [] if before is None else [before, finite[0], (None, None)]
         path += [point for point in every if (agent.index, point[2]) in winning]
         thinned = evenly(every, _MOST_POINTS)
         details = {"customdata": [point[2:] for point in thinned]} if "customdata" in hover else {}
-        mode = "lines" if len(known) >= _MANY else "lines+markers"
+        mode = "lines" if len(finite) >= _MANY else "lines+markers"
         lines.append(_of_agent(agent, run, thinned, hover, mode=mode, **details))
     if not lines:
         return _figure([], *axes, **more)
@@ -347,10 +347,10 @@ def clock(run: RunRecord) -> dict[str, dict[int, float]]:
         return [(line["step"], number(line.get("num_tokens"))) for line in agent.train]
 
     for agent in run.agents.values():
-        known = _without_gaps(counts(agent))
+        finite = _without_gaps(counts(agent))
         # A clone continues its parent's count.
-        before = _last_before(run, agent, counts, known[0][0]) if known else None
-        for (_, earlier), (step, count) in pairwise([before or (0, 0.0), *known]):
+        before = _last_before(run, agent, counts, finite[0][0]) if finite else None
+        for (_, earlier), (step, count) in pairwise([before or (0, 0.0), *finite]):
             tokens[step] += max(0.0, count - earlier)
     steps = sorted(tokens)
     totals = dict(zip(steps, accumulate(tokens[step] for step in steps)))
@@ -490,8 +490,8 @@ def _changes(agent: AgentRecord) -> list[str]:
     return lines
 
 
-def _fitting(text: str, most: int) -> str:
-    return plain(text if len(text) <= most else text[: most - 1] + "…")
+def _fitting(text: str, length: int) -> str:
+    return plain(text if len(text) <= length else text[: length - 1] + "…")
 
 
 def _departures(run: RunRecord) -> Trace:

@@ -185,12 +185,12 @@ def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
 
 def derived(runs: Sequence["RunRecord"], differ: Iterable[str]) -> list[str]:
     """Return those of the settings that differ which no run was given: they follow from others, or from the budget."""
-    given = _given(runs)
+    requested = _given(runs)
     sections = {section for run in runs for section in run.info["config"]}
 
     def was_given(name: str) -> bool:
         # An empty mapping of one run may be filled in another.
-        return any(f"{a}.".startswith(f"{b}.") for other in given for a, b in ((name, other), (other, name)))
+        return any(f"{a}.".startswith(f"{b}.") for other in requested for a, b in ((name, other), (other, name)))
 
     return [name for name in differ if name.partition(".")[0] in sections and not was_given(name)]
 
@@ -256,8 +256,8 @@ def load_run(path: Path) -> RunRecord:
         rate = number(info.get("usual_rate"))
         alarms = {} if environment.get("env_type") == "multiturn" else hacks_of_run(layout.completions)
         for agent in run.agents.values():
-            known = symptoms(agent.train, rate if math.isfinite(rate) else None)
-            agent.symptoms = [*alarms.get(agent.index, ()), *known]
+            usual_rate = rate if math.isfinite(rate) else None
+            agent.symptoms = [*alarms.get(agent.index, ()), *symptoms(agent.train, usual_rate)]
         living = {agent.index: agent.symptoms for agent in run.agents.values() if agent.died is None}
         run.symptoms = advice(summary) | by_sentence(living)
         return run

@@ -391,7 +391,7 @@ def configuration(run: RunRecord) -> dict[str, str]:
 def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
     """Return what the page says about each agent, in its table and when it is clicked, in the order of birth."""
     (elite, why), places = life.chosen(run), life.places(run)
-    stories = {one["agent"]: one["events"] for one in life.lives(run)}
+    stories = {agent_life["agent"]: agent_life["events"] for agent_life in life.lives(run)}
     return [
         {
             "agent": index,
@@ -440,10 +440,10 @@ def phase_table(run: RunRecord) -> list[tuple[str, str, str]]:
 
 def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
     """Return {names, rows, settings, warning}: tables of results and of settings that differ."""
-    known = [facts(run) | {who: life.plus(result.score) for who, result in run.tests.items()} for run in runs]
+    results = [facts(run) | {who: life.plus(result.score) for who, result in run.tests.items()} for run in runs]
     rows = []
     for key in (*_WHO, *_COMPARED):
-        cells = [of_run.get(key, "") for of_run in known]
+        cells = [of_run.get(key, "") for of_run in results]
         if any(cells) or key in _COMPARED:
             rows.append((f"Test: {_WHO[key]}" if key in _WHO else key, cells))
     differ = differences(runs)

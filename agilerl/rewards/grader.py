@@ -151,7 +151,7 @@ def attempt_grader(
     prompts = [str(row.get("question", "")) for row in rows] if prompts is None else prompts
     # ``answer`` alone tells nothing: it is a column in both signatures.
     in_batch = _is_of_trl(grader) or not OF_A_BATCH.isdisjoint(_parameters(grader))
-    texts = [read_text(grader, *one, in_batch=in_batch) for one in zip(completions, rows)]
+    texts = [read_text(grader, *arguments, in_batch=in_batch) for arguments in zip(completions, rows)]
     if in_batch:
         return _attempt_batch(grader, texts, rows, prompts)
     name = grader_name(grader)
@@ -177,7 +177,7 @@ def _attempt_batch(
             outcomes |= dict(zip(indices, again(indices)))
         return [outcomes[k] for k in range(count)]
     as_messages = [_takes_messages(grader, row) for row in rows]
-    given: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "prompts": [conversation(row, p) if m else p for m, row, p in zip(as_messages, rows, prompts)],
         "completions": [
             [{"role": "assistant", "content": text}] if m else text for m, text in zip(as_messages, completions)
@@ -186,9 +186,9 @@ def _attempt_batch(
     # Of any row, in the order in which they appear; a row without one of them gives None.
     columns = dict.fromkeys(key for row in rows for key in row)
     if states[0] is not None:
-        given["trainer_state"] = states[0]
-    names = _selected(name, grader, {**columns, **given})
-    arguments = {key: given[key] if key in given else [row.get(key) for row in rows] for key in names}
+        inputs["trainer_state"] = states[0]
+    names = _selected(name, grader, {**columns, **inputs})
+    arguments = {key: inputs[key] if key in inputs else [row.get(key) for row in rows] for key in names}
     (scores,) = run_calls([lambda: grader(**arguments)])
     if not isinstance(scores, Exception):
         return [score_or_error(score, name) for score in _check_list(scores, count, name)]

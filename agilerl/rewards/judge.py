@@ -185,9 +185,10 @@ class JudgeGrader(WaitingGrader):
     def body(self, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
         """Return the body of a request whose template reads these columns; raises RewardError if it fails on them."""
         # The template's environment is strict: a name that a row lacks is an error. Only the answer may be missing.
-        known = {"answer": "", **row, "prompt": as_text(conversation(row, prompt))}
+        columns = {"answer": "", **row, "prompt": as_text(conversation(row, prompt))}
+        values = {key: "" if value is None else value for key, value in columns.items()}
         try:
-            question = rendered(self._template, **{key: "" if value is None else value for key, value in known.items()})
+            question = rendered(self._template, **values)
         except (TemplateError, ValueError, TypeError, LookupError) as error:
             raise RewardError(f"the template of the judge failed on a row: {error}") from error
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -400,7 +401,7 @@ class PairwiseJudgeGrader(JudgeGrader):
     ) -> Grades:
         """Return the grades; groups are those of the rollout, or, of rows without any, the prompts."""
         questions = [str(row.get("question", "")) for row in rows] if prompts is None else prompts
-        texts = [read_text(self, *one) for one in zip(completions, rows)]
+        texts = [read_text(self, *arguments) for arguments in zip(completions, rows)]
         return grades_of(self.name, [score_or_error(s, self.name) for s in self._scores(texts, rows, questions)])
 
     def _scores(
@@ -438,9 +439,9 @@ class PairwiseJudgeGrader(JudgeGrader):
             if self.against == "reference" or len(group) == 1:
                 pairs += [(index, None) for index in group if rows[index].get("answer") is not None]
                 continue
-            most = len(group) - 1 if self.rounds is None else self.rounds
+            steps = len(group) - 1 if self.rounds is None else self.rounds
             # Each meets the next ones of a circle; as sets, since two may meet from either side.
-            met = {frozenset((i, (i + step) % len(group))) for step in range(1, most + 1) for i in range(len(group))}
+            met = {frozenset((i, (i + step) % len(group))) for step in range(1, steps + 1) for i in range(len(group))}
             # Once around the circle a completion meets itself, a set of one. Sorted, because sets have no order.
             pairs += [(group[min(two)], group[max(two)]) for two in sorted(met, key=sorted) if len(two) == 2]
         return pairs

@@ -28,17 +28,17 @@ def math_accuracy(completion: str, answer: str, question: str = "") -> float | N
 
     There is no time limit here, although a short text can take forever; ``Accuracy`` has one.
     """
-    given = extract_answer(completion)
-    if given == answer.strip():
+    extracted = extract_answer(completion)
+    if extracted == answer.strip():
         return 1.0
     # The row's answer is mathematics if it has a sign of an operation, words or not; a completion may be prose.
     gold = _read(answer, is_bare=_OPERATES.search(answer) is not None or not _WORD.search(answer))
     gold = gold or parse(f"${answer}$", parsing_timeout=None)
     if not gold:
         return None
-    read = _read(given, is_bare=not _WORD.search(given))
+    read = _read(extracted, is_bare=not _WORD.search(extracted))
     if _is_plain(gold[-1]):
-        if not (read and _is_plain(read[-1]) and _stands_alone(read[-1], given)):
+        if not (read and _is_plain(read[-1]) and _stands_alone(read[-1], extracted)):
             return 0.0
     elif read and _unspaced(read[-1]) in _unspaced(str(question)) and _unspaced(read[-1]) != _unspaced(answer):
         return 0.0
@@ -107,13 +107,13 @@ def _fraction(match: re.Match[str]) -> str:
     return "#" if under > 1 and math.gcd(over, under) == 1 else "#/#"
 
 
-def _stands_alone(text: str, given: str) -> bool:
+def _stands_alone(text: str, extracted: str) -> bool:
     """Return whether the number that was read is not one of several in a row; other texts are whole."""
-    spans = [match.span() for match in re.finditer(rf"(?<![\d.]){re.escape(text.strip())}(?!\d)", given)]
+    spans = [match.span() for match in re.finditer(rf"(?<![\d.]){re.escape(text.strip())}(?!\d)", extracted)]
     if not spans or not re.fullmatch(rf"-?{_DIGITS}", text.strip()):
         return True
     start, end = spans[-1]
-    return not _ROW_BEFORE.search(given[:start]) and not _ROW_AFTER.match(given[end:])
+    return not _ROW_BEFORE.search(extracted[:start]) and not _ROW_AFTER.match(extracted[end:])
 
 
 _BETWEEN = r"(?:[ \t]*(?:[,;/|]|\bor\b|\band\b)[ \t]*|[ \t]+)+"

@@ -63,19 +63,19 @@ class RewardModelGrader(BaseGrader):
         from transformers import AutoConfig, AutoTokenizer  # takes seconds to import
         from transformers import AutoModelForSequenceClassification as Model
 
-        known: dict[str, Any] = {"revision": self.revision, "trust_remote_code": False}
+        options: dict[str, Any] = {"revision": self.revision, "trust_remote_code": False}
         folder = Path(self.model).expanduser()
         if folder.is_dir():
             check_model_folder(folder)
         else:  # the hub's client would keep retrying for half a minute
-            known["local_files_only"] = is_out_of_reach()
-        check_config(self.model, **known)
+            options["local_files_only"] = is_out_of_reach()
+        check_config(self.model, **options)
         try:
-            self._tokenizer = AutoTokenizer.from_pretrained(self.model, **known)
+            self._tokenizer = AutoTokenizer.from_pretrained(self.model, **options)
             check_tokenizer_parts(self._tokenizer, self.model)
             dtype = getattr(torch, self.dtype)
-            check_size(AutoConfig.from_pretrained(self.model, **known), self.model, dtype.itemsize, Model)
-            self._model = Model.from_pretrained(self.model, dtype=dtype, use_safetensors=True, **known)
+            check_size(AutoConfig.from_pretrained(self.model, **options), self.model, dtype.itemsize, Model)
+            self._model = Model.from_pretrained(self.model, dtype=dtype, use_safetensors=True, **options)
         except ConfigError:
             raise
         except Exception as error:  # several libraries read files here, and no list of their errors is complete
@@ -96,9 +96,11 @@ class RewardModelGrader(BaseGrader):
     ) -> list[float | Exception]:
         """Return the model's score of each completion as an answer to its conversation."""
         self.setup()
-        known = rows_of({key: columns[key] for key in (MESSAGES, "prompt") if key in columns}, len(completions))
-        asked = [conversation(*one) for one in zip(known, prompts)]
-        rows = [self._ids(*one) for one in zip(asked, completions)]
+        asked = rows_of({key: columns[key] for key in (MESSAGES, "prompt") if key in columns}, len(completions))
+        rows = [
+            self._ids(conversation(row, prompt), completion)
+            for row, prompt, completion in zip(asked, prompts, completions)
+        ]
         limit = self.max_length or getattr(self._model.config, "max_position_embeddings", None)
         scores: list[float | Exception] = [
             RewardError(f"expected at most {limit} tokens of prompt and completion, found {len(row)}") for row in rows

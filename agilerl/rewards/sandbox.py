@@ -185,10 +185,10 @@ def run_python(
     Raises RewardError if the process could not be started.
     """
     started = time.monotonic()
-    with tempfile.TemporaryFile() as given:
+    with tempfile.TemporaryFile() as input_file:
         # A file, not a pipe: a program that never reads its input cannot block the writer.
-        given.write(stdin.encode(errors="surrogatepass"))
-        given.seek(0)
+        input_file.write(stdin.encode(errors="surrogatepass"))
+        input_file.seek(0)
         program = Contained(
             [sys.executable, "-I", "main.py"],
             {
@@ -200,7 +200,7 @@ def run_python(
             files={"main.py": code.encode(errors="surrogatepass")},
             environment={"PATH": os.defpath, "LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1"},
             patience=0.0,  # _read has waited, for the report or for GRACE
-            stdin=given,
+            stdin=input_file,
             stderr=subprocess.PIPE,
         )
         process = program.process
@@ -208,8 +208,8 @@ def run_python(
         assert process.stderr is not None
         streams = [process.stdout.fileno(), process.stderr.fileno(), program.channel.fileno()]
         try:
-            most = max(output_bytes, 2**10) + 1  # a report has up to a hundred bytes
-            *output, report = _read(streams, most, time.monotonic() + timeout + GRACE)
+            limit = max(output_bytes, 2**10) + 1  # a report has up to a hundred bytes
+            *output, report = _read(streams, limit, time.monotonic() + timeout + GRACE)
         finally:
             program.end()
     seconds = time.monotonic() - started
@@ -230,9 +230,9 @@ def run_python(
     )
 
 
-def _read(streams: list[int], most: int, deadline: float) -> list[bytes]:
-    """Read the streams until the last of them ends or ``deadline``; keep ``most`` bytes of each, drop the rest."""
-    kept = {stream: bytearray() for stream in streams}
+def _read(streams: list[int], limit: int, deadline: float) -> list[bytes]:
+    """Read the streams until the last of them ends or ``deadline``; keep ``limit`` bytes of each, drop the rest."""
+    texts = {stream: bytearray() for stream in streams}
     with selectors.DefaultSelector() as selector:
         for stream in streams:
             selector.register(stream, selectors.EVENT_READ)
@@ -242,10 +242,10 @@ def _read(streams: list[int], most: int, deadline: float) -> list[bytes]:
                 # The report comes after everything else has ended; what was printed before may still be in its pipe.
                 ended = ended or key.fd == streams[-1] or time.monotonic() > deadline
                 chunk = os.read(key.fd, 2**16)
-                kept[key.fd] += chunk[: most - len(kept[key.fd])]
-                if not chunk or (ended and len(kept[key.fd]) >= most):
+                texts[key.fd] += chunk[: limit - len(texts[key.fd])]
+                if not chunk or (ended and len(texts[key.fd]) >= limit):
                     selector.unregister(key.fd)
-    return [bytes(text) for text in kept.values()]
+    return [bytes(text) for text in texts.values()]
 
 
 def extract_code(completion: str) -> str:

@@ -166,8 +166,8 @@ def take_limits(order: dict[str, Any], *, own_count: bool) -> None:
     if "cpu_seconds" in order:
         limits[resource.RLIMIT_CPU] = order["cpu_seconds"]
     for limit, value in limits.items():
-        _, most = resource.getrlimit(limit)
-        value = value if most == resource.RLIM_INFINITY else min(value, most)
+        _, allowed = resource.getrlimit(limit)
+        value = value if allowed == resource.RLIM_INFINITY else min(value, allowed)
         resource.setrlimit(limit, (value, value))
     if sys.platform == "linux":
         for capability in range(CAPABILITIES):  # in case this process had to stay root: the program then has none

@@ -44,7 +44,7 @@ class WaitingGrader(BaseGrader):
         """Return a score for each completion, or the error if it has none."""
         self.setup()
         rows = rows_of(columns, len(completions))
-        return self.answers([self.question(*one) for one in zip(completions, prompts, rows)])
+        return self.answers([self.question(*arguments) for arguments in zip(completions, prompts, rows)])
 
     def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> Any:
         """Return everything that the score of a completion depends on; may raise what ``__call__`` would raise."""
@@ -227,8 +227,8 @@ class Threads:
     Daemons, unlike those of an executor: a judge that answers in a minute must not keep Ctrl-C waiting for it.
     """
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, count: int) -> None:
+        self.count = count
         self.begun: dict[Hashable, deque[Future[Answer]]] = {}
         """Answers to questions of a batch that is not complete yet, by the key of the question."""
         self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
@@ -256,7 +256,7 @@ class Threads:
         """Have a call made as soon as a thread is free."""
         future: Future[Any] = Future()
         self._calls.put((future, call, arguments))
-        if len(self._running) < self.most:
+        if len(self._running) < self.count:
             self.add()
         return future
 

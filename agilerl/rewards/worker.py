@@ -30,8 +30,8 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     sys.path[:] = settings["path"]
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    memory = settings["memory_bytes"] if most == resource.RLIM_INFINITY else min(settings["memory_bytes"], most)
+    _, allowed = resource.getrlimit(resource.RLIMIT_AS)
+    memory = settings["memory_bytes"] if allowed == resource.RLIM_INFINITY else min(settings["memory_bytes"], allowed)
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     module, _, name = settings["grader"].rpartition(":")

@@ -178,7 +178,7 @@ def _replace(target: Path, new: Path) -> None:
     shutil.rmtree(old)
 
 
-def _exchange(one: Path, other: Path) -> bool:
+def _exchange(first: Path, other: Path) -> bool:
     """Exchange two names in one step (Linux's renameat2); returns False if the system or the disk cannot."""
     try:
         rename = ctypes.CDLL(None).renameat2
@@ -186,7 +186,7 @@ def _exchange(one: Path, other: Path) -> bool:
     except (OSError, TypeError, AttributeError):
         return False
     current, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return bool(rename(current, os.fsencode(one), current, os.fsencode(other), exchange) == 0)
+    return bool(rename(current, os.fsencode(first), current, os.fsencode(other), exchange) == 0)
 
 
 def _read_manifest(folder: Path) -> dict[str, Any]:

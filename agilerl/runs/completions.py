@@ -77,12 +77,12 @@ def completion_steps(folder: Path) -> list[int]:
 def lost_completions(folder: Path, lines: Iterable[Mapping[str, Any]], *, before: int) -> str:
     """Describe which completions of steps before ``before`` the train lines know and the folder lacks; "" if none."""
     sampled = {line.get("step") for line in lines if line.get("kind") == "train" and _SAMPLED in line}
-    known = {step for step in sampled if isinstance(step, int) and step < before}
-    lost = sorted(known.difference(completion_steps(folder)))
+    steps = {step for step in sampled if isinstance(step, int) and step < before}
+    lost = sorted(steps.difference(completion_steps(folder)))
     if not lost:
         return ""
     return (
-        f"{folder} lacks the completions of {len(lost):,} of {len(known):,} steps, the first of them "
+        f"{folder} lacks the completions of {len(lost):,} of {len(steps):,} steps, the first of them "
         f"{_file(folder, lost[0]).name}: they were deleted, and are not sampled again."
     )
 

@@ -76,8 +76,8 @@ def _peak(lines: Sequence[Mapping[str, Any]], name: str) -> int:
 def _evidence(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the lines that the rules look at, oldest first: :func:`symptoms` of these are those of all lines."""
     # Of a curriculum's levels any would do: it only matters that there is one.
-    kept = {_peak(lines, name) for name in ("reward", "learning_rate", "curriculum/level")}
-    return [line for k, line in enumerate(lines) if k < WINDOW or k >= len(lines) - WINDOW or k in kept]
+    peaks = {_peak(lines, name) for name in ("reward", "learning_rate", "curriculum/level")}
+    return [line for k, line in enumerate(lines) if k < WINDOW or k >= len(lines) - WINDOW or k in peaks]
 
 
 def symptoms(lines: Sequence[Mapping[str, Any]], usual_rate: float | None = None) -> list[Symptom]:
@@ -125,8 +125,8 @@ def _fallen_reward(window: _Window) -> str:
     if highest[0] <= 0 or highest[0] < spread[0] / 3 or now * FALLEN > highest[0]:
         return ""
     usual = window.usual_rate
-    known = f", and {usual:.2g} is usual for this base" if usual and window.rate > usual else ""
-    return f"the reward fell from {highest[0]:.2g} to {now:.2g}; the learning rate was {window.rate:.2g}{known}"
+    usual_rate = f", and {usual:.2g} is usual for this base" if usual and window.rate > usual else ""
+    return f"the reward fell from {highest[0]:.2g} to {now:.2g}; the learning rate was {window.rate:.2g}{usual_rate}"
 
 
 def _cut_answers(window: _Window) -> str:

@@ -89,9 +89,9 @@ def hacks_of_run(completions: Path) -> dict[int, list[Symptom]]:
 def _checked(row: Row) -> Row:
     """Return a row of a file, which may hold anything, without what cannot be compared."""
     reward = row["reward"]
-    known = isinstance(reward, int | float) and abs(reward) < _LARGEST
+    is_graded = isinstance(reward, int | float) and abs(reward) < _LARGEST
     texts = {name: str(row[name] or "") for name in ("prompt", "completion", "answer", "finish_reason")}
-    return {**texts, "reward": reward if known else None}
+    return {**texts, "reward": reward if is_graded else None}
 
 
 def _fitness(rows: Iterable[Row]) -> Fitness:

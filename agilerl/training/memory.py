@@ -94,7 +94,7 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
         cached=cached_tokens(trained, group, examined, min(prompt, longest), longest, shared=runtime.base.flattens),
         longest=longest,
         prefilled=min(runtime.pass_size.unsaved, prompts * (prompt - common) + len(mine) * common),
-        kept=_kept(population, mine, len(population.places("exam"))),
+        episodes=_kept(population, mine, len(population.places("exam"))),
         tokens=tokens,
         spoken=math.ceil(tokens * largest.answers),
         scored=max(p.scored for p in passes),

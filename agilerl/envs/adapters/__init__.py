@@ -207,6 +207,6 @@ def make_env(name: Name, /, **settings: Any) -> TextEnv:
             ) from error
         raise ConfigError(f"{name} cannot be imported: {error}") from error
     except Exception as error:  # a third-party constructor may raise anything; report its reason
-        given = ", ".join(f"{k}={v!r}" for k, v in settings.items()) or "no settings"
+        pairs = ", ".join(f"{k}={v!r}" for k, v in settings.items()) or "no settings"
         hint = "" if names_code(name) else f" {instead(f'environments={name}') or 'A class of yours is path.py:Class.'}"
-        raise ConfigError(f"{name} cannot be made with {given}: {type(error).__name__}: {error}{hint}") from error
+        raise ConfigError(f"{name} cannot be made with {pairs}: {type(error).__name__}: {error}{hint}") from error

@@ -61,9 +61,9 @@ def make_openenv(url: str, max_turns: int, **settings: Any) -> TextEnv:
     from openenv.core import GenericEnvClient
 
     # Settings come from manifests, so they may lower the limit and not raise it.
-    most = settings.setdefault("max_message_size_mb", _ANSWER_MIB)
-    if not isinstance(most, int | float) or not 0 < most <= _ANSWER_MIB:
-        raise ConfigError(f"expected max_message_size_mb of at most {_ANSWER_MIB}, found {most!r}")
+    megabytes = settings.setdefault("max_message_size_mb", _ANSWER_MIB)
+    if not isinstance(megabytes, int | float) or not 0 < megabytes <= _ANSWER_MIB:
+        raise ConfigError(f"expected max_message_size_mb of at most {_ANSWER_MIB}, found {megabytes!r}")
     return OpenEnv(GenericEnvClient(base_url=url, **settings), max_turns)
 
 

@@ -41,9 +41,9 @@ class TasksetTask(Task):
     def __init__(self, env: Any, name: str, exam: int, test: int, seed: int) -> None:
         """Read the tasks; raises EnvError if there are too few for an exam and a test."""
         self.env, self.name = env, name
-        most = MOST_TASKS if env.taskset.bounded else MOST_OF_INFINITE
+        limit = MOST_TASKS if env.taskset.bounded else MOST_OF_INFINITE
         # An index would make equal tasks different.
-        distinct = {task.with_data(idx=None).hash: task for task in islice(env.taskset, most)}
+        distinct = {task.with_data(idx=None).hash: task for task in islice(env.taskset, limit)}
         self._tasks = [distinct[key] for key in sorted(distinct)]
         sizes = fewer(exam, test, min(exam + test, len(self._tasks) // 2))
         if sizes is None:
@@ -142,11 +142,11 @@ def make_taskset(
             f"{how_to_install('verifiers')}; {error}"
         ) from error
     settings = dict(params)
-    given = {"runtime": {"type": "subprocess"}, **dict(settings.pop("agent", {}))}
+    agent_settings = {"runtime": {"type": "subprocess"}, **dict(settings.pop("agent", {}))}
     try:
         with contained():
             harness = default_harness_id(name)  # "bash" if there is none, which would give the model a shell
-            agent = {"harness": {"id": "null" if harness == "bash" else harness}, **given}
+            agent = {"harness": {"id": "null" if harness == "bash" else harness}, **agent_settings}
             roles = [
                 role
                 for role, field in env_config_type(name).model_fields.items()
@@ -159,7 +159,7 @@ def make_taskset(
             task = TasksetTask(env, name, exam, test, seed)
             tools = env.taskset.toolsets(config.taskset) or env.taskset.task_type().toolsets(config.taskset.task)
             # Only without a chosen harness, and if the taskset has neither tools nor its own environment.
-            if harness == "bash" and "harness" not in given and not tools and type(env) is vf.SingleAgentEnv:
+            if harness == "bash" and "harness" not in agent_settings and not tools and type(env) is vf.SingleAgentEnv:
                 env.setup = _in_this_process
             (harness,) = env._harnesses.values()
             if harness.EXECUTES_CODE and isinstance(getattr(config, roles[0]).runtime, vf.SubprocessConfig):
@@ -191,9 +191,9 @@ def _chat() -> Any:
     class Chat(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         APPENDS_SYSTEM_PROMPT, EXECUTES_CODE, NEEDS_CONTAINER = True, False, False
 
-        async def launch(self, ctx: Any, *given: Any, **_: Any) -> Any:
+        async def launch(self, ctx: Any, *arguments: Any, **_: Any) -> Any:
             """Ask through verifiers' interception, which keeps the conversation."""
-            _, _, endpoint, secret, _, data = given
+            _, _, endpoint, secret, _, data = arguments
             system, prompt = self.resolve_prompt(data)
             conversation = (
                 [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(message_to_wire, prompt)

@@ -138,8 +138,8 @@ class ToolEnv(TextEnv):
         tools = [t if isinstance(t, Tool) else Tool(t, timeout=self._timeout) for t in (*self._plain_tools, *methods)]
         self._tools = {tool.name: tool for tool in tools}
         if not tools or len(self._tools) < len(tools):
-            known = ", ".join(tool.name for tool in tools)
-            raise ConfigError(f"expected at least one tool, with distinct names, found: {known or 'none'}")
+            tool_names = ", ".join(tool.name for tool in tools)
+            raise ConfigError(f"expected at least one tool, with distinct names, found: {tool_names or 'none'}")
 
     def bind(self, tokenizer: Any) -> None:
         """Determine from the tokenizer how tools are called, announced and answered; raises as ``parser_for``."""
@@ -309,7 +309,7 @@ def _reward_of(environment: Any) -> Callable[..., Any] | None:
 
     # Async, because get_reward() may be; its parameter is the column that step_ids() adds to the row.
     async def grader(environments: Sequence[Any]) -> list[Any]:
-        rewards = [one.get_reward() for one in environments]
+        rewards = [environment.get_reward() for environment in environments]
         return [await reward if inspect.isawaitable(reward) else reward for reward in rewards]
 
     grader.__name__ = type(environment).__name__

@@ -102,14 +102,14 @@ class Tool:
         ]
         return f"{self.name}({'; '.join(parts)})"
 
-    def check(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments as the types of the signature; omitted ones stay omitted.
 
         Harmless conversions are made ("5" for a number, JSON text for a list), because a model should not have to guess
         the spelling; true and false are not numbers. Raises ConfigError for arguments that do not fit.
         """
         problems, values = [], {}
-        for name, value in given.items():
+        for name, value in arguments.items():
             kind = self._properties.get(name, {}).get("type")
             if name not in self._properties:
                 problems.append(f"unknown argument {name!r}; {nearest(name, self._properties)}")
