@@ -11,7 +11,7 @@ import gymnasium
 from gymnasium.spaces import Text
 
 from agilerl.envs.core import Row, Split, Task
-from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
+from agilerl.envs.text_env import Begun, ResetOptions, StepResult, TextEnv
 from agilerl.streams import stream
 
 
@@ -83,7 +83,7 @@ class GridNavigation(TextEnv):
         self.observation_space = Text(2, min_length=2, charset="123456789"[:size])
         self.action_space = Text(1, charset="123")
 
-    def reset(self, *, seed: int | None = None, options: Options = None) -> Begun:
+    def reset(self, *, seed: int | None = None, options: ResetOptions = None) -> Begun:
         """Place agent and goal on two different cells, by ``seed`` (0 if not given). There are no options."""
         seed = self._begin_episode(seed or 0)
         gymnasium.Env.reset(self, seed=seed)  # gymnasium's check_env inspects its generator; it is not used

@@ -23,7 +23,7 @@ from agilerl.models import adapters
 from agilerl.models.base import EMBEDDED, BaseModel, resolve_model
 from agilerl.models.operators import Part, merged, rescale
 from agilerl.models.slots import AdapterStore
-from agilerl.runs.strict_json import LARGEST, Count, SavedValues
+from agilerl.runs.strict_json import LARGEST, SavedCount, SavedValues
 from agilerl.runtime import Runtime
 
 _COUNTERS = (
@@ -64,7 +64,7 @@ class _Loaded(SavedValues):
 
 class _Pad(SavedValues):
     pad_token: str | None
-    pad_token_id: Count | None
+    pad_token_id: SavedCount | None
 
 
 class _Schedule(SavedValues):

@@ -18,7 +18,7 @@ from typer import Argument, Option
 
 from agilerl.checks.arguments import counted, shown
 from agilerl.cli.adapter import subject
-from agilerl.cli.options import Adapter, AllowCode, AsJson, FinishedRun, Quiet, Replacements, Temperature, as_path
+from agilerl.cli.options import AdapterPath, AllowCode, AsJson, FinishedRun, Quiet, Replacements, Temperature, as_path
 from agilerl.cli.output import columns, genes_text, one_line, say, shown_samples, tell_line, told_apart
 from agilerl.cli.output import console as new_console
 from agilerl.cli.process_settings import is_debugging, loading_done
@@ -44,7 +44,7 @@ _OFTEN_CUT = 0.05
 
 
 def run_eval(
-    path: Adapter,
+    path: AdapterPath,
     arguments: Replacements = None,
     *,
     samples: Annotated[
@@ -171,7 +171,7 @@ def _show_worst(answers: Sequence[Mapping[str, Any]], worst: Sequence[int]) -> N
 
 
 def run_chat(
-    path: Adapter,
+    path: AdapterPath,
     arguments: Replacements = None,
     *,
     temperature: Temperature = 0.7,
@@ -271,7 +271,7 @@ def _forget(agent: "LLMAlgorithm", messages: list[dict[str, str]], system: int, 
 
 
 def run_merge(
-    path: Adapter,
+    path: AdapterPath,
     out: Annotated[Path, Argument(metavar="OUT", help="New folder.", parser=as_path)],
     *,
     dtype: Annotated[

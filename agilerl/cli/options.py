@@ -40,7 +40,7 @@ Arguments = Annotated[
         autocompletion=_settings,
     ),
 ]
-Adapter = Annotated[
+AdapterPath = Annotated[
     Path,
     Argument(
         metavar="RUN_OR_ADAPTER",

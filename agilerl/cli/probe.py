@@ -30,7 +30,7 @@ _COLUMNS = ("reward", "differ", "cut", "tokens")
 
 
 @dataclass
-class _Row:
+class _Trial:
     """Settings to try, and what was measured of them, or the error."""
 
     task: str
@@ -164,7 +164,7 @@ def _tell_contract(model: str, settings: Sequence[str], *, as_json: bool) -> Non
         sys.exit(1)
 
 
-def _rows(arguments: Sequence[str], tasks: Sequence[str], tries: Sequence[str], *, every: bool) -> list[_Row]:
+def _rows(arguments: Sequence[str], tasks: Sequence[str], tries: Sequence[str], *, every: bool) -> list[_Trial]:
     from agilerl.envs.upstream import known_tasks
 
     names = [name for name in known_tasks() if name != "composite"] if every else list(tasks)
@@ -176,7 +176,7 @@ def _rows(arguments: Sequence[str], tasks: Sequence[str], tries: Sequence[str], 
             changes = shlex.split(settings)
             # A setting by its last name: answer_format=tags.
             short = " ".join(change[change.rfind(".", 0, change.find("=")) + 1 :] for change in changes)
-            rows.append(_Row(name or ("" if settings else _about(arguments)), short, (*arguments, *chosen, *changes)))
+            rows.append(_Trial(name or ("" if settings else _about(arguments)), short, (*arguments, *chosen, *changes)))
     return rows
 
 
@@ -186,7 +186,7 @@ def _about(arguments: Sequence[str]) -> str:
     return (e.env_id or (Path(e.dataset[0].path).stem if e.dataset else e.task) or "").rpartition(":")[2]
 
 
-def _checked(row: _Row, *, allow_code: bool) -> RunConfig:
+def _checked(row: _Trial, *, allow_code: bool) -> RunConfig:
     from agilerl.envs.upstream import check_task
 
     config = configuration(row.arguments)
@@ -196,7 +196,7 @@ def _checked(row: _Row, *, allow_code: bool) -> RunConfig:
     return config
 
 
-def _measure(row: _Row, bases: "Bases", questions: int, samples: int | None, *, allow_code: bool) -> None:
+def _measure(row: _Trial, bases: "Bases", questions: int, samples: int | None, *, allow_code: bool) -> None:
     from agilerl.training.preflight import hints, problem, session_of_one
     from agilerl.training.probe import probe
 

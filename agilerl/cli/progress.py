@@ -409,7 +409,7 @@ def _shown(events: Iterator[Event], show: Callable[[Event], None], stop: StopReq
 
 
 @dataclass
-class _Row:
+class _AgentRow:
     """What the table says of an agent of the run, living or not."""
 
     parent: int | None = None
@@ -430,7 +430,7 @@ class View:
     def __init__(self, session: Session, console: Console, stop: StopRequest | None = None) -> None:
         self.session, self.console = session, console
         self.stop = stop or StopRequest()
-        self.rows = defaultdict[int, _Row](_Row)
+        self.rows = defaultdict[int, _AgentRow](_AgentRow)
         self.best: int | None = None
         self.observer = Observer(session.usual_rate)
         self.shown_symptoms: set[tuple[int, str]] = set()

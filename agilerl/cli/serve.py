@@ -18,7 +18,7 @@ from typer import Argument, Option
 
 from agilerl.checks.arguments import shown
 from agilerl.cli.adapter import Subject, subject
-from agilerl.cli.options import Adapter
+from agilerl.cli.options import AdapterPath
 from agilerl.cli.output import say, tell_line
 from agilerl.config.base_model import NetworkConfig
 from agilerl.config.training import TrainingConfig
@@ -39,7 +39,7 @@ _ON_A_CPU = ("--enforce-eager", "--kv-cache-memory-bytes", "1G")
 
 
 def run_serve(
-    path: Adapter,
+    path: AdapterPath,
     more: Annotated[list[str] | None, Argument(metavar="-- VLLM_OPTIONS", help="Options for vllm serve.")] = None,
     *,
     population: Annotated[

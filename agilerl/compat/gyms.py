@@ -12,8 +12,8 @@ from torch import Tensor
 
 from agilerl.checks.arguments import Accelerator, Count, Name, Seed, Tokenizer, Whole, checked, taken
 from agilerl.data import RolloutBatch, collate
-from agilerl.envs.core import AnyTask, Row, Split, Task, TrainingOrder, prompt_columns, score_completions
-from agilerl.envs.curation import Form, as_messages, check_rows, form_of
+from agilerl.envs.core import Row, Split, Task, TaskArgument, TrainingOrder, prompt_columns, score_completions
+from agilerl.envs.curation import RowForm, as_messages, check_rows, form_of
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.examples import (
     DataKind,
@@ -170,7 +170,7 @@ class ReasoningGym(Gym[list[Prompt]]):
     @checked
     def from_task(
         cls,
-        task: AnyTask,
+        task: TaskArgument,
         tokenizer: Tokenizer,
         data_batch_size_per_gpu: Count = 8,
         *,
@@ -277,7 +277,7 @@ class GymRows(Task):
 
     grader = "none"
 
-    def __init__(self, gym: "DataGym", form: Form) -> None:
+    def __init__(self, gym: "DataGym", form: RowForm) -> None:
         self.gym, self.read, self.labelled = gym, form.read, form.labelled
         self.name, self.train_size, self.exam_prompts = gym.rows["train"].name, gym._size("train"), gym._size("test")
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 
 from agilerl.checks.arguments import Name, checked
 from agilerl.config.environment import EnvironmentConfig
-from agilerl.envs.core import AnyTask, Message, TaskWrapper, waiting_graders
+from agilerl.envs.core import Message, TaskArgument, TaskWrapper, waiting_graders
 from agilerl.envs.prompts import text_ids
 from agilerl.rewards.grader import CLOSE, MESSAGES, OPEN, OPENING, GradedRow, Grades
 from agilerl.rewards.waiting import WaitingGrader
@@ -141,7 +141,7 @@ class AnswerFormatTask(TaskWrapper):
     """
 
     @checked
-    def __init__(self, task: AnyTask, answer_format: Format, phrase: Name = PHRASE) -> None:
+    def __init__(self, task: TaskArgument, answer_format: Format, phrase: Name = PHRASE) -> None:
         r"""Take a task, with its graders.
 
         Args:

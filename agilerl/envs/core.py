@@ -335,11 +335,13 @@ def waiting_graders(task: Task, *, exam: bool) -> list[WaitingGrader]:
     return task.waiting(exam=exam) if speaks_for(type(task), "waiting", "grade", "grade_exam") else []
 
 
-AnyTask = Annotated[Task, Hint("pass a ReasoningGymTask, a DatasetTask or another subclass of Task")]
+TaskArgument = Annotated[Task, Hint("pass a ReasoningGymTask, a DatasetTask or another subclass of Task")]
 
 
 @checked
-def score_completions(task: AnyTask, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]) -> list[float | None]:
+def score_completions(
+    task: TaskArgument, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]
+) -> list[float | None]:
     """Return the reward of each text as an answer to the row at the same place; None without a grade.
 
     Raises:

@@ -22,7 +22,7 @@ from agilerl.errors import EnvError
 Purpose = Literal["reasoning", "sft", "preference", "unpaired"]
 """What rows are read for: prompts to answer and grade, demonstrations, pairs, or answers with a label (or pairs)."""
 
-Needs = Literal["no", "any", "text"]
+AnswerNeed = Literal["no", "any", "text"]
 """Whether every row must have a response: no; yes, of any type (for a grader); yes, as text."""
 
 Fault = Literal["missing", "not_text", "empty", "alike"]
@@ -80,14 +80,14 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class RowForm:
     """Which columns are read, the same for all rows of a dataset."""
 
     prompt: str | None
     """Column of the prompt; ``messages`` holds prompt and response; None: what ``chosen`` and ``rejected`` share."""
     response: str | None = None
     """Column of the response, text or one assistant message."""
-    needs: Needs = "text"
+    needs: AnswerNeed = "text"
     """Whether a row without a response is a fault."""
     pairs: bool = False
     """Whether ``chosen`` and ``rejected`` are read."""
@@ -146,9 +146,9 @@ def form_of(
     name: str,
     *,
     response: str | None = None,
-    needs: Needs = "no",
+    needs: AnswerNeed = "no",
     learned: bool = False,
-) -> Form:
+) -> RowForm:
     """Return the form of rows with these columns, of the dataset ``name``.
 
     ``response`` is the response column of ``sft``: without a ``target``, its default, it is one of the usual ones;
@@ -163,7 +163,7 @@ def form_of(
     if purpose in ("preference", "unpaired"):
         if not paired:
             raise MissingColumnError(["rejected" if "chosen" in columns else "chosen"], columns, name)
-        return Form(_first(("prompt", "question"), columns), "chosen", pairs=True)
+        return RowForm(_first(("prompt", "question"), columns), "chosen", pairs=True)
     if response not in (None, "target", *columns) and "messages" not in columns:
         raise MissingColumnError([str(response)], columns, name)
     if purpose == "sft":
@@ -173,10 +173,10 @@ def form_of(
         prompts, responses = ["question", "messages", "prompt"], ["answer", "completion", "chosen"]
     prompt, answer = _first(prompts, columns), _first(responses, columns)
     if prompt is None and paired:
-        return Form(None, "chosen")
+        return RowForm(None, "chosen")
     if prompt is None and purpose == "sft" and "text" in columns and answer is None:
         if learned:
-            return Form("text", "text", learned=True)
+            return RowForm("text", "text", learned=True)
         raise EnvError(
             f"{name} has whole texts in the column text, which have no prompt that an exam could ask; train on them "
             "with SFTGym, whose test is their likelihood, or rename columns to prompt and completion"
@@ -184,10 +184,10 @@ def form_of(
     if prompt is None:
         raise MissingColumnError(prompts if purpose == "sft" else ["question", "prompt", "messages"], columns, name)
     if prompt == "messages":
-        return Form(prompt, prompt, "text" if needs == "text" else "no", learned=learned)
+        return RowForm(prompt, prompt, "text" if needs == "text" else "no", learned=learned)
     if answer is None and needs != "no":
         raise MissingColumnError(responses, columns, name)
-    return Form(prompt, answer, needs)
+    return RowForm(prompt, answer, needs)
 
 
 def _first(names: Iterable[str], columns: Container[str]) -> str | None:
@@ -402,7 +402,7 @@ class _Fit:
 
 def curate(
     sources: Mapping[Split, Rows],
-    form: Form,
+    form: RowForm,
     sizes: Sizes,
     converse: Converse,
     *,
@@ -526,7 +526,7 @@ def few_rows(counts: Mapping[str, int]) -> str | None:
     )
 
 
-def check_rows(rows: Rows, form: Form) -> None:
+def check_rows(rows: Rows, form: RowForm) -> None:
     """Raise EnvError for the first malformed row."""
     for index, row in enumerate(rows):
         try:
@@ -536,7 +536,7 @@ def check_rows(rows: Rows, form: Form) -> None:
 
 
 def _usable(
-    rows: Rows, form: Form, converse: Converse, tokenizer: Any, max_tokens: int | None, bad_rows: BadRows
+    rows: Rows, form: RowForm, converse: Converse, tokenizer: Any, max_tokens: int | None, bad_rows: BadRows
 ) -> tuple[list[_Fit], Counter[str]]:
     """Return the well-formed rows that fit, and the counts of all others."""
     # An added token may be special without being one of all_special_tokens, which have a role.

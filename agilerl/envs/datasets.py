@@ -11,11 +11,11 @@ from typing import Any, get_args
 from agilerl.checks.arguments import Count, Seed, Whole, checked, counted
 from agilerl.envs.core import Message, Row, Split, TaskWithGraders, TrainingOrder, warn_of_fewer
 from agilerl.envs.curation import (
+    AnswerNeed,
     BadRows,
-    Form,
-    Needs,
     Purpose,
     RowFaultError,
+    RowForm,
     Sample,
     Sizes,
     check_rows,
@@ -233,11 +233,11 @@ def checked_template(template: Template | None, columns: Iterable[str]) -> Templ
     return template or PLAIN
 
 
-def needs_answer(grader: Grader) -> Needs:
+def needs_answer(grader: Grader) -> AnswerNeed:
     """Return whether a grader needs an ``answer``, and whether as text."""
     if isinstance(grader, CombinedGrader):
         # The strictest of all; Needs lists them from weak to strict.
-        return max(map(needs_answer, grader.graders.values()), key=get_args(Needs).index)
+        return max(map(needs_answer, grader.graders.values()), key=get_args(AnswerNeed).index)
     try:
         parameters = inspect.signature(grader).parameters.values()
     except (TypeError, ValueError):  # written in C; whether it works shows when it is called
@@ -251,7 +251,7 @@ def needs_answer(grader: Grader) -> Needs:
     return "any" if len(required) == 3 and OF_A_BATCH.isdisjoint(p.name for p in required) else "no"
 
 
-def _common_form(sides: Iterable[Rows], purpose: Purpose, needs: Needs) -> Form:
+def _common_form(sides: Iterable[Rows], purpose: Purpose, needs: AnswerNeed) -> RowForm:
     """Return the form of all rows; raises EnvError if datasets have different ones."""
     parts = [part for rows in sides for part in rows.parts]
     forms = [form_of(part.columns, purpose, part.name, needs=needs) for part in parts]

@@ -9,7 +9,7 @@ import numpy as np
 
 from agilerl.checks.arguments import Seed, checked
 from agilerl.data import Trajectory
-from agilerl.envs.core import AnyTask, Place, Row, Split, Task, TaskWrapper
+from agilerl.envs.core import Place, Row, Split, Task, TaskArgument, TaskWrapper
 from agilerl.envs.curation import Sample, label_of
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.prompts import (
@@ -254,7 +254,7 @@ class DataTask(TaskWrapper):
     """What its examples are."""
 
     @checked
-    def __init__(self, task: AnyTask) -> None:
+    def __init__(self, task: TaskArgument) -> None:
         super().__init__(task)
 
     @abstractmethod
@@ -297,7 +297,7 @@ class SFTTask(DataTask):
     kind: ClassVar[DataKind] = "sft"
 
     @checked
-    def __init__(self, task: AnyTask, *, loss_on: LossOn = "completion") -> None:
+    def __init__(self, task: TaskArgument, *, loss_on: LossOn = "completion") -> None:
         """Take a task; ``loss_on="assistant"`` also learns earlier assistant messages."""
         super().__init__(task)
         self.loss_on: LossOn = loss_on
@@ -342,7 +342,7 @@ class PreferenceTask(DataTask):
     kind: ClassVar[DataKind] = "preference"
 
     @checked
-    def __init__(self, task: AnyTask, *, mistake: Mistake | None = None, seed: Seed = 42) -> None:
+    def __init__(self, task: TaskArgument, *, mistake: Mistake | None = None, seed: Seed = 42) -> None:
         """Take a task; ``seed`` decides the wrong answers."""
         super().__init__(task)
         self.mistake, self.seed = mistake, seed
@@ -404,7 +404,7 @@ class UnpairedTask(DataTask):
     kind: ClassVar[DataKind] = "unpaired"
 
     @checked
-    def __init__(self, task: AnyTask, *, mistake: Mistake | None = None, seed: Seed = 42) -> None:
+    def __init__(self, task: TaskArgument, *, mistake: Mistake | None = None, seed: Seed = 42) -> None:
         """Take a task; ``mistake`` and ``seed`` decide the wrong answers, as in ``PreferenceTask``."""
         super().__init__(task if task.labelled else PreferenceTask(task, mistake=mistake, seed=seed))
 

@@ -9,7 +9,7 @@ from gymnasium.spaces import Text
 from pydantic import Field
 
 from agilerl.checks.arguments import Whole, checked
-from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
+from agilerl.envs.text_env import Begun, ResetOptions, StepResult, TextEnv
 from agilerl.streams import stream
 
 Style = Literal["range", "hint", "verbose"]
@@ -51,7 +51,7 @@ class GuessTheNumber(TextEnv):
         self.random_return = 1.0 - (1.0 - 1.0 / max_number) ** self.max_turns
 
     @checked
-    def reset(self, *, seed: Whole | None = None, options: Options = None) -> Begun:
+    def reset(self, *, seed: Whole | None = None, options: ResetOptions = None) -> Begun:
         """Begin the game of ``seed``; without a seed, use the last one plus one (0 at first). There are no options."""
         # gymnasium's check_env inspects its generator; the game does not use it.
         gymnasium.Env.reset(self, seed=self._begin_episode(seed))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from agilerl.checks.arguments import checked, nearest, shown
-from agilerl.envs.core import AnyTask, Task, TaskWithGraders, TaskWrapper, grade_completions, waiting_graders
+from agilerl.envs.core import Task, TaskArgument, TaskWithGraders, TaskWrapper, grade_completions, waiting_graders
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError
 from agilerl.rewards.combine import CombinedGrader, Graders, as_grader
@@ -18,7 +18,7 @@ class TaskGrader(BaseGrader):
     reads = "completion"  # the task reads more, if its reward does
 
     @checked
-    def __init__(self, task: AnyTask) -> None:
+    def __init__(self, task: TaskArgument) -> None:
         """Take the task; the grader takes the name of its reward."""
         self.task, self.name = task, task.grader
 
@@ -46,7 +46,7 @@ class GradedTask(TaskWithGraders, TaskWrapper):
     """
 
     @checked
-    def __init__(self, task: AnyTask, grader: Graders, fitness_grader: Graders | None = None) -> None:
+    def __init__(self, task: TaskArgument, grader: Graders, fitness_grader: Graders | None = None) -> None:
         """Take a task and its graders; ``TaskGrader(task)`` is the task's built-in one.
 
         Raises:

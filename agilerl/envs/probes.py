@@ -12,7 +12,7 @@ from pydantic import Field
 
 from agilerl.checks.arguments import Count, Hint, Name, Seed, Whole, checked
 from agilerl.envs.adapters.base import AnyText
-from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
+from agilerl.envs.text_env import Begun, ResetOptions, StepResult, TextEnv
 from agilerl.errors import ConfigError
 from agilerl.streams import stream
 
@@ -27,7 +27,7 @@ class _DigitEnv(TextEnv):
         self.observation_space = self.action_space = AnyText()
 
     @checked
-    def reset(self, *, seed: Whole | None = None, options: Options = None) -> Begun:
+    def reset(self, *, seed: Whole | None = None, options: ResetOptions = None) -> Begun:
         """Ask the question of ``seed`` (by default that of the constructor)."""
         seed = self._begin_episode(self.seed if seed is None else seed)
         question, self._target = self._ask(stream(seed, "digit_env"))
@@ -104,7 +104,7 @@ class GridNavigationEnv(TextEnv):
         self.observation_space, self.action_space = Text(2, charset="0123456789"[:grid_size]), AnyText()
 
     @checked
-    def reset(self, *, seed: Whole | None = None, options: Options = None) -> Begun:
+    def reset(self, *, seed: Whole | None = None, options: ResetOptions = None) -> Begun:
         """Place agent and goal on two different cells, by ``seed`` (by default that of the constructor)."""
         draws = stream(self._begin_episode(self.seed if seed is None else seed), "grid_navigation_env")
         self.position, self.target = map(int, draws.choice(self.grid_size, size=2, replace=False))

@@ -18,7 +18,7 @@ from typing import IO, Any, ClassVar
 
 from agilerl.checks.arguments import checked
 from agilerl.config.environment import AgentLimitsConfig
-from agilerl.envs.core import AnyTask, Lengths, Place, Split, TaskWrapper
+from agilerl.envs.core import Lengths, Place, Split, TaskArgument, TaskWrapper
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import AgileRLError, ConfigError, EnvError, RewardError, how_to_install
 from agilerl.rewards.sandbox import Contained
@@ -43,7 +43,7 @@ class AgentTask(TaskWrapper):
     multi_turn: ClassVar[bool] = True
 
     @checked
-    def __init__(self, task: AnyTask, program: Any, limits: AgentLimitsConfig | None = None) -> None:
+    def __init__(self, task: TaskArgument, program: Any, limits: AgentLimitsConfig | None = None) -> None:
         """Take the task whose rows and graders are used, and the program.
 
         Raises ConfigError for what is neither a function of two arguments nor a command line.

@@ -23,7 +23,7 @@ from agilerl.safety.bounds import check_file, memory_bytes
 
 
 @dataclass(frozen=True)
-class Part:
+class SourceRows:
     """The rows of one source, or some of them."""
 
     name: str
@@ -58,11 +58,11 @@ class Part:
         return {self.names.get(column, column): value for column, value in row.items()}
 
 
-def _part(name: str, rows: Any, columns: Iterable[Any], lines: Sequence[int] = ()) -> Part:
-    return Part(name, rows, {str(column): str(column) for column in columns}, range(len(rows)), lines)
+def _part(name: str, rows: Any, columns: Iterable[Any], lines: Sequence[int] = ()) -> SourceRows:
+    return SourceRows(name, rows, {str(column): str(column) for column in columns}, range(len(rows)), lines)
 
 
-def _of_dicts(name: str, rows: Sequence[Any], lines: Sequence[int] = ()) -> Part:
+def _of_dicts(name: str, rows: Sequence[Any], lines: Sequence[int] = ()) -> SourceRows:
     """Return rows in memory; raises EnvError for one that is no mapping."""
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -74,7 +74,7 @@ def _of_dicts(name: str, rows: Sequence[Any], lines: Sequence[int] = ()) -> Part
 class Rows(Sequence[Row]):
     """Rows of one source, or of several that are mixed; what every dataset task and environment reads."""
 
-    def __init__(self, parts: Sequence[Part]) -> None:
+    def __init__(self, parts: Sequence[SourceRows]) -> None:
         self.parts = tuple(parts)
         self.name = " and ".join(part.name for part in parts)
         """The rows' name in messages."""
@@ -117,7 +117,7 @@ class Rows(Sequence[Row]):
             numbers[self.part_of(index)].append(part.numbers[number])
         return Rows([replace(part, numbers=selected) for part, selected in zip(self.parts, numbers)])
 
-    def _find(self, index: int) -> tuple[Part, int]:
+    def _find(self, index: int) -> tuple[SourceRows, int]:
         number = self.part_of(index)
         return self.parts[number], index - self._starts[number]
 
@@ -151,7 +151,7 @@ def read_dataset(
             duplicate column, or a hub that does not answer.
     """
     if isinstance(source, Rows):
-        parts: Sequence[Part] = source.parts
+        parts: Sequence[SourceRows] = source.parts
     else:
         parts = [_read(source, split, config, name, limit)]
         if not len(parts[0]):
@@ -172,7 +172,7 @@ def mix(sources: Sequence[tuple[Any, Positive]]) -> Rows:
     """
     if not sources:
         raise EnvError("expected at least one (dataset, weight) to mix, found none")
-    parts: list[Part] = []
+    parts: list[SourceRows] = []
     for source, weight in sources:
         rows = read_dataset(source, name=f"dataset {len(parts)} of the mixture")
         if len(rows.parts) > 1:
@@ -185,7 +185,7 @@ _READ = ("question", "answer", "prompt", "completion", "messages", "chosen", "re
 """Columns that something here reads."""
 
 
-def _renamed(part: Part, columns: Mapping[str, str]) -> Part:
+def _renamed(part: SourceRows, columns: Mapping[str, str]) -> SourceRows:
     """Rename columns; raises EnvError for missing and duplicate columns."""
     existing = part.columns
     renamed: dict[str, str] = {}
@@ -209,7 +209,7 @@ def _renamed(part: Part, columns: Mapping[str, str]) -> Part:
 # -- files ------------------------------------------------------------------------------------------------------------
 
 
-def read_file(path: Path) -> Part:
+def read_file(path: Path) -> SourceRows:
     """Read a file in the format of its suffix.
 
     Raises EnvError for no file, an unknown suffix, text that is not UTF-8, a damaged line, or a duplicate column.
@@ -243,7 +243,7 @@ def _text(path: Path) -> str:
         ) from error
 
 
-def _json(path: Path, kind: str) -> Part:
+def _json(path: Path, kind: str) -> SourceRows:
     """Read one object a line, or a list of objects."""
     text = _text(path)
     if kind == ".json" and text.lstrip().startswith("["):
@@ -278,7 +278,7 @@ def _check_unique(names: Sequence[str], where: str) -> None:
         raise EnvError(f"{where} has the column {shown(twice)} twice; rename or remove one of them")
 
 
-def _csv(path: Path, kind: str) -> Part:
+def _csv(path: Path, kind: str) -> SourceRows:
     delimiter, name = (",", "comma") if kind == ".csv" else ("\t", "tab")
     rows, lines = [], []
     limit = csv.field_size_limit(sys.maxsize)  # 128 KiB unless raised; it is process-wide, so it is put back below
@@ -306,7 +306,7 @@ def _csv(path: Path, kind: str) -> Part:
     return _part(path.name, rows, header, lines)
 
 
-def _parquet(path: Path) -> Part:
+def _parquet(path: Path) -> SourceRows:
     import datasets
     import pyarrow.parquet
 
@@ -338,7 +338,7 @@ def without_decoding(dataset: Any) -> Any:
 # -- rows in memory, streams and the hub ------------------------------------------------------------------------------
 
 
-def _read(source: Any, split: str, config: str | None, name: str, limit: int | None) -> Part:
+def _read(source: Any, split: str, config: str | None, name: str, limit: int | None) -> SourceRows:
     if isinstance(source, str | Path):
         if isinstance(source, Path) or names_a_file(source):
             return read_file(Path(source).expanduser())

@@ -22,7 +22,7 @@ RETURNED = {"reset": ("observation", "info"), "step": ("observation", "reward", 
 Begun = tuple[Any, dict[str, Any]]
 """First observation, info."""
 
-Options = Mapping[str, Any] | None
+ResetOptions = Mapping[str, Any] | None
 """What gymnasium's ``reset`` takes besides the seed."""
 
 
@@ -43,7 +43,7 @@ class TextEnv(gymnasium.Env[Any, Any]):
     action_space: Space[Any]
 
     @abstractmethod
-    def reset(self, *, seed: int | None = None, options: Options = None) -> Begun:
+    def reset(self, *, seed: int | None = None, options: ResetOptions = None) -> Begun:
         """Begin the episode of ``seed`` (0 or more); return the first observation and info."""
 
     @abstractmethod

@@ -23,11 +23,11 @@ from agilerl.runs.directory import as_written
 from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.strict_json import read_json
 
-Line = dict[str, Any]
+JsonLine = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Exam:
+class ExamResult:
     """Fitness of one agent in one generation."""
 
     generation: int
@@ -53,7 +53,7 @@ class AgentRecord:
     mutations: list[dict[str, Any]] = field(default_factory=list)
     verdicts: list[tuple[int, str]] = field(default_factory=list)
     """Generations in which a selection said something about the agent, and what."""
-    exams: list[Exam] = field(default_factory=list)
+    exams: list[ExamResult] = field(default_factory=list)
     train: list[dict[str, Any]] = field(default_factory=list)
     """Train lines, by step."""
     tokens: dict[str, float] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class AgentRecord:
         return dict(steps)
 
     @property
-    def best(self) -> Exam | None:
+    def best(self) -> ExamResult | None:
         """The exam with the highest finite mean."""
         finite = [exam for exam in self.exams if exam.score.is_finite]
         return max(finite, key=lambda exam: exam.score.mean, default=None)
@@ -108,7 +108,7 @@ class RunRecord:
     summary: dict[str, Any]
     """summary.json; empty while the run is running."""
     agents: dict[int, AgentRecord]
-    timed: list[Line]
+    timed: list[JsonLine]
     """Lines of exams and selections, for their times; the scores are in ``agents``."""
     tests: dict[str, "HeldOutResult"]
     """Of "base", "elite" and "median_first_generation", as far as they are known."""
@@ -231,7 +231,7 @@ def load_run(path: Path) -> RunRecord:
         info = without_keys(read_run(path))  # a run of another version may name addresses with keys
         layout = RunLayout(path)
         summary = read_json(layout.summary) if layout.summary.exists() else {}
-        kinds: dict[str, list[Line]] = defaultdict(list)
+        kinds: dict[str, list[JsonLine]] = defaultdict(list)
         elapsed = []
         for line in read_lines(layout.metrics):
             kinds[str(line.get("kind"))].append(line)
@@ -325,7 +325,7 @@ def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int
     """Fill ``agents`` from lineage.jsonl and return the elite of each generation."""
     # Unlike hpo.lineage.family_tree, which computes with a whole lineage, it shows what there is of a damaged one.
     elites: dict[int, int] = {}
-    exams: dict[int, dict[int, Exam]] = defaultdict(dict)
+    exams: dict[int, dict[int, ExamResult]] = defaultdict(dict)
     for line in read_lines(layout.lineage):
         index, generation = line.get("agent"), line.get("generation")
         if not isinstance(index, int) or not isinstance(generation, int):
@@ -349,7 +349,7 @@ def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int
             case "fitness":
                 step = int(number_or(line.get("step"), generation))
                 # Of an exam written twice, the last line counts.
-                exams[index][generation] = Exam(generation, step, score_of(line))
+                exams[index][generation] = ExamResult(generation, step, score_of(line))
                 agent.tokens = {k: number(v) for k, v in (line.get("tokens") or {}).items()}
     for agent in agents.values():
         agent.exams = sorted(exams[agent.index].values(), key=lambda exam: exam.step)
@@ -358,9 +358,9 @@ def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int
     return elites
 
 
-def _read_train(lines: Iterable[Line], agents: dict[int, AgentRecord]) -> int:
+def _read_train(lines: Iterable[JsonLine], agents: dict[int, AgentRecord]) -> int:
     """Fill in the train lines; return how many could not be assigned. Of a step written twice, the last line counts."""
-    steps: dict[int, dict[int, Line]] = defaultdict(dict)
+    steps: dict[int, dict[int, JsonLine]] = defaultdict(dict)
     unassigned = 0
     for line in lines:
         if _whole(line.get("agent")) is None or _whole(line.get("step")) is None:
@@ -372,7 +372,7 @@ def _read_train(lines: Iterable[Line], agents: dict[int, AgentRecord]) -> int:
     return unassigned
 
 
-def _read_exams(lines: Iterable[Line], agents: dict[int, AgentRecord]) -> None:
+def _read_exams(lines: Iterable[JsonLine], agents: dict[int, AgentRecord]) -> None:
     """Fill in exams that are missing from the lineage, from the eval lines."""
     for line in lines:
         index, generation, step = (_whole(line.get(key)) for key in ("agent", "generation", "step"))
@@ -380,7 +380,7 @@ def _read_exams(lines: Iterable[Line], agents: dict[int, AgentRecord]) -> None:
             continue
         agent = agents.setdefault(index, AgentRecord(index))
         if generation not in {exam.generation for exam in agent.exams}:
-            agent.exams.append(Exam(generation, step, score_of(line, "eval/", "reward_mean")))
+            agent.exams.append(ExamResult(generation, step, score_of(line, "eval/", "reward_mean")))
     for agent in agents.values():
         agent.exams.sort(key=lambda exam: exam.step)
 
@@ -396,7 +396,7 @@ class HeldOutResult:
     """A digest of the questions that these scores belong to."""
 
 
-def held_out_results(lines: Iterable[Line], summary: Mapping[str, Any]) -> dict[str, HeldOutResult]:
+def held_out_results(lines: Iterable[JsonLine], summary: Mapping[str, Any]) -> dict[str, HeldOutResult]:
     """Return the results of the test by who took it, from the metrics and, where these lack one, from the summary."""
     elite = (summary.get("elite") or {}).get("index")
     results = {

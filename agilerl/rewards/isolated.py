@@ -17,9 +17,9 @@ from typing import Any
 
 from agilerl.checks.arguments import Count, Positive, checked, shown
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
-from agilerl.rewards.grader import Grader
+from agilerl.rewards.grader import Grader, Outcome
 from agilerl.rewards.sandbox import Contained
-from agilerl.rewards.waiting import Answer, WaitingGrader
+from agilerl.rewards.waiting import WaitingGrader
 
 WORKER = Path(__file__).with_name("worker.py")
 STARTING = 60.0
@@ -107,7 +107,7 @@ class IsolatedGrader(WaitingGrader):
         for _ in range(self.workers):
             self._idle.get().stop()
 
-    def answer(self, question: Mapping[str, Any]) -> Answer:
+    def answer(self, question: Mapping[str, Any]) -> Outcome:
         """Return the score that a process answers with, or why there is none."""
         worker = self._idle.get()
         try:

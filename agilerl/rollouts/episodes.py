@@ -68,7 +68,7 @@ def collect_episodes(
     for p in playing:
         if of_slot[p.ask.slot] <= UNIT_ROWS:
             p.conversation = Conversation()
-    with _Stepping(task) as stepping:
+    with _TurnStepping(task) as stepping:
         for p in playing:
             stepping.step(p, partial(p.episode.begin, p.ask.place.row["seed"]))
         stepping.finish()
@@ -77,7 +77,7 @@ def collect_episodes(
     turn, seconds = 0, list[float]()
     while live := [p for p in playing if not p.episode.done]:
         start = perf_counter()
-        with _Stepping(task) as stepping:
+        with _TurnStepping(task) as stepping:
             requests = [_request(p, turn) for p in live]
             early = partial(_act_early, stepping, tokenizer, live)
             generated = engine.generate(requests, early) if stepping.early else engine.generate(requests)
@@ -126,7 +126,7 @@ def episode_metrics(trajectories: Sequence[Trajectory], episodes: int) -> dict[s
     return metrics
 
 
-class _Stepping(Stepping):
+class _TurnStepping(Stepping):
     """Lets the environments of one turn work; an episode whose environment fails is over."""
 
     def __init__(self, task: EpisodeTask) -> None:
@@ -149,7 +149,7 @@ class _Stepping(Stepping):
                 p.fail("timeout" if isinstance(error, TimeoutError) else "reward_error", message)
 
 
-def _act(stepping: _Stepping, tokenizer: Any, completions: Sequence[tuple[_Playing, Completion]]) -> None:
+def _act(stepping: _TurnStepping, tokenizer: Any, completions: Sequence[tuple[_Playing, Completion]]) -> None:
     """Let the environments answer completions."""
     whole = [(p, completion) for p, completion in completions if completion.finish_reason != "oom"]
     texts = decode_completions(tokenizer, [completion.token_ids for _, completion in whole])
@@ -158,7 +158,7 @@ def _act(stepping: _Stepping, tokenizer: Any, completions: Sequence[tuple[_Playi
 
 
 def _act_early(
-    stepping: _Stepping, tokenizer: Any, live: Sequence[_Playing], request: int, sample: int, completion: Completion
+    stepping: _TurnStepping, tokenizer: Any, live: Sequence[_Playing], request: int, sample: int, completion: Completion
 ) -> None:
     """Let the environment of one episode answer, as an engine reports its completion."""
     _act(stepping, tokenizer, [(live[request], completion)])

@@ -45,7 +45,7 @@ def logprob_tolerance(dtype: torch.dtype) -> float:
     return {torch.float64: 1e-4, torch.float32: 1e-2}.get(dtype, 0.5)
 
 
-Row = tuple[int, int]
+RowKey = tuple[int, int]
 """(request, sample)."""
 
 
@@ -53,7 +53,7 @@ class _Unit(NamedTuple):
     """Rows of one slot that enter together; the cut depends on the slot's own requests, and on memory."""
 
     slot: int | None
-    rows: list[Row]
+    rows: list[RowKey]
     filling: int = 0
     """Rows after them that only fill up the matrix products."""
 
@@ -156,9 +156,9 @@ class TorchEngine:
             parts = [range(start, min(start + chunk, len(requests))) for start in range(0, len(requests), chunk)]
             generated = [self.generate([requests[k] for k in part], of_part(on_completion, part)) for part in parts]
             return [group for part in generated for group in part]
-        completions: dict[Row, Completion] = {}
+        completions: dict[RowKey, Completion] = {}
 
-        def end(row: Row, completion: Completion) -> None:
+        def end(row: RowKey, completion: Completion) -> None:
             completions[row] = completion
             if on_completion is not None:
                 on_completion(*row, completion)
@@ -167,7 +167,7 @@ class TorchEngine:
         every = _rows(requests, 0)
         before = self.limits.decode_rows
 
-        def arrived() -> list[Row]:
+        def arrived() -> list[RowKey]:
             """Take what has arrived; returns its rows."""
             further = arrivals() if arrivals is not None else ()
             self._check_prompts(further)
@@ -232,13 +232,15 @@ class TorchEngine:
                 why = f"its log-probs differ by {apart:.2g} from those of a forward pass"
                 raise EngineError(_UNDECODABLE.format(name, why))
 
-    def _units(self, requests: Sequence[GenerationRequest], rows: Sequence[Row], *, apart: bool = False) -> list[_Unit]:
+    def _units(
+        self, requests: Sequence[GenerationRequest], rows: Sequence[RowKey], *, apart: bool = False
+    ) -> list[_Unit]:
         """Cut the rows of each slot into units: the first ones of all slots, then the second ones, and so on.
 
         With ``apart`` units are filled up, so that a row is multiplied alike in a unit of any size.
         """
         size = self.limits.decoding(min(self.unit_rows, self.max_rows))
-        of_slot: dict[int | None, list[Row]] = {}
+        of_slot: dict[int | None, list[RowKey]] = {}
         for row in rows:
             of_slot.setdefault(requests[row[0]].slot, []).append(row)
         order = sorted(of_slot, key=lambda slot: (slot is None, slot or 0))
@@ -361,14 +363,14 @@ class _Decoder:
         engine: TorchEngine,
         requests: Sequence[GenerationRequest],
         units: Sequence[_Unit],
-        end: Callable[[Row, Completion], None],
-        arrived: Callable[[], list[Row]] | None = None,
+        end: Callable[[RowKey, Completion], None],
+        arrived: Callable[[], list[RowKey]] | None = None,
     ) -> None:
         self.engine, self.base, self.requests, self._end, self._arrived = engine, engine.base, requests, end, arrived
         self.waiting = deque(units)
         self.blocks: list[_Block] = []
         """Blocks with adapters come first: rows of a batch beyond the route use the base model alone."""
-        self.in_flight: list[Row] = []
+        self.in_flight: list[RowKey] = []
         """All rows at the time when some entered last."""
         self._most = max(engine.limits.decoding(engine.max_rows), 1)
         layers, multiple = self.base.num_layers, engine._row_multiple
@@ -380,7 +382,7 @@ class _Decoder:
         self._eos = engine._eos.cpu()
         self._route: Route | None = None
         self._trees, self._tree_rows = _trees(requests if self.base.flattens and arrived is None else [])
-        self._kept: dict[Row, tuple[Kept, Sequence[int]]] = {}
+        self._kept: dict[RowKey, tuple[Kept, Sequence[int]]] = {}
         """For rows that have ended: what their conversations keep once all rows have succeeded."""
 
     def run(self) -> bool:
@@ -451,7 +453,7 @@ class _Decoder:
 
     def _cut(self, unit: _Unit) -> Iterator[tuple[_Unit, int]]:
         """Yield parts of a unit whose prompts fit in one prefill, or have one prompt; and the tokens of these."""
-        tree, rows, spent = self._trees[unit.slot], list[Row](), 0
+        tree, rows, spent = self._trees[unit.slot], list[RowKey](), 0
         lengths, paths, shared = (tree.ends - tree.starts).tolist(), tree.paths, tree.own.tolist()
         there, asked = set[int](), set[int]()
         for number, sample in unit.rows:
@@ -657,7 +659,7 @@ def _nothing_in_common(rows: int) -> TokenTree:
     return TokenTree(nothing, nothing, nothing, nothing, torch.full((rows,), -1))
 
 
-def _rows(requests: Sequence[GenerationRequest], first: int) -> list[Row]:
+def _rows(requests: Sequence[GenerationRequest], first: int) -> list[RowKey]:
     """Return the rows of the requests from a number on."""
     return [(k, sample) for k in range(first, len(requests)) for sample in range(requests[k].samples)]
 
@@ -681,7 +683,7 @@ def _padded(prompts: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
     return ids, lengths
 
 
-def _uniforms(seed: int, requests: Sequence[GenerationRequest], rows: Sequence[Row], steps: int) -> np.ndarray:
+def _uniforms(seed: int, requests: Sequence[GenerationRequest], rows: Sequence[RowKey], steps: int) -> np.ndarray:
     """Return the number in [0, 1) that decides each draw, ``[R, steps]``; 0 for rows that decode greedily."""
     table = np.zeros((len(rows), steps))
     keys: dict[str, dict[int, tuple[int, ...]]] = {}

@@ -28,7 +28,7 @@ FEWEST = 4
 """Fewer prompts or paid completions say nothing."""
 SAMPLES, _MOST_CHARACTERS = 3, 500
 
-Row = Mapping[str, Any]
+CompletionRow = Mapping[str, Any]
 """``prompt``, ``completion``, ``answer`` (the right one; empty: unknown), ``reward`` (None: no grade) and
 ``finish_reason``, as in a completions file."""
 
@@ -37,7 +37,7 @@ _PARTS = re.compile(r"[a-z]+|\d+|[^\s\da-z]")
 _EMPTY = re.compile(r"</?\w+>|\\boxed\s*\{\s*\}|[\s$]+")
 
 
-def hacks(rows: Sequence[Row], before: Sequence[Row]) -> list[Symptom]:
+def hacks(rows: Sequence[CompletionRow], before: Sequence[CompletionRow]) -> list[Symptom]:
     """Return what most of the paid completions are, if no right answer is like that; nothing without a rise.
 
     A completion is paid if it earns more than the mean of those ``before``. The reward has risen if the mean of the
@@ -78,7 +78,7 @@ def hacks_of_run(completions: Path) -> dict[int, list[Symptom]]:
         before = read_completions(completions, first) if last else []
     except CheckpointError:
         return {}
-    of_agents: dict[int, list[Row]] = defaultdict(list)
+    of_agents: dict[int, list[CompletionRow]] = defaultdict(list)
     for rows in last.values():
         for row in rows:
             of_agents[row["agent"]].append(_checked(row))
@@ -86,7 +86,7 @@ def hacks_of_run(completions: Path) -> dict[int, list[Symptom]]:
     return {index: hacks(rows, base) for index, rows in of_agents.items()}
 
 
-def _checked(row: Row) -> Row:
+def _checked(row: CompletionRow) -> CompletionRow:
     """Return a row of a file, which may hold anything, without what cannot be compared."""
     reward = row["reward"]
     is_graded = isinstance(reward, int | float) and abs(reward) < _LARGEST
@@ -94,7 +94,7 @@ def _checked(row: Row) -> Row:
     return {**texts, "reward": reward if is_graded else None}
 
 
-def _fitness(rows: Iterable[Row]) -> Fitness:
+def _fitness(rows: Iterable[CompletionRow]) -> Fitness:
     """Return the mean reward over prompts; without scores, since the prompts of two batches differ."""
     of_prompts: dict[str, list[float]] = defaultdict(list)
     for row in rows:
@@ -109,11 +109,11 @@ def _fitness(rows: Iterable[Row]) -> Fitness:
 # -- signs: the paid completions that look like no right answer --------------------------------------------------------
 
 
-def _empty(paid: Sequence[Row]) -> list[Row]:
+def _empty(paid: Sequence[CompletionRow]) -> list[CompletionRow]:
     return [row for row in paid if not _EMPTY.sub("", row["completion"])]
 
 
-def _copied(paid: Sequence[Row]) -> list[Row]:
+def _copied(paid: Sequence[CompletionRow]) -> list[CompletionRow]:
     """Copies of the prompt; of a part of it only where right answers do not stand in prompts."""
     parts = _known(paid) and 2 * sum(_parts(r["answer"]) in _parts(r["prompt"]) for r in paid) <= len(paid)
     copies = []
@@ -133,7 +133,7 @@ def _copied(paid: Sequence[Row]) -> list[Row]:
     return copies
 
 
-def _alike(paid: Sequence[Row]) -> list[Row]:
+def _alike(paid: Sequence[CompletionRow]) -> list[CompletionRow]:
     """The commonest completion, if the right answers of its prompts differ."""
     ((text, _),) = Counter(_parts(row["completion"]) for row in paid).most_common(1)
     alike = [row for row in paid if _parts(row["completion"]) == text]
@@ -142,14 +142,14 @@ def _alike(paid: Sequence[Row]) -> list[Row]:
     return alike if different and answers.total() >= FEWEST else []
 
 
-def _cut(paid: Sequence[Row]) -> list[Row]:
+def _cut(paid: Sequence[CompletionRow]) -> list[CompletionRow]:
     """Those that ended at the limit before the right answer; of a long right answer its last part counts."""
     return [
         row for row in paid if row["finish_reason"] in _AT_LIMIT and row["answer"].strip() and not _gives_answer(row)
     ]
 
 
-def _short(paid: Sequence[Row]) -> list[Row]:
+def _short(paid: Sequence[CompletionRow]) -> list[CompletionRow]:
     """Those with fewer characters than every right answer, unless made of parts of their right answer."""
     if not _known(paid):
         return []
@@ -163,7 +163,7 @@ def _short(paid: Sequence[Row]) -> list[Row]:
     ]
 
 
-_SIGNS: Mapping[str, tuple[str, Callable[[Sequence[Row]], list[Row]]]] = {
+_SIGNS: Mapping[str, tuple[str, Callable[[Sequence[CompletionRow]], list[CompletionRow]]]] = {
     "empty": ("are empty", _empty),
     "copied": ("are copied from the prompt, where the right answers are not", _copied),
     "alike": ("are one and the same text, on questions with different answers", _alike),
@@ -183,19 +183,19 @@ def _words(text: str) -> list[str]:
     return [part for part in _parts(text).split() if part.isalnum()]
 
 
-def _known(rows: Sequence[Row]) -> bool:
+def _known(rows: Sequence[CompletionRow]) -> bool:
     """Return whether most rows have a right answer."""
     return 2 * sum(bool(row["answer"].strip()) for row in rows) > len(rows)
 
 
-def _gives_answer(row: Row) -> bool:
+def _gives_answer(row: CompletionRow) -> bool:
     text, answer = _parts(row["completion"]), _parts(row["answer"])
     last = (_words(row["answer"]) or answer.split())[-1]
     # A text that was cut within the right answer gives it as well.
     return f" {last} " in text or answer.startswith(text.rstrip())
 
 
-def _samples(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def _samples(rows: Sequence[CompletionRow]) -> list[dict[str, Any]]:
     """Return a few rows of different prompts, as a symptom shows them."""
     names = {"question": "prompt", "answer": "completion", "right": "answer"}
     return [

@@ -22,7 +22,7 @@ _NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _FILE_BYTES = 100_000_000
 LARGEST = 2**63 - 1
 
-Count = Annotated[int, Field(ge=0, le=LARGEST)]
+SavedCount = Annotated[int, Field(ge=0, le=LARGEST)]
 """A number of things, or the index of one."""
 
 

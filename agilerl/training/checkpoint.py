@@ -19,7 +19,7 @@ from agilerl.population import Population
 from agilerl.processes import Processes
 from agilerl.runs import strict_json
 from agilerl.runs.checkpoints import STATE, agent_folder
-from agilerl.runs.strict_json import Count, SavedValues, read_json
+from agilerl.runs.strict_json import SavedCount, SavedValues, read_json
 from agilerl.runtime import Runtime
 from agilerl.training.progress import OF_FILE, Progress
 
@@ -52,10 +52,10 @@ class StateFile(SavedValues):
     progress: Annotated[Progress, BeforeValidator(_complete)]
     memory: _Memory
     bank_rank: Annotated[int, Field(ge=1)]
-    next_index: Count
-    agents: Annotated[list[Count], Field(min_length=1)]
-    not_finite: list[Count] = Field(default_factory=list)
-    lineage_bytes: Count
+    next_index: SavedCount
+    agents: Annotated[list[SavedCount], Field(min_length=1)]
+    not_finite: list[SavedCount] = Field(default_factory=list)
+    lineage_bytes: SavedCount
     lineage_sha256: _Digest | None = None  # missing in old checkpoints
 
     @model_validator(mode="after")
@@ -69,9 +69,9 @@ class ClockFile(SavedValues):
     """The schema of ``clock.json``."""
 
     seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    metrics_bytes: Count
+    metrics_bytes: SavedCount
     metrics_sha256: _Digest | None = None
-    journal_records: Count
+    journal_records: SavedCount
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, InstanceOf, PlainSerial
 from agilerl.algorithms.state import AgentState
 from agilerl.config.training import TrainingConfig
 from agilerl.hpo.fitness import Fitness
-from agilerl.runs.strict_json import Count, SavedValues
+from agilerl.runs.strict_json import SavedCount, SavedValues
 
 
 def _by_index(values: Any) -> Any:
@@ -34,15 +34,15 @@ def _fitness(value: Any) -> Fitness:
 
 
 _Exam = Annotated[Fitness, BeforeValidator(_fitness), PlainSerializer(Fitness.state)]
-_Exams = Annotated[dict[Count, _Exam], BeforeValidator(_by_index)]
+_Exams = Annotated[dict[SavedCount, _Exam], BeforeValidator(_by_index)]
 _State = Annotated[InstanceOf[AgentState] | None, Field(exclude=True)]
 
 
 class Kept(SavedValues):
     """One of the best exams of a run, with the agent as it was."""
 
-    agent: Count
-    iteration: Count
+    agent: SavedCount
+    iteration: SavedCount
     fitness: _Exam
     state: _State = None
     """Its weights are in a folder of their own."""
@@ -51,7 +51,7 @@ class Kept(SavedValues):
 class Median(SavedValues):
     """The test of an agent."""
 
-    index: Count
+    index: SavedCount
     fitness: _Exam
 
 
@@ -60,23 +60,23 @@ class Progress(SavedValues):
 
     model_config = ConfigDict(extra="ignore")
 
-    iteration: Count = 0
+    iteration: SavedCount = 0
     """Rollouts and updates of every agent so far."""
-    generation: Count = 0
-    step: Count = 0
+    generation: SavedCount = 0
+    step: SavedCount = 0
     """Iterations of the current generation."""
-    samples: Count = 0
-    tokens: dict[str, Count] = Field(default_factory=lambda: {"generated": 0, "trained": 0, "evaluated": 0})
+    samples: SavedCount = 0
+    tokens: dict[str, SavedCount] = Field(default_factory=lambda: {"generated": 0, "trained": 0, "evaluated": 0})
     best: float = -math.inf
     """Best exam so far."""
     elite: _State = None
     """The agent that took it."""
-    elite_iteration: Count | None = None
+    elite_iteration: SavedCount | None = None
     kept: Annotated[list[Kept], Field(max_length=16)] = Field(default_factory=list)
     """The best exams, best first, one agent each; empty if only the elite is kept."""
-    pace: Annotated[dict[Count, Annotated[tuple[Count, Count], Field(strict=False)]], BeforeValidator(_by_index)] = (
-        Field(default_factory=dict)
-    )
+    pace: Annotated[
+        dict[SavedCount, Annotated[tuple[SavedCount, SavedCount], Field(strict=False)]], BeforeValidator(_by_index)
+    ] = Field(default_factory=dict)
     """Tokens and iterations of each agent in this generation; only kept if agents are compared at equal tokens."""
     fitness: _Exams = Field(default_factory=dict)
     """Last exam of every agent, living or dead."""

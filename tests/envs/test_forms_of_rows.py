@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agilerl.envs.curation import Form, RowFaultError, form_of
+from agilerl.envs.curation import RowFaultError, RowForm, form_of
 from agilerl.errors import EnvError
 
 ASK = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1+1"}]
@@ -83,7 +83,7 @@ WORDS = st.lists(st.sampled_from(["ab", "a", "b", " ", "\n", "no", "x"]), max_si
 def test_texts_with_a_common_beginning_are_divided_without_loss(shared: str, chosen: str, rejected: str) -> None:
     row = {"chosen": shared + chosen, "rejected": shared + rejected}
     try:
-        sample = Form(None, "chosen", pairs=True).read(row)
+        sample = RowForm(None, "chosen", pairs=True).read(row)
     except RowFaultError:
         return
     assert sample.prompt + sample.response == row["chosen"]
@@ -110,8 +110,8 @@ def test_a_missing_column_is_told_with_the_nearest(purpose: str, needs: str, col
         form_of(columns, purpose, "x", needs=needs)
 
 
-QA, TALK, PAIR = Form("question", "answer"), Form("messages", "messages"), Form("prompt", "chosen", pairs=True)
-ALONE = Form(None, "chosen", pairs=True)
+QA, TALK, PAIR = RowForm("question", "answer"), RowForm("messages", "messages"), RowForm("prompt", "chosen", pairs=True)
+ALONE = RowForm(None, "chosen", pairs=True)
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,9 @@ ALONE = Form(None, "chosen", pairs=True)
         (QA, {"question": "1", "answer": ""}, "empty", "answer, found ''"),
         (QA, {"question": [], "answer": "2"}, "empty", r"column question, found \[\]"),
         (QA, {"question": "a\ud800", "answer": "2"}, "not_text", "half of a character"),
-        (Form("question", "answer", "any"), {"question": "1", "answer": None}, "missing", "answer, found None"),
+        (RowForm("question", "answer", "any"), {"question": "1", "answer": None}, "missing", "answer, found None"),
         (
-            Form("question", grades_text=True),
+            RowForm("question", grades_text=True),
             {"question": "1", "answer": 5},
             "not_text",
             r"text .* column answer, found 5",
@@ -160,7 +160,7 @@ ALONE = Form(None, "chosen", pairs=True)
         (ALONE, {"chosen": ASK, "rejected": [ASK[0], ASK[0]]}, "missing", "the assistant"),
     ],
 )
-def test_what_is_wrong_with_a_row(form: Form, row: dict, kind: str, message: str) -> None:
+def test_what_is_wrong_with_a_row(form: RowForm, row: dict, kind: str, message: str) -> None:
     with pytest.raises(RowFaultError, match=message) as caught:
         form.read(row)
     assert caught.value.kind == kind

@@ -10,7 +10,7 @@ import pytest
 from agilerl.errors import EngineError, RewardError
 from agilerl.rewards import JudgeGrader, PairwiseJudgeGrader
 from agilerl.rollouts.teacher import TeacherEndpoint
-from agilerl.rollouts.vllm.backend import Row
+from agilerl.rollouts.vllm.backend import SampleRequest
 from tests.rewards.chat_server import chat, serve
 from tests.rollouts.test_vllm_server import GOOD, ROW, answering, client
 
@@ -71,7 +71,7 @@ def test_an_answer_may_be_as_long_as_was_asked() -> None:
     assert len(json.dumps(answer)) > 4 * 2**20
     with answering({**GOOD, "/v1/completions": (200, answer)}) as url, client(url) as server:
         server.start(2, 4, None)
-        (found,) = server.complete([Row([5], {"max_tokens": 40_000}, None)])
+        (found,) = server.complete([SampleRequest([5], {"max_tokens": 40_000}, None)])
     assert (found.token_ids, found.logprobs) == (tokens, logprobs)
 
 

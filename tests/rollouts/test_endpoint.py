@@ -32,7 +32,7 @@ from agilerl.envs.prompts import ChatFormat
 from agilerl.errors import ConfigError, EngineError, EnvError
 from agilerl.rollouts.endpoint.collect import _answer, _arrived
 from agilerl.rollouts.endpoint.server import Endpoint
-from agilerl.rollouts.endpoint.session import Session
+from agilerl.rollouts.endpoint.session import ProgramSession
 from agilerl.rollouts.engine import Ask, Conversation, GenerationRequest, SamplingSettings
 from agilerl.training.evaluation import _last_reply, before_and_after
 
@@ -505,7 +505,7 @@ class Served:
         self.runtime = Runtime.from_pretrained("embedded", seed=0)
         self.engine = engine or self.runtime.engine
         self.agent = GRPO(runtime=self.runtime, index=0, group_size=2, batch_size=2, max_output_tokens=8, seed=0)
-        self.sessions: list[Session] = []
+        self.sessions: list[ProgramSession] = []
         self.endpoint = Endpoint(
             self.runtime.tokenizer,
             self.sessions,
@@ -515,7 +515,7 @@ class Served:
         )
         ask = Ask(self.agent.slot, Place({}), 1, self.agent.sampling, self.agent.context_length, 0, key=(0, 0, 0))
         for sample in range(episodes):
-            self.sessions.append(Session(ask, sample, AgentLimitsConfig(**limits), self.endpoint.chat_of))
+            self.sessions.append(ProgramSession(ask, sample, AgentLimitsConfig(**limits), self.endpoint.chat_of))
         self.ended = threading.Event()
 
     def __enter__(self) -> "Served":

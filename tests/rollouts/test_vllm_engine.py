@@ -21,7 +21,7 @@ from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.torch_engine import TorchEngine
 from agilerl.rollouts.vllm import colocated
-from agilerl.rollouts.vllm.backend import Answer, OnAnswer, Row, StagedAdapter
+from agilerl.rollouts.vllm.backend import Generated, OnGenerated, SampleRequest, StagedAdapter
 from agilerl.rollouts.vllm.engine import VLLMEngine, trainer_logprobs
 from agilerl.runtime import Runtime
 from tests.models.perturbed import perturb
@@ -62,7 +62,7 @@ class SecondCopy:
     def drop(self, adapter: StagedAdapter) -> None:
         self.runtime.store.release(self.slots.pop(adapter.number))
 
-    def complete(self, rows: Sequence[Row], answered: OnAnswer | None = None) -> list[Answer]:
+    def complete(self, rows: Sequence[SampleRequest], answered: OnGenerated | None = None) -> list[Generated]:
         if self.fails:
             raise EngineError("vLLM failed while sampling")
         self.calls.append([None if row.adapter is None else row.adapter.number for row in rows])
@@ -87,8 +87,8 @@ class SecondCopy:
         """Do nothing."""
 
 
-def _answer(completion: Completion) -> Answer:
-    return Answer(completion.token_ids, completion.logprobs, completion.finish_reason)
+def _answer(completion: Completion) -> Generated:
+    return Generated(completion.token_ids, completion.logprobs, completion.finish_reason)
 
 
 @pytest.fixture
@@ -238,9 +238,9 @@ def test_after_a_failure_the_adapters_are_sent_again(runtime: Runtime) -> None:
 class Shifted(SecondCopy):
     """Reports log-probs that are half a nat too high."""
 
-    def complete(self, rows: Sequence[Row], answered: OnAnswer | None = None) -> list[Answer]:
+    def complete(self, rows: Sequence[SampleRequest], answered: OnGenerated | None = None) -> list[Generated]:
         answers = super().complete(rows)
-        return [Answer(a.token_ids, [p + 0.5 for p in a.logprobs], a.finish_reason) for a in answers]
+        return [Generated(a.token_ids, [p + 0.5 for p in a.logprobs], a.finish_reason) for a in answers]
 
 
 def gradient(backend: SecondCopy, **settings: object) -> torch.Tensor:

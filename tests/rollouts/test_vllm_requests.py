@@ -13,7 +13,7 @@ from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.models.operators import resize
 from agilerl.models.slots import AdamWSettings, adamw_step
 from agilerl.rollouts import GenerationRequest, SamplingSettings
-from agilerl.rollouts.vllm.backend import Answer, Row, completion_of, request_seed, row_of
+from agilerl.rollouts.vllm.backend import Generated, SampleRequest, completion_of, request_seed, row_of
 from agilerl.rollouts.vllm.engine import AdapterVersions, OffloadedBase
 from agilerl.runtime import Runtime
 from tests.models.perturbed import perturb
@@ -120,14 +120,14 @@ def test_seeds_belong_to_purpose_key_and_sample() -> None:
 def test_a_limit_is_the_request_s_or_the_context_s(room: int, asked: int, ended: str) -> None:
     row = row_of(REQUEST, 0, adapter=None, room=room, eos=(), config=VLLMConfig())
     assert row.sampling["max_tokens"] == asked
-    assert completion_of(Answer([7] * asked, [-0.5] * asked, "length"), row).finish_reason == ended
+    assert completion_of(Generated([7] * asked, [-0.5] * asked, "length"), row).finish_reason == ended
 
 
 def test_answers_become_completions() -> None:
-    row = Row([1], {}, None)
-    assert completion_of(Answer([7, 1], [-0.5, -0.1], "stop"), row).finish_reason == "stop"
-    assert completion_of(Answer([7], [-0.5], "abort"), row).finish_reason == "error"
-    broken = completion_of(Answer([7, 8, 9], [-0.5, math.nan, -0.1], "stop"), row)
+    row = SampleRequest([1], {}, None)
+    assert completion_of(Generated([7, 1], [-0.5, -0.1], "stop"), row).finish_reason == "stop"
+    assert completion_of(Generated([7], [-0.5], "abort"), row).finish_reason == "error"
+    broken = completion_of(Generated([7, 8, 9], [-0.5, math.nan, -0.1], "stop"), row)
     assert (broken.token_ids, broken.finish_reason) == ([7, 8], "error")
 
 

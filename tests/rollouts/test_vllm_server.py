@@ -14,12 +14,12 @@ import pytest
 from agilerl.config.vllm import VLLMConfig
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import BaseModel, load_tokenizer
-from agilerl.rollouts.vllm.backend import Answer, Row, StagedAdapter
+from agilerl.rollouts.vllm.backend import Generated, SampleRequest, StagedAdapter
 from agilerl.rollouts.vllm.server import VLLMServer
 from tests.rollouts.test_vllm_requests import make_runtime
 
 ADAPTER = StagedAdapter("agilerl-x-1", 1, Path("/nowhere"), 4)
-ROW = Row([5, 6], {"max_tokens": 2, "temperature": 1.0, "seed": 7}, None)
+ROW = SampleRequest([5, 6], {"max_tokens": 2, "temperature": 1.0, "seed": 7}, None)
 
 Replies = dict[str, tuple[int, Any]]
 
@@ -93,8 +93,8 @@ def test_a_server_that_answers_is_used() -> None:
         server.start(2, 4, None)
         assert server.context_length == 64
         server.load(ADAPTER)
-        (answer, of_base) = server.complete([Row([5], {"seed": 1, "max_tokens": 2}, ADAPTER), ROW])
-    assert answer == Answer([7, 8], [-0.5, -1.0], "length")
+        (answer, of_base) = server.complete([SampleRequest([5], {"seed": 1, "max_tokens": 2}, ADAPTER), ROW])
+    assert answer == Generated([7, 8], [-0.5, -1.0], "length")
     assert of_base.token_ids == [7, 8]
     bodies = {body["model"]: body for path, body in seen if path == "/v1/completions"}
     assert bodies["agilerl-x-1"] == {
@@ -126,7 +126,7 @@ def test_each_answer_is_reported_when_it_arrives() -> None:
 
     heard: dict[int, list[int]] = {}
 
-    def answered(place: int, answer: Answer) -> None:
+    def answered(place: int, answer: Generated) -> None:
         heard[place] = answer.token_ids
         arrived.set()
 

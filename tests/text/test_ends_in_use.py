@@ -19,7 +19,7 @@ from agilerl.envs.prompts import ChatFormat, decode_completions, render_prompt
 from agilerl.errors import ConfigError, EnvError
 from agilerl.models.base import BaseModel, from_model
 from agilerl.rollouts import GenerationRequest, SamplingSettings
-from agilerl.rollouts.endpoint.session import Rendering, Session
+from agilerl.rollouts.endpoint.session import ProgramSession, Rendering
 from agilerl.rollouts.engine import Ask
 from agilerl.runtime import Runtime
 from agilerl.text.contract import contract_of, with_ends
@@ -125,7 +125,7 @@ def test_a_program_s_next_call_has_the_tokens_of_the_template(
     )
     tokenizer.bos_token = tokenizer.eos_token
     ask = Ask(0, Place({}), 1, lambda length: SAMPLING, 500, 0, key=(0, 0, 0))
-    session = Session(ask, 0, AgentLimitsConfig(), lambda tools: Rendering(ChatFormat(tokenizer)))
+    session = ProgramSession(ask, 0, AgentLimitsConfig(), lambda tools: Rendering(ChatFormat(tokenizer)))
     messages = [*opening, {"role": "user", "content": "one"}]
     first = session.of_messages(messages, [])
     ids = [*tokenizer(reply, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]

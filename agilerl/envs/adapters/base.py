@@ -10,7 +10,7 @@ import gymnasium
 from gymnasium.spaces import Space, Text
 
 from agilerl.checks.arguments import Count, Hint, described, taken
-from agilerl.envs.text_env import Begun, Options, StepResult, TextEnv
+from agilerl.envs.text_env import Begun, ResetOptions, StepResult, TextEnv
 from agilerl.errors import ConfigError, EnvError
 from agilerl.streams import sealed, stream
 
@@ -77,7 +77,7 @@ class Adapter(TextEnv):
         """Pass an action to the inner environment."""
         return self.inner.step(action)  # type: ignore[no-any-return]
 
-    def reset(self, *, seed: int | None = None, options: Options = None) -> Begun:
+    def reset(self, *, seed: int | None = None, options: ResetOptions = None) -> Begun:
         """Begin an episode. ``options`` are not passed on."""
         if self._closed:
             raise EnvError(f"this environment ({type(self.inner).__name__}) was closed; make a new one")

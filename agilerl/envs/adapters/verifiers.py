@@ -18,7 +18,7 @@ MOST_TASKS, MOST_OF_INFINITE = 10_000, 1_000
 """Tasks that are read of a taskset."""
 
 
-class Answer(str):
+class GradedAnswer(str):
     """The last answer of an episode, and what the taskset gives for it."""
 
     reward: float
@@ -67,9 +67,9 @@ class TasksetTask(Task):
     def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
         """Return the reward of the episode; None for a text that no episode has led to."""
         result = row.get("result")
-        return result.reward if isinstance(result, Answer) else None
+        return result.reward if isinstance(result, GradedAnswer) else None
 
-    async def play(self, client: Any, row: Row) -> Answer:
+    async def play(self, client: Any, row: Row) -> GradedAnswer:
         """Run the harness on a task: the program of these tasks.
 
         Raises EnvError if verifiers reports an error.
@@ -90,7 +90,7 @@ class TasksetTask(Task):
             errors = [error for trace in ended.traces for error in trace.errors] + ended.errors
             raise EnvError("; ".join(f"{error.type}: {error.message}" for error in errors) or "it did not end")
         (trace,) = ended.traces
-        return Answer(trace.last_reply, float(trace.reward))
+        return GradedAnswer(trace.last_reply, float(trace.reward))
 
     def _serve(self) -> None:
         """Start what all episodes share, its event loop included, unless it runs."""

@@ -16,7 +16,7 @@ from agilerl.envs.adapters.base import AnyText
 from agilerl.envs.core import Row, Split, Task, score_completions
 from agilerl.envs.datasets import DatasetTask
 from agilerl.envs.prompts import as_messages, render_text, text_ids
-from agilerl.envs.text_env import Begun, Observation, Options, StepResult, TextEnv
+from agilerl.envs.text_env import Begun, Observation, ResetOptions, StepResult, TextEnv
 from agilerl.envs.tools.parsers import (
     MalformedCall,
     TemplateParser,
@@ -103,7 +103,7 @@ class ToolEnv(TextEnv):
         self._make_tools()
         self.task = _as_task(task, grader, _reward_of(self._environment))
         self.max_turns, self.max_result_chars = max_turns, max_result_chars
-        self.observation_space, self.action_space = Conversation(), AnyText()
+        self.observation_space, self.action_space = ConversationSpace(), AnyText()
         self._announce, self._instructions = announce, system_prompt
         # The one parser that needs no tokenizer: it is ready before bind().
         if isinstance(parser, str) and parser_of(parser) is TextTagParser:
@@ -166,7 +166,7 @@ class ToolEnv(TextEnv):
         self._forbidden = re.compile("|".join(map(re.escape, spellings))) if spellings else None
 
     @checked
-    def reset(self, *, seed: Whole | None = None, options: Options = None) -> Begun:
+    def reset(self, *, seed: Whole | None = None, options: ResetOptions = None) -> Begun:
         """Ask the question of ``seed``; by default the last seed plus one. Raises EnvError for a split without rows."""
         seed = self._begin_episode(seed)
         gymnasium.Env.reset(self, seed=seed)  # seeds gymnasium's generator, which episodes do not use
@@ -292,7 +292,7 @@ class ToolEnv(TextEnv):
         return {"tool_calls": 0, "tool_errors": 0, "tool_truncated": 0, **self._counts}
 
 
-class Conversation(AnyText):
+class ConversationSpace(AnyText):
     """Any text, and any list of messages ``{"role": ..., "content": ...}`` , not empty."""
 
     def contains(self, x: Any) -> bool:

@@ -15,7 +15,7 @@ from agilerl.envs.programs import AgentTask, run_program
 from agilerl.errors import EnvError
 from agilerl.rewards.grader import MESSAGES, OPENING, GradedRow
 from agilerl.rollouts.endpoint.server import Endpoint, Pending
-from agilerl.rollouts.endpoint.session import Session
+from agilerl.rollouts.endpoint.session import ProgramSession
 from agilerl.rollouts.engine import Ask, CollectReport, Failure, RolloutEngine
 from agilerl.rollouts.grading import Verdict, verdicts_of
 from agilerl.sizes import UNIT_ROWS
@@ -27,12 +27,12 @@ _POLL = 0.05
 
 
 @dataclass(eq=False)
-class _Episode:
+class _ProgramRun:
     """One run of the program."""
 
     number: int
     """Position of its ask."""
-    session: Session
+    session: ProgramSession
     opening: str
     """What the chat template writes of each answer."""
     result: Any = None
@@ -76,7 +76,7 @@ def collect_programs(
     """
     report, start = CollectReport(), perf_counter()
     of_slot = Counter(ask.slot for ask in asks for _ in range(ask.samples))
-    sessions = list[Session]()
+    sessions = list[ProgramSession]()
     endpoint = Endpoint(
         tokenizer,
         sessions,
@@ -89,8 +89,8 @@ def collect_programs(
         for sample in range(ask.samples):
             # By the agent's own episodes alone: kept caches change last bits, which must not depend on other agents.
             keeps = of_slot[ask.slot] <= UNIT_ROWS
-            sessions.append(Session(ask, sample, task.limits, endpoint.chat_of, keeps))
-            episodes.append(_Episode(number, sessions[-1], contract_of(tokenizer).left_open))
+            sessions.append(ProgramSession(ask, sample, task.limits, endpoint.chat_of, keeps))
+            episodes.append(_ProgramRun(number, sessions[-1], contract_of(tokenizer).left_open))
     # The endpoint ends first: if the engine fails, programs are refused, and no one waits for them to time out.
     # A second more than a program's own limit, which ends it and says why.
     with Stepping(task.limits.timeout + 1, workers=task.limits.concurrency) as stepping, endpoint:
@@ -118,7 +118,7 @@ def collect_programs(
     return groups, report
 
 
-def _arrived(endpoint: Endpoint, sessions: Sequence[Session], concurrency: int, quiet: float) -> list[Pending]:
+def _arrived(endpoint: Endpoint, sessions: Sequence[ProgramSession], concurrency: int, quiet: float) -> list[Pending]:
     """Return the requests that wait, once all programs wait or none has asked for a while; none after a while."""
     pending: list[Pending] = []
     while len(pending) < min(sum(not session.over for session in sessions), concurrency):
@@ -155,7 +155,7 @@ def _answer(engine: RolloutEngine, endpoint: Endpoint, pending: list[Pending]) -
             p.answer.cancel()
 
 
-def _graded(task: AgentTask, episodes: Sequence[_Episode], report: CollectReport) -> Iterator[list[Trajectory]]:
+def _graded(task: AgentTask, episodes: Sequence[_ProgramRun], report: CollectReport) -> Iterator[list[Trajectory]]:
     """Yield the trajectories of each episode; adds to the report what failed."""
     whole = [e for e in episodes if e.error is None and e.session.calls]
     asks = [e.session.ask for e in whole]

@@ -23,7 +23,7 @@ from agilerl.envs.programs import MODEL
 from agilerl.envs.prompts import ChatFormat, decode_completions
 from agilerl.envs.tools.parsers import TextTagParser, ToolCall, ToolCallParser, parser_for
 from agilerl.errors import AgileRLError, ConfigError, how_to_install
-from agilerl.rollouts.endpoint.session import Call, RefusedError, Rendering, Session
+from agilerl.rollouts.endpoint.session import Call, ProgramSession, RefusedError, Rendering
 from agilerl.rollouts.engine import GenerationRequest, SamplingSettings
 from agilerl.text.contract import plain_ids
 from agilerl.text.padding import decoded
@@ -94,7 +94,7 @@ class Endpoint:
     def __init__(
         self,
         tokenizer: Any,
-        sessions: Sequence[Session],
+        sessions: Sequence[ProgramSession],
         models: Mapping[str, int | None],
         *,
         context_length: int,
@@ -105,7 +105,7 @@ class Endpoint:
         self.key = secrets.token_urlsafe(24)
         self.inbox: SimpleQueue[Pending] = SimpleQueue()
         self._chats: dict[str, Rendering] = {}
-        self._others: dict[tuple[int | None, str], Session] = {}
+        self._others: dict[tuple[int | None, str], ProgramSession] = {}
         """Who counts the calls of other models, by episode."""
         self._numbers = count()
         self._port = 0
@@ -218,7 +218,7 @@ class Endpoint:
             raise RefusedError(f"expected a JSON object, found {str(values)[:80]}")
         return validated(Body, values)
 
-    def _session(self, request: Any, body: Body) -> Session | None:
+    def _session(self, request: Any, body: Body) -> ProgramSession | None:
         """Return the episode whose policy a request asks for, or None for another model."""
         number, model = request.path_params.get("episode"), body.model
         if number is not None and not number < len(self.sessions):
@@ -252,7 +252,7 @@ class Endpoint:
             logprobs = {"content": self._logprobs(completion)} if body.logprobs else None
             return {"message": message, "finish_reason": reason, "logprobs": logprobs}
 
-        call = partial(Session.of_messages, messages=messages, tools=tools, seed=body.seed)
+        call = partial(ProgramSession.of_messages, messages=messages, tools=tools, seed=body.seed)
         return await self._answered(request, body, call, choice, "chat.completion")
 
     async def _text(self, request: Any, body: Body) -> Any:
@@ -270,7 +270,7 @@ class Endpoint:
                 }
             return {"text": text, "finish_reason": _REASONS[completion.finish_reason], "logprobs": logprobs}
 
-        call = partial(Session.of_tokens, prompt_ids=ids, seed=body.seed)
+        call = partial(ProgramSession.of_tokens, prompt_ids=ids, seed=body.seed)
         return await self._answered(request, body, call, choice, "text_completion")
 
     async def _tokens(self, request: Any, body: Body) -> Any:
@@ -283,7 +283,7 @@ class Endpoint:
             reason = _REASONS[completion.finish_reason]
             return {"token_ids": completion.token_ids, "finish_reason": reason, "logprobs": {"content": parts}}
 
-        call = partial(Session.of_tokens, prompt_ids=ids, seed=body.seed)
+        call = partial(ProgramSession.of_tokens, prompt_ids=ids, seed=body.seed)
         return await self._answered(request, body, call, choice, "generate")
 
     def _ids(self, ids: list[int] | None, key: str) -> list[int]:
@@ -298,7 +298,7 @@ class Endpoint:
         self,
         request: Any,
         body: Body,
-        call: Callable[[Session], Call],
+        call: Callable[[ProgramSession], Call],
         choice: Callable[[Completion, str], dict[str, Any]],
         kind: str,
     ) -> Any:
@@ -362,7 +362,7 @@ class Endpoint:
             return StreamingResponse(events, media_type="text/event-stream")
         return JSONResponse(document)
 
-    def _other(self, request: Any, body: Body) -> Session:
+    def _other(self, request: Any, body: Body) -> ProgramSession:
         """Return the session of calls that are not trained on: of another model, or outside of an episode."""
         number = request.path_params.get("episode")
         of = self.sessions[number or 0]
@@ -370,10 +370,10 @@ class Endpoint:
             raise RefusedError("this episode is over", status=410, code="episode_over")
         key = number, body.model
         if key not in self._others:
-            self._others[key] = Session(of.ask, of.sample, of.limits, self.chat_of, keeps=False)
+            self._others[key] = ProgramSession(of.ask, of.sample, of.limits, self.chat_of, keeps=False)
         return self._others[key]
 
-    def _of_other(self, session: Session, body: Body, call: Call) -> GenerationRequest:
+    def _of_other(self, session: ProgramSession, body: Body, call: Call) -> GenerationRequest:
         sampling = SamplingSettings(
             min(body.longest or self.most_new_tokens, self.most_new_tokens),
             temperature=1.0 if body.temperature is None else body.temperature,

@@ -13,7 +13,7 @@ from agilerl.envs.prompts import ChatFormat
 from agilerl.errors import AgileRLError
 from agilerl.rollouts.engine import Ask, Conversation, GenerationRequest
 
-Message = dict[str, Any]
+ChatMessage = dict[str, Any]
 
 
 class RefusedError(AgileRLError):
@@ -34,12 +34,12 @@ class Call:
     key: tuple[int, ...]
     """Of its draws, beside those of the episode: its depth, and what tells it from other calls of that depth."""
     conversation: Conversation | None = None
-    messages: tuple[Message, ...] = ()
+    messages: tuple[ChatMessage, ...] = ()
     """The prompt as messages, normalised; empty if it came as tokens or text."""
     tools: str = "[]"
     text: str = ""
     """The completion as text."""
-    reply: Message | None = None
+    reply: ChatMessage | None = None
     completion: Completion | None = None
     """None until it has been answered."""
     promised: int = 0
@@ -64,7 +64,7 @@ class Rendering:
     description: str | None = None
     """The system message that describes the tools, for chat templates that do not; None: the template does."""
 
-    def messages(self, plain: Sequence[Message], *, begins: bool) -> list[Message]:
+    def messages(self, plain: Sequence[ChatMessage], *, begins: bool) -> list[ChatMessage]:
         """Return messages in the form that the chat template takes; ``begins``: the first of them begin it."""
         if self.description is None:
             return [_for_template(message) for message in plain]
@@ -76,7 +76,7 @@ class Rendering:
 
 
 @dataclass(eq=False)
-class Session:
+class ProgramSession:
     """The calls of one episode. Only the server's thread changes it, until the episode is over."""
 
     ask: Ask
@@ -251,7 +251,7 @@ class Session:
             for number, call in enumerate(self.calls)
         )
 
-    def transcript(self) -> list[Message]:
+    def transcript(self) -> list[ChatMessage]:
         """Return the messages of the last conversation, the last reply included."""
         chats = [call for call in self.calls if call.reply is not None]
         return [dict(message) for message in (*chats[-1].messages, chats[-1].reply or {})] if chats else []
@@ -283,14 +283,14 @@ class Session:
         ]
 
 
-def _continues(messages: Sequence[Message], earlier: Call) -> bool:
+def _continues(messages: Sequence[ChatMessage], earlier: Call) -> bool:
     """Return whether messages are those of an earlier call, a reply of the assistant that was not its, and more."""
     count = len(earlier.messages)
     same = bool(count) and len(messages) > count and tuple(messages[:count]) == earlier.messages
     return same and messages[count]["role"] == "assistant" and messages[count] != earlier.reply
 
 
-def normalised(message: Mapping[str, Any]) -> Message:
+def normalised(message: Mapping[str, Any]) -> ChatMessage:
     """Return what counts of a message: role, text, tool calls with their arguments read, and the id of a tool's call.
 
     Raises RefusedError for anything but text.
@@ -307,7 +307,7 @@ def normalised(message: Mapping[str, Any]) -> Message:
         raise RefusedError(f"the content of a message is text, found {str(content)[:80]!r}")
     # OpenAI's newer name of system, and its older one of tool.
     role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
-    plain: Message = {"role": role, "content": content or ""}
+    plain: ChatMessage = {"role": role, "content": content or ""}
     calls = []
     for call in message.get("tool_calls") or ():
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -334,7 +334,7 @@ def _read(arguments: Any) -> Any:
         return arguments
 
 
-def _for_template(message: Message) -> Message:
+def _for_template(message: ChatMessage) -> ChatMessage:
     """Return a message in the form that chat templates know."""
     if "tool_calls" not in message:
         return message
@@ -345,7 +345,7 @@ def _for_template(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
-def _as_text(message: Message) -> Message:
+def _as_text(message: ChatMessage) -> ChatMessage:
     """Return a message for a chat template without tools: calls as the text of the family ``text``, results as said."""
     if message["role"] == "tool":
         return {"role": "user", "content": message["content"]}

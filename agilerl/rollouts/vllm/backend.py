@@ -25,7 +25,7 @@ class StagedAdapter:
 
 
 @dataclass(frozen=True)
-class Row:
+class SampleRequest:
     """One completion to sample."""
 
     prompt_ids: list[int]
@@ -38,7 +38,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Generated:
     """What vLLM generated for a row."""
 
     token_ids: list[int]
@@ -47,7 +47,7 @@ class Answer:
     """``stop``, ``length``, or another reason if vLLM gave up on the row."""
 
 
-OnAnswer = Callable[[int, Answer], None]
+OnGenerated = Callable[[int, Generated], None]
 """Takes the index of a row and its answer."""
 
 
@@ -65,7 +65,7 @@ def row_of(
     room: int,
     eos: Sequence[int],
     config: VLLMConfig,
-) -> Row:
+) -> SampleRequest:
     """Return the row of one sample of a request whose prompt leaves ``room`` tokens of context."""
     s = request.sampling
     sampling: dict[str, Any] = {
@@ -86,10 +86,10 @@ def row_of(
     }
     if config.stop_sequences:
         sampling["stop"] = list(config.stop_sequences)
-    return Row(list(request.prompt_ids), sampling, adapter, cut_by_context=s.max_new_tokens > room)
+    return SampleRequest(list(request.prompt_ids), sampling, adapter, cut_by_context=s.max_new_tokens > room)
 
 
-def completion_of(answer: Answer, row: Row) -> Completion:
+def completion_of(answer: Generated, row: SampleRequest) -> Completion:
     """Return an answer as a completion; one with a log-prob that is not finite ends there, as an error."""
     finite = np.isfinite(answer.logprobs)
     if not finite.all():

@@ -12,7 +12,7 @@ from agilerl.checks.arguments import reason
 from agilerl.config.vllm import SUPPORTED, VLLMConfig, how_to_install_vllm, installed_vllm, lora_capacity
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import BaseModel
-from agilerl.rollouts.vllm.backend import Answer, OnAnswer, Row, StagedAdapter
+from agilerl.rollouts.vllm.backend import Generated, OnGenerated, SampleRequest, StagedAdapter
 from agilerl.sizes import VLLM_CPU_CACHE
 
 _CPU_BATCH = 8192
@@ -169,7 +169,7 @@ class ColocatedVLLM:
         """Forget an adapter."""
         self._llm.llm_engine.remove_lora(adapter.number)
 
-    def complete(self, rows: Sequence[Row], answered: OnAnswer | None = None) -> list[Answer]:
+    def complete(self, rows: Sequence[SampleRequest], answered: OnGenerated | None = None) -> list[Generated]:
         """Answer rows, all or none of which have an adapter, in one call, which returns all answers together."""
         from vllm import SamplingParams
 
@@ -202,6 +202,8 @@ def _lora_request(adapter: StagedAdapter) -> Any:
     return LoRARequest(adapter.name, adapter.number, str(adapter.folder))
 
 
-def _answer(output: Any) -> Answer:
+def _answer(output: Any) -> Generated:
     tokens = list(output.token_ids)
-    return Answer(tokens, [step[token].logprob for step, token in zip(output.logprobs, tokens)], output.finish_reason)
+    return Generated(
+        tokens, [step[token].logprob for step, token in zip(output.logprobs, tokens)], output.finish_reason
+    )

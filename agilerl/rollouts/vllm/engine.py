@@ -23,9 +23,9 @@ from agilerl.models.base import BaseModel
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.rollouts.engine import GenerationRequest, OnCompletion, RolloutEngine, SamplingSettings, of_part
 from agilerl.rollouts.vllm.backend import (
-    Answer,
-    OnAnswer,
-    Row,
+    Generated,
+    OnGenerated,
+    SampleRequest,
     StagedAdapter,
     completion_of,
     request_seed,
@@ -169,7 +169,7 @@ def trainer_logprobs(
 
 
 def check_probes(
-    base: BaseModel, store: AdapterStore, probes: Sequence[tuple[GenerationRequest, Answer, str]], limit: float
+    base: BaseModel, store: AdapterStore, probes: Sequence[tuple[GenerationRequest, Generated, str]], limit: float
 ) -> Mapping[str, float]:
     """Return the mean difference in nats for each agent; raise EngineError for one that is above the limit.
 
@@ -314,7 +314,7 @@ class VLLMEngine:
         rows = [self._row(requests[k], versions, sample) for k, sample in samples]
         early: dict[int, Completion] = {}
 
-        def answered(k: int, answer: Answer) -> None:
+        def answered(k: int, answer: Generated) -> None:
             if on_completion is not None and k < len(rows):  # the rest are probes
                 early[k] = completion_of(answer, rows[k])
                 on_completion(*samples[k], early[k])
@@ -375,7 +375,7 @@ class VLLMEngine:
                 asked.append(GenerationRequest(request.slot, prompt, 1, sampling, "probe", request.key))
         return asked
 
-    def _row(self, request: GenerationRequest, versions: Mapping[int, StagedAdapter], sample: int) -> Row:
+    def _row(self, request: GenerationRequest, versions: Mapping[int, StagedAdapter], sample: int) -> SampleRequest:
         return row_of(
             request,
             request_seed(self.seed, request, sample),
@@ -385,14 +385,14 @@ class VLLMEngine:
             config=self.config,
         )
 
-    def _complete(self, rows: Sequence[Row], answered: OnAnswer) -> list[Answer]:
+    def _complete(self, rows: Sequence[SampleRequest], answered: OnGenerated) -> list[Generated]:
         """Answer all rows; those of the base model by themselves."""
-        answers: dict[int, Answer] = {}
+        answers: dict[int, Generated] = {}
         for of_base in (False, True):
             part = [k for k, row in enumerate(rows) if (row.adapter is None) is of_base]
             if part:
 
-                def report(k: int, answer: Answer, part: Sequence[int] = part) -> None:
+                def report(k: int, answer: Generated, part: Sequence[int] = part) -> None:
                     answered(part[k], answer)
 
                 answers |= zip(part, self.backend.complete([rows[k] for k in part], report), strict=True)

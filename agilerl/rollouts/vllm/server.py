@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from agilerl.config.vllm import API_KEY, LORA_RANKS, SUPPORTED, VLLMConfig, lora_capacity
 from agilerl.errors import ConfigError, EngineError
 from agilerl.models.base import BaseModel
-from agilerl.rollouts.vllm.backend import Answer, OnAnswer, Row, StagedAdapter
+from agilerl.rollouts.vllm.backend import Generated, OnGenerated, SampleRequest, StagedAdapter
 from agilerl.safety.servers import CONNECTING, Logprob, Many, Reply, RequestError, Server, Tokens
 
 COMMAND = (
@@ -180,7 +180,7 @@ class VLLMServer:
         self._send("/v1/unload_lora_adapter", {"lora_name": adapter.name})
         self._names.discard(adapter.name)
 
-    def complete(self, rows: Sequence[Row], answered: OnAnswer | None = None) -> list[Answer]:
+    def complete(self, rows: Sequence[SampleRequest], answered: OnGenerated | None = None) -> list[Generated]:
         """Answer rows, as many at once as the server accepts; ``answered`` gets each answer when it arrives."""
         with ThreadPoolExecutor(min(_CONNECTIONS, len(rows))) as pool:
             futures = {pool.submit(self._completed, row): k for k, row in enumerate(rows)}
@@ -195,7 +195,7 @@ class VLLMServer:
                 # After a failure, rows that have not been sent are not sent any more.
                 pool.shutdown(cancel_futures=True)
 
-    def _completed(self, row: Row) -> Answer:
+    def _completed(self, row: SampleRequest) -> Generated:
         # To vLLM's API an adapter is one more model.
         model = self.model if row.adapter is None else row.adapter.name
         most = row.sampling["max_tokens"]
@@ -208,7 +208,7 @@ class VLLMServer:
             most=most,
             vocabulary=self.base.vocabulary_size,
         ).choices
-        return Answer(choice.token_ids, choice.logprobs.token_logprobs, choice.finish_reason)
+        return Generated(choice.token_ids, choice.logprobs.token_logprobs, choice.finish_reason)
 
     def close(self) -> None:
         """Remove our adapters from the server if it still answers; this also happens at the end of the process."""
