@@ -35,7 +35,7 @@ from agilerl.models.base import (
     load_tokenizer,
     tokenizer_fingerprint,
 )
-from agilerl.models.flat import Packed, Rows, flatten
+from agilerl.models.flat import Packed, PaddedRows, flatten
 from agilerl.models.lora import attach, detach, token_keys, token_values
 from agilerl.models.memory import MemoryLimits, attempt, available_bytes, local_processes
 from agilerl.models.quantised import check_loaded
@@ -471,7 +471,7 @@ class Runtime:
         # In one line, without padding
         if self.base.flattens:
             batches = [p.batch.to("cpu") for p in parts]
-            lines, cache = [Rows(batch.ids, batch.lengths, batch.tree) for batch in batches], None
+            lines, cache = [PaddedRows(batch.ids, batch.lengths, batch.tree) for batch in batches], None
             adapted = [i for i, part in enumerate(parts) if part.slot is not None]
             # What precedes an invocation is the base's alone: computed once, and left out of the line.
             if self.invocation and adapted:
@@ -479,7 +479,7 @@ class Runtime:
                 begun = [Beginnings(batches[i].ids, s, batches[i].tree) for i, s in zip(adapted, starts)]
                 cache, places = self.prompts.computed(begun)
                 for i, known, at in zip(adapted, starts, places):
-                    lines[i] = Rows(batches[i].ids, batches[i].lengths, batches[i].tree.after(known), known, at)
+                    lines[i] = PaddedRows(batches[i].ids, batches[i].lengths, batches[i].tree.after(known), known, at)
             rows = flatten(lines, self.base.activation_dtype, exact=device.type == "cpu").to(device)
             dropout = _dropout(parts, rows.origins, device)
             with self.store.routed(_route(parts, rows.parts, dropout)):

@@ -1,6 +1,8 @@
 """The house rules, read off source text with ast: a module in, its violations out."""
 
 import ast
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -333,6 +335,24 @@ def too_deep(modules: Mapping[str, Module]) -> list[str]:
         return 1 + max((depth(home(base)) for base in bases[name] if home(base) in bases), default=0)
 
     return [f"{name}: {depth(name)} deep" for name in bases if depth(name) > DEPTH]
+
+
+def shared_types(modules: Mapping[str, Module]) -> list[str]:
+    """Public classes and type aliases whose name stands for something else in another module."""
+    names = Counter(
+        name
+        for module in modules.values()
+        for node in module.tree.body
+        for name in (
+            [node.name]
+            if isinstance(node, ast.ClassDef)
+            else [t.id for t in node.targets if isinstance(t, ast.Name)]
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript | ast.BinOp)
+            else []
+        )
+        if re.fullmatch("[A-Z]+[a-z]\\w*", name)
+    )
+    return sorted(name for name, count in names.items() if count > 1)
 
 
 def scattered(modules: Mapping[str, Module]) -> list[str]:

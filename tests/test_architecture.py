@@ -18,6 +18,7 @@ from tests.architecture_rules import (
     cycles,
     part_of,
     scattered,
+    shared_types,
     too_deep,
     two_way,
 )
@@ -95,6 +96,9 @@ CEILINGS = {
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises
 its ceiling in a commit that says why."""
 
+
+SHARED_TYPES = ("Prompt", "Scale", "Section", "Seed", "Share", "Strategy")
+"""Names of types that mean different things in two modules; the list only shrinks."""
 
 RECEIVERS, CLIMBS = 21, 5
 """Most functions that receive a whole configuration, and most calls that return one to a higher layer."""
@@ -200,6 +204,10 @@ def test_no_two_packages_import_each_other() -> None:
 
 def test_inheritance_is_shallow() -> None:
     assert too_deep(package()) == []
+
+
+def test_a_type_has_a_name_of_its_own() -> None:
+    assert shared_types(package()) == list(SHARED_TYPES)
 
 
 def test_optional_packages_are_imported_in_one_file_each() -> None:
@@ -378,6 +386,11 @@ def test_deep_inheritance_is_found() -> None:
     assert not too_deep(made(a=chain))
     deeper = made(a=chain, b="from agilerl.a import D as R", c="import agilerl.b\nclass E(agilerl.b.R): ...")
     assert too_deep(deeper) == ["agilerl.c.E: 5 deep"]
+
+
+def test_types_of_one_name_are_found() -> None:
+    assert shared_types(made(a="class Row: ...", b="Row = dict[str, int]", c="from agilerl.a import Row")) == ["Row"]
+    assert not shared_types(made(a="class _Row: ...\nROW = 1 + 1", b="class _Row: ...\nROW = 2 + 2"))
 
 
 def test_scattered_optional_packages_are_found() -> None:

@@ -19,10 +19,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from agilerl.algorithms.state import MOMENTS, PLAIN, AgentState, CriticState, Factors, PlainState, differences
+from agilerl.algorithms.state import MOMENTS, PLAIN, AgentState, CriticState, PlainState, differences
 from agilerl.checks.arguments import Having, Location, checked
 from agilerl.errors import CheckpointError, EngineError, WriteError
 from agilerl.models import adapters
+from agilerl.models.adapters import Factors
 from agilerl.models.base import BaseModel
 from agilerl.models.slots import LinearShape
 from agilerl.runs import strict_json

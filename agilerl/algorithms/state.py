@@ -20,6 +20,7 @@ from agilerl.checks.arguments import shown
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.parameters import Gene
 from agilerl.models import adapters
+from agilerl.models.adapters import Factors
 from agilerl.models.base import EMBEDDED, BaseModel, resolve_model
 from agilerl.models.operators import Part, merged, rescale
 from agilerl.models.slots import AdapterStore
@@ -33,7 +34,6 @@ _COUNTERS = (
 """Attributes that are counters of an agent; each algorithm has those that apply to it."""
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-Factors = list[tuple[Tensor, Tensor]]
 
 
 def _of_gene(values: dict[str, Any]) -> dict[str, Any]:

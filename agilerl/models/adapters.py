@@ -153,7 +153,7 @@ _CONFIG_BYTES = 10_000_000
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-Factors = Sequence[tuple[Tensor, Tensor]]
+Factors = list[tuple[Tensor, Tensor]]
 
 
 def default_lora_config() -> Any:

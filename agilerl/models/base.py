@@ -22,8 +22,8 @@ from agilerl.functional import linear_collision_entropy, linear_logprobs
 from agilerl.models.flat import (
     FlatRows,
     Packed,
+    PaddedRows,
     PromptLine,
-    Rows,
     flatten,
     pack,
 )
@@ -524,7 +524,7 @@ class BaseModel:
         ids = torch.arange(1, 37).reshape(3, 12) % self.vocabulary_size
         ids[1, :9] = ids[0, :9]  # two rows with one beginning, and one without
         lengths = torch.tensor([12, 11, 7])
-        rows = flatten([Rows(ids, lengths, token_tree(ids, lengths))], self.activation_dtype, exact=True)
+        rows = flatten([PaddedRows(ids, lengths, token_tree(ids, lengths))], self.activation_dtype, exact=True)
         rows = rows.to(self.device)
         try:
             flat = self.flat(rows)[rows.sources[0].to(self.device)]

@@ -18,7 +18,7 @@ from agilerl.sizes import CPU_ROWS, FAR, SEQUENCE_MULTIPLE
 _NONE = torch.zeros(0, dtype=torch.int64)
 
 
-class Rows(NamedTuple):
+class PaddedRows(NamedTuple):
     """Rows of one agent, on the CPU."""
 
     ids: Tensor
@@ -165,7 +165,7 @@ def fold_heads(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | Non
     return answers.reshape(n, heads, queries, v.shape[3])
 
 
-def flatten(batches: Sequence[Rows], dtype: torch.dtype, *, exact: bool) -> FlatRows:
+def flatten(batches: Sequence[PaddedRows], dtype: torch.dtype, *, exact: bool) -> FlatRows:
     """Put the rows of several batches in one line; ``dtype`` is the type of attention's scores.
 
     Each batch is padded to a multiple of ``CPU_ROWS`` tokens with copies of its first one, which no other token attends
@@ -246,7 +246,7 @@ class _Sequences(NamedTuple):
         return self.ends - self.starts
 
 
-def _sequences(batch: Rows) -> _Sequences:
+def _sequences(batch: PaddedRows) -> _Sequences:
     known = torch.zeros(len(batch.ids), dtype=torch.int64) if batch.known is None else batch.known
     tree = batch.tree or TokenTree(_NONE, _NONE, _NONE, _NONE, torch.full((len(batch.ids),), -1))
     firsts = torch.where(tree.of < 0, known, tree.own)
@@ -383,12 +383,12 @@ def _bins(rows: Sequence[int], sizes: Sequence[int], capacity: int) -> list[list
 # -- the keys and values of a line ------------------------------------------------------------------------------------
 
 
-Kept = list[tuple[Tensor, Tensor]]
+KeyValues = list[tuple[Tensor, Tensor]]
 """Keys and values ``[tokens, heads, 1, head_dim]`` of each attention layer."""
 _FREED = (torch.empty(0), torch.empty(0))  # in place of keys and values that have been taken
 
 
-def side_by_side(parts: Sequence[Kept]) -> Kept:
+def side_by_side(parts: Sequence[KeyValues]) -> KeyValues:
     """Return the keys and values of the tokens of several parts, one part after the other."""
     return [(torch.cat(keys), torch.cat(values)) for keys, values in (zip(*layer) for layer in zip(*parts))]
 
@@ -433,9 +433,9 @@ class PromptLine(LayerCaches):
 
     def __init__(self, num_layers: int) -> None:
         super().__init__(num_layers)
-        self.known: Kept | None = None
+        self.known: KeyValues | None = None
         """Keys and values of tokens that the prefill does not compute; they follow its own in the line."""
-        self.computed: Kept = []
+        self.computed: KeyValues = []
         """Keys and values ``[rows, heads, n, head_dim]`` of each layer."""
 
     def put(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from agilerl.safety.custom_code import left, printing_bounded, torch_restored
 Grader = Callable[..., Any]
 """``f(completion, answer, question) -> float`` or ``f(prompts, completions, **columns) -> list[float | None]``."""
 
-Outcome = float | Exception | None
+ScoreOrError = float | Exception | None
 """A score, None (not applicable), or why there is none."""
 
 POSITIONAL = ("completion", "answer", "question")
@@ -135,7 +135,7 @@ def attempt_grader(
     completions: Sequence[str],
     rows: Sequence[Mapping[str, Any]],
     prompts: Sequence[str] | None = None,
-) -> list[Outcome]:
+) -> list[ScoreOrError]:
     """Score as ``call_grader`` does, but return a RewardError for each completion that could not be scored.
 
     A function for a batch may itself return an exception for a completion. If it raises, it is called again with one
@@ -161,17 +161,17 @@ def attempt_grader(
 
 def _attempt_batch(
     grader: Grader, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], prompts: Sequence[str]
-) -> list[Outcome]:
+) -> list[ScoreOrError]:
     """Attempt a grader that gets everything at once."""
 
-    def again(indices: Sequence[int]) -> list[Outcome]:
+    def again(indices: Sequence[int]) -> list[ScoreOrError]:
         parts = [completions[k] for k in indices], [rows[k] for k in indices], [prompts[k] for k in indices]
         return _attempt_batch(grader, *parts)
 
     name, parameters, count = grader_name(grader), _parameters(grader), len(completions)
     states = [getattr(row, "state", None) if "trainer_state" in parameters else None for row in rows]
     if any(state != states[0] for state in states):  # one call for each, because a call has one state
-        outcomes: dict[int, Outcome] = {}
+        outcomes: dict[int, ScoreOrError] = {}
         for state in dict.fromkeys(states):
             indices = [k for k in range(count) if states[k] == state]
             outcomes |= dict(zip(indices, again(indices)))
@@ -219,7 +219,7 @@ def grader_name(grader: Grader) -> str:
     return str(getattr(grader, "name", getattr(grader, "__name__", type(grader).__name__)))
 
 
-def score_or_error(score: object, name: str) -> Outcome:
+def score_or_error(score: object, name: str) -> ScoreOrError:
     """Return a checked score, or the error that replaces it."""
     if isinstance(score, Exception):
         explained = isinstance(score, RewardError)
@@ -410,7 +410,7 @@ def grade(
     return grades_of(grader_name(grader), attempt_grader(grader, completions, rows, prompts))
 
 
-def grades_of(name: str, outcomes: Sequence[Outcome]) -> Grades:
+def grades_of(name: str, outcomes: Sequence[ScoreOrError]) -> Grades:
     """Return the outcomes of one grader as grades; raises AllGradesFailedError if all of them are failures."""
     failures = {index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, RewardError)}
     if failures and len(failures) == len(outcomes):

@@ -19,7 +19,7 @@ from agilerl.checks.arguments import Count, Location, Name, NotNegative, Positiv
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.grader import (
     Grades,
-    Outcome,
+    ScoreOrError,
     as_text,
     conversation,
     grades_of,
@@ -195,7 +195,7 @@ class JudgeGrader(WaitingGrader):
         messages = [*system, {"role": "user", "content": question}]
         return {"model": self.model, "messages": messages, **self.request}
 
-    def answer(self, question: Mapping[str, Any]) -> Outcome:
+    def answer(self, question: Mapping[str, Any]) -> ScoreOrError:
         """Return the score that the judge gives, or the error."""
         # Of the whole request: another model, template or temperature is another question.
         key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
@@ -389,7 +389,9 @@ class PairwiseJudgeGrader(JudgeGrader):
         super().__init__(model, template=template, name=name, **settings)
         self.against, self.rounds = against, rounds
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Outcome]:
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
+    ) -> list[ScoreOrError]:
         """Return a score for each completion, or the error if it has none; a group is a prompt."""
         return list(self._scores(completions, rows_of(columns, len(completions)), prompts))
 
@@ -406,7 +408,7 @@ class PairwiseJudgeGrader(JudgeGrader):
 
     def _scores(
         self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], prompts: Sequence[str]
-    ) -> list[Outcome]:
+    ) -> list[ScoreOrError]:
         self.setup()
         pairs = self._pairs(rows, prompts)
         texts = [(completions[i], completions[j] if j is not None else str(rows[i]["answer"])) for i, j in pairs]
@@ -417,7 +419,7 @@ class PairwiseJudgeGrader(JudgeGrader):
             for a, b in ((first, second), (second, first))
         ]
         answers: Iterator[Any] = iter(self.answers(bodies))
-        scores: list[list[Outcome]] = [[] for _ in completions]
+        scores: list[list[ScoreOrError]] = [[] for _ in completions]
         for (i, j), (first, second) in zip(pairs, texts):
             both = (0.5, 0.5) if first == second else (next(answers), next(answers))
             failure = next((answer for answer in both if isinstance(answer, RewardError)), None)
@@ -455,7 +457,7 @@ class PairwiseJudgeGrader(JudgeGrader):
         return score
 
 
-def _mean(scores: Sequence[Outcome]) -> Outcome:
+def _mean(scores: Sequence[ScoreOrError]) -> ScoreOrError:
     """Return the mean of the scores among these, or the first error if there is none."""
     sound = [score for score in scores if isinstance(score, float)]
     if sound:

@@ -15,7 +15,7 @@ from agilerl.checks.arguments import Count, Name, checked
 from agilerl.rewards.grader import (
     BaseGrader,
     Grader,
-    Outcome,
+    ScoreOrError,
     attempt_grader,
     close,
     grader_name,
@@ -47,7 +47,9 @@ class WaitingGrader(BaseGrader):
         """Whether questions are asked in the order of the rows: what it remembers depends on nothing but the rows."""
         return self.remembers and self.workers == 1
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Outcome]:
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
+    ) -> list[ScoreOrError]:
         """Return a score for each completion, or the error if it has none."""
         self.setup()
         rows = rows_of(columns, len(completions))
@@ -57,7 +59,7 @@ class WaitingGrader(BaseGrader):
         """Return everything that the score of a completion depends on; may raise what ``__call__`` would raise."""
         raise NotImplementedError(f"{type(self).__name__} does not define question, which every WaitingGrader needs")
 
-    def answer(self, question: Any) -> Outcome:
+    def answer(self, question: Any) -> ScoreOrError:
         """Return the score, or why there is none; called in a thread."""
         raise NotImplementedError(f"{type(self).__name__} does not define answer, which every WaitingGrader needs")
 
@@ -68,12 +70,12 @@ class WaitingGrader(BaseGrader):
         except (TypeError, ValueError, RecursionError):
             return None
 
-    def answers(self, questions: Sequence[Any]) -> list[Outcome]:
+    def answers(self, questions: Sequence[Any]) -> list[ScoreOrError]:
         """Return the answers to all questions in their order; those that were begun early are only waited for."""
         with ExitStack() as stack:
             threads = self._threads or stack.enter_context(Threads(self.workers))
-            futures: list[Future[Outcome]] = []
-            shared: dict[Hashable, Future[Outcome]] = {}
+            futures: list[Future[ScoreOrError]] = []
+            shared: dict[Hashable, Future[ScoreOrError]] = {}
             for question in questions:
                 key = self.key(question) if self.asks_once or self._threads is not None else None
                 # An answer that was begun is used once: who asks again gets a new one, as if nothing had been begun.
@@ -215,7 +217,7 @@ class ThreadedGrader(WaitingGrader):
         """Return the arguments."""
         return completion, prompt, row
 
-    def answer(self, question: tuple[str, str, Mapping[str, Any]]) -> Outcome:
+    def answer(self, question: tuple[str, str, Mapping[str, Any]]) -> ScoreOrError:
         """Return what the function says, or its error."""
         completion, prompt, row = question
         (outcome,) = attempt_grader(self.grader, [completion], [row], [prompt])
@@ -236,7 +238,7 @@ class Threads:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.begun: dict[Hashable, deque[Future[Outcome]]] = {}
+        self.begun: dict[Hashable, deque[Future[ScoreOrError]]] = {}
         """Answers to questions of a batch that is not complete yet, by the key of the question."""
         self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
         self._running: list[Thread] = []

@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from agilerl.data.tree import TokenTree
 from agilerl.errors import EnvError
 from agilerl.models.base import BaseModel
-from agilerl.models.flat import Kept, PromptLine, Rows, flatten, side_by_side
+from agilerl.models.flat import KeyValues, PaddedRows, PromptLine, flatten, side_by_side
 from agilerl.models.slots import AdapterStore
 
 
@@ -72,7 +72,7 @@ class PromptCache:
     def __init__(self, base: BaseModel, store: AdapterStore, most: int = 2**28) -> None:
         self.base, self.store, self.most = base, store, most
         """``most`` in bytes."""
-        self._known: OrderedDict[bytes, Kept] = OrderedDict()
+        self._known: OrderedDict[bytes, KeyValues] = OrderedDict()
         self._bytes = 0
 
     def computed(self, batches: Sequence[Beginnings]) -> tuple[PromptLine, list[Tensor]]:
@@ -125,7 +125,9 @@ class PromptCache:
         lengths = torch.tensor([len(text) for text, _ in rows])
         tree = TokenTree(first, starts, ends, parents, torch.tensor(of))
         ids, line = pad_sequence([text for text, _ in rows], batch_first=True), PromptLine(self.base.num_layers)
-        flat = flatten([Rows(ids, lengths, tree)], self.base.activation_dtype, exact=self.base.device.type == "cpu")
+        flat = flatten(
+            [PaddedRows(ids, lengths, tree)], self.base.activation_dtype, exact=self.base.device.type == "cpu"
+        )
         with torch.no_grad(), self.store.routed(None):
             self.base.flat(flat.to(self.base.device), past_key_values=line)
         for places, (_, path) in zip(flat.sources[0], rows):
@@ -151,5 +153,5 @@ def _paths(batch: Beginnings) -> list[list[_Segment]]:
     return paths
 
 
-def _bytes(kept: Kept) -> int:
+def _bytes(kept: KeyValues) -> int:
     return sum(part.nbytes for pair in kept for part in pair)

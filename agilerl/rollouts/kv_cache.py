@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from agilerl.errors import EngineError
-from agilerl.models.flat import Kept, LayerCaches, PromptLine
+from agilerl.models.flat import KeyValues, LayerCaches, PromptLine
 from agilerl.models.layers import asking, attend_decoding, attend_part
 from agilerl.models.reach import EVERYTHING, Reach, Reaches, added_mask, masks_of
 from agilerl.sizes import padded_length
@@ -53,7 +53,7 @@ class GroupedCache(LayerCaches):
         else:
             del self._blocks[block]
 
-    def of_row(self, block: int, row: int, tokens: int) -> Kept:
+    def of_row(self, block: int, row: int, tokens: int) -> KeyValues:
         """Return a copy of a row's keys and values: its prompt's, and those of so many tokens that it generated."""
         return self._blocks[block].of_row(row, tokens)
 
@@ -191,7 +191,7 @@ class _Block:
         self.prompt_of, there = self.prompt_of[rows], rows.to(self.mask.device)
         self.generated = [(keys[there], values[there]) for keys, values in self.generated]
 
-    def of_row(self, row: int, tokens: int) -> Kept:
+    def of_row(self, row: int, tokens: int) -> KeyValues:
         prompt = int(self.prompt_of[row])
         length = self.lengths[prompt]
 
@@ -273,7 +273,7 @@ class RaggedCache(LayerCaches):
     def __init__(self, num_layers: int, row_multiple: int, dtype: torch.dtype, reaches: Reaches = EVERYTHING) -> None:
         super().__init__(num_layers)
         self._multiple, self._dtype, self._reaches = row_multiple, dtype, reaches
-        self._rows: Kept = []
+        self._rows: KeyValues = []
         """Of each layer, keys and values ``[R, heads, capacity, head_dim]``, padding rows included."""
         self._lengths = self._positions = torch.empty(0, dtype=torch.int64)
 
@@ -298,7 +298,7 @@ class RaggedCache(LayerCaches):
         self._lengths, kept = self._lengths[rows], self._padded(rows)
         self._rows = [(keys[kept], values[kept]) for keys, values in self._rows] if len(rows) else []
 
-    def of_row(self, block: int, row: int, tokens: int) -> Kept:
+    def of_row(self, block: int, row: int, tokens: int) -> KeyValues:
         """Return a copy of a row's keys and values, up to this many tokens that it generated."""
         length = int(self._lengths[row]) + tokens
         return [(_joined(keys[row, :, :length]), _joined(values[row, :, :length])) for keys, values in self._rows]

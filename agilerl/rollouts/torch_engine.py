@@ -18,7 +18,7 @@ from agilerl.data import Completion
 from agilerl.data.tree import TokenTree, token_tree
 from agilerl.errors import EngineError
 from agilerl.models.base import BaseModel
-from agilerl.models.flat import Kept, PromptLine, Rows, flatten, side_by_side
+from agilerl.models.flat import KeyValues, PaddedRows, PromptLine, flatten, side_by_side
 from agilerl.models.memory import MemoryLimits, attempt
 from agilerl.models.reach import EVERYTHING, kinds_with_states
 from agilerl.models.slots import AdapterStore, Route
@@ -382,7 +382,7 @@ class _Decoder:
         self._eos = engine._eos.cpu()
         self._route: Route | None = None
         self._trees, self._tree_rows = _trees(requests if self.base.flattens and arrived is None else [])
-        self._kept: dict[RowKey, tuple[Kept, Sequence[int]]] = {}
+        self._kept: dict[RowKey, tuple[KeyValues, Sequence[int]]] = {}
         """For rows that have ended: what their conversations keep once all rows have succeeded."""
 
     def run(self) -> bool:
@@ -539,7 +539,7 @@ class _Decoder:
             columns = (torch.split(column, list(per_unit)) for column in (ids, lengths, known, at))
             for whole, own_ids, count, own_known, own_at in zip(trees, *columns):
                 tree = None if continued else whole.after(own_known) if activated else whole
-                of_units.append(Rows(own_ids, count, tree, own_known, own_at))
+                of_units.append(PaddedRows(own_ids, count, tree, own_known, own_at))
             rows = flatten(of_units, base.activation_dtype, exact=base.device.type == "cpu")
             with store.routed(_route(slots, rows.parts)):
                 return base.flat(rows.to(base.device), past_key_values=line), torch.cat(rows.sources)
@@ -664,7 +664,7 @@ def _rows(requests: Sequence[GenerationRequest], first: int) -> list[RowKey]:
     return [(k, sample) for k in range(first, len(requests)) for sample in range(requests[k].samples)]
 
 
-def _keep(request: GenerationRequest, kept: Kept, answer_ids: Sequence[int]) -> None:
+def _keep(request: GenerationRequest, kept: KeyValues, answer_ids: Sequence[int]) -> None:
     """Let a request's conversation keep the keys and values of its prompt and of the answer."""
     conversation = request.conversation
     assert conversation is not None
@@ -711,7 +711,7 @@ def _known(request: GenerationRequest) -> int:
     return next(i for i, (ours, theirs) in enumerate(zip(earlier, prompt)) if ours != theirs)
 
 
-def _kept(requests: Sequence[GenerationRequest], known: Sequence[int]) -> Kept | None:
+def _kept(requests: Sequence[GenerationRequest], known: Sequence[int]) -> KeyValues | None:
     """Return the keys and values of the known tokens of all prompts, side by side; None if none are known."""
     pairs = [(r.conversation.kept, count) for r, count in zip(requests, known) if r.conversation is not None and count]
     parts = [[(keys[:count], values[:count]) for keys, values in kept] for kept, count in pairs]

@@ -27,7 +27,7 @@ from agilerl.config.base_model import SharedOptions
 from agilerl.data import MicroBatch, RolloutBatch, Trajectory, collate, cut
 from agilerl.errors import EngineError
 from agilerl.models.base import load_base
-from agilerl.models.flat import Rows, flatten, fold_heads
+from agilerl.models.flat import PaddedRows, flatten, fold_heads
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.runtime import AgentRows, Runtime, TokenOutputs
 from agilerl.sizes import CPU_ROWS
@@ -63,8 +63,8 @@ def two_batches(*, turns: bool = False) -> list[RolloutBatch]:
     return [first, second]
 
 
-def rows_of(batch: RolloutBatch) -> Rows:
-    return Rows(batch.ids, batch.lengths, batch.tree)
+def rows_of(batch: RolloutBatch) -> PaddedRows:
+    return PaddedRows(batch.ids, batch.lengths, batch.tree)
 
 
 def in_fp64(model: Any) -> Any:

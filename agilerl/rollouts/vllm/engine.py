@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from agilerl.config.vllm import VLLMConfig
 from agilerl.data import Completion
 from agilerl.errors import CheckpointError, ConfigError, EngineError
-from agilerl.models.adapters import write_adapter
+from agilerl.models.adapters import Factors, write_adapter
 from agilerl.models.base import BaseModel
 from agilerl.models.slots import AdapterStore, Route
 from agilerl.rollouts.engine import GenerationRequest, OnCompletion, RolloutEngine, SamplingSettings, of_part
@@ -38,7 +38,6 @@ _IN_MEMORY = Path("/dev/shm")
 _NUMBERS = itertools.count(1)
 """Numbers count up for the whole process, because one vLLM may serve several runtimes one after another."""
 
-Factors = list[tuple[Tensor, Tensor]]
 _TRAINING = ("rollout", "trial")
 """What training samples for."""
 
