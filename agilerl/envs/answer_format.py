@@ -10,7 +10,7 @@ from agilerl.checks.arguments import Name, checked
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.envs.core import Message, TaskArgument, TaskWrapper, waiting_graders
 from agilerl.envs.prompts import text_ids
-from agilerl.rewards.grader import CLOSE, MESSAGES, OPEN, OPENING, GradedRow, Grades
+from agilerl.rewards.grader import CLOSE, MESSAGES, OPEN, OPENING, Columns, GradedRow, Grades
 from agilerl.rewards.waiting import WaitingGrader
 
 Format = Literal["whole", "tags", "last_number", "after", "boxed"]
@@ -161,17 +161,17 @@ class AnswerFormatTask(TaskWrapper):
     def __repr__(self) -> str:
         return f"AnswerFormatTask({self.task!r}, {self.format.kind!r}, {self.format.phrase!r})"
 
-    def messages(self, row: Mapping[str, Any]) -> list[Message]:
+    def messages(self, row: Columns) -> list[Message]:
         """Return the task's conversation with the instruction."""
         return self.format.ask(self.task.messages(row))
 
-    def graded_text(self, completion: str, row: Mapping[str, Any]) -> str:
+    def graded_text(self, completion: str, row: Columns) -> str:
         """Return the answer in a completion; empty if there is none."""
         last = self.task.messages(row)[-1:]
         prefill = last[0]["content"] if last and last[0]["role"] == "assistant" else str(row.get(OPENING, ""))
         return self.format.find(completion, prefill) or ""
 
-    def graded_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    def graded_row(self, row: Columns) -> Mapping[str, Any]:
         """Return the row as graders of an answer get it: nothing is before the answer, and no form was asked for."""
         if self.format.kind == "whole" or not isinstance(row, GradedRow):
             return row
@@ -185,20 +185,20 @@ class AnswerFormatTask(TaskWrapper):
         """Return whether rewards read completions alone: an answer is found here, whatever the task reads."""
         return self.format.kind != "whole" or self.task.reads_completions()
 
-    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
+    def reward(self, completion: str, row: Columns) -> float | None:
         """Return the task's reward of the answer."""
         return self.task.reward(self.graded_text(completion, row), row)
 
-    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+    def grade(self, completions: Sequence[str], rows: Sequence[Columns]) -> Grades:
         """Return the task's grades of the answers."""
         return self.task.grade(*self._answers(completions, rows))
 
-    def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+    def grade_exam(self, completions: Sequence[str], rows: Sequence[Columns]) -> Grades:
         """Return the task's grades of the answers in an exam."""
         return self.task.grade_exam(*self._answers(completions, rows))
 
     def _answers(
-        self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]
+        self, completions: Sequence[str], rows: Sequence[Columns]
     ) -> tuple[list[str], list[Mapping[str, Any]]]:
         return [self.graded_text(*pair) for pair in zip(completions, rows)], list(map(self.graded_row, rows))
 

@@ -18,6 +18,7 @@ from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards.grader import (
     MESSAGES,
     OPENING,
+    Columns,
     Grader,
     Grades,
     close,
@@ -112,18 +113,18 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
+    def reward(self, completion: str, row: Columns) -> float | None:
         """Return what ``completion`` is worth as an answer to ``row``; None if it cannot be graded.
 
         Raises:
             RewardError: the scorer failed.
         """
 
-    def messages(self, row: Mapping[str, Any]) -> list[Message]:
+    def messages(self, row: Columns) -> list[Message]:
         """Return the conversation shown to the model; a final assistant message is a prefill."""
         return [{"role": "user", "content": str(row["question"])}]
 
-    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+    def grade(self, completions: Sequence[str], rows: Sequence[Columns]) -> Grades:
         """Return ``reward`` of each completion; override it if batches are cheaper or the grade has parts.
 
         A completion whose scorer fails gets None and is counted, so one odd text does not end a run. If all of them
@@ -135,11 +136,11 @@ class Task(ABC):
         scores = run_calls([partial(self.reward, *arguments) for arguments in zip(completions, rows)])
         return grades_of(self.grader, [score_or_error(score, f"the reward of {self.name}") for score in scores])
 
-    def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+    def grade_exam(self, completions: Sequence[str], rows: Sequence[Columns]) -> Grades:
         """Return the grades of completions of an exam or test; by default as in training."""
         return self.grade(completions, rows)
 
-    def graded_text(self, completion: str, row: Mapping[str, Any]) -> str:
+    def graded_text(self, completion: str, row: Columns) -> str:
         """Return the part of a completion that graders read."""
         return completion
 
@@ -147,7 +148,7 @@ class Task(ABC):
         """Return whether rewards read completions alone, without what the chat template has opened of the answer."""
         return False
 
-    def graded_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    def graded_row(self, row: Columns) -> Mapping[str, Any]:
         """Return the row that graders get with that part."""
         return row
 
@@ -159,7 +160,7 @@ class Task(ABC):
         """
         return []
 
-    def rewards(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> list[float | None]:
+    def rewards(self, completions: Sequence[str], rows: Sequence[Columns]) -> list[float | None]:
         """Return the rewards of ``grade`` alone."""
         return self.grade(completions, rows).rewards
 
@@ -179,12 +180,12 @@ class Task(ABC):
         """Return the curriculum level of a training row; None without a curriculum."""
         return None
 
-    def demonstration(self, row: Mapping[str, Any]) -> str | None:
+    def demonstration(self, row: Columns) -> str | None:
         """Return the response to imitate, or None."""
         answer = row.get("answer")
         return None if answer is None else str(answer)
 
-    def counterexample(self, row: Mapping[str, Any]) -> str | None:
+    def counterexample(self, row: Columns) -> str | None:
         """Return a worse response, for preferences, or None."""
         rejected = row.get("rejected")
         return None if rejected is None else str(rejected)
@@ -281,15 +282,15 @@ class TaskWithGraders(Task):
     _grader: Grader
     fitness_grader: Grader | None = None
 
-    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
+    def reward(self, completion: str, row: Columns) -> float | None:
         """Return the training grader's reward."""
         return self.rewards([completion], [row])[0]
 
-    def grade(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+    def grade(self, completions: Sequence[str], rows: Sequence[Columns]) -> Grades:
         """Return the training grades; a completion on which the grader fails gets none and is counted."""
         return grade(self._grader, completions, rows)
 
-    def grade_exam(self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> Grades:
+    def grade_exam(self, completions: Sequence[str], rows: Sequence[Columns]) -> Grades:
         """Return the exam grades."""
         if self.fitness_grader is None:
             return self.grade(completions, rows)
@@ -316,7 +317,7 @@ class TaskWithGraders(Task):
         super().close()
 
 
-def prompt_columns(task: Task, tokenizer: Any, row: Mapping[str, Any]) -> dict[str, Any]:
+def prompt_columns(task: Task, tokenizer: Any, row: Columns) -> dict[str, Any]:
     """Return what graders are told of a row's prompt: its conversation, and what the template writes of an answer."""
     messages, contract = task.messages(row), contract_of(tokenizer)
     last = messages[-1] if messages else {}
@@ -339,9 +340,7 @@ TaskArgument = Annotated[Task, Hint("pass a ReasoningGymTask, a DatasetTask or a
 
 
 @checked
-def score_completions(
-    task: TaskArgument, rows: Sequence[Mapping[str, Any]], texts: Sequence[str]
-) -> list[float | None]:
+def score_completions(task: TaskArgument, rows: Sequence[Columns], texts: Sequence[str]) -> list[float | None]:
     """Return the reward of each text as an answer to the row at the same place; None without a grade.
 
     Raises:
@@ -350,9 +349,7 @@ def score_completions(
     return grade_completions(task, rows, texts).rewards
 
 
-def grade_completions(
-    task: Task, rows: Sequence[Mapping[str, Any]], texts: Sequence[str], *, exam: bool = False
-) -> Grades:
+def grade_completions(task: Task, rows: Sequence[Columns], texts: Sequence[str], *, exam: bool = False) -> Grades:
     """Return the grades of each text as an answer to the row at the same index; errors as of ``score_completions``."""
     if len(rows) != len(texts):
         raise RewardError(f"expected one completion per row, found {len(texts)} completions for {len(rows)} rows")

@@ -15,6 +15,7 @@ from agilerl.envs.core import LEAST, Message, Split, apportion, fewer
 from agilerl.envs.prompts import HALF, check_opened, render_prompt
 from agilerl.envs.sources import Rows
 from agilerl.errors import EnvError
+from agilerl.rewards.grader import Columns
 
 # -- the columns of the prompt, the response and the rejected one, as text or messages --------------------------------
 
@@ -105,7 +106,7 @@ class RowForm:
         columns += ["label"] if self.labelled else []
         return " and ".join(dict.fromkeys(column for column in columns if column is not None))
 
-    def read(self, row: Mapping[str, Any]) -> Sample:
+    def read(self, row: Columns) -> Sample:
         """Return a row's content; raises RowFaultError if it does not have this form."""
         if self.grades_text and not isinstance(answer := row.get("answer"), str | None):
             raise RowFaultError("not_text", f"expected text in the column answer, found {shown(answer)}")
@@ -117,7 +118,7 @@ class RowForm:
             raise RowFaultError("not_text", "expected text, found half of a character in it (a lone surrogate)")
         return sample
 
-    def _read(self, row: Mapping[str, Any]) -> Sample:
+    def _read(self, row: Columns) -> Sample:
         if self.prompt is None:
             prompt, chosen, rejected = _shared_prompt(row)
             return Sample(prompt, chosen, rejected if self.pairs else None)
@@ -234,7 +235,7 @@ def as_messages(value: Any, role: str, where: str) -> list[Message]:
     return [{"role": str(m["role"]), "content": m["content"]} for m in messages]
 
 
-def _value(row: Mapping[str, Any], column: str) -> str | list[Message]:
+def _value(row: Columns, column: str) -> str | list[Message]:
     """Return a value that is a non-empty text or conversation."""
     value, expected = row.get(column), f"expected text in the column {column}, found"
     if value is None:
@@ -251,7 +252,7 @@ def _value(row: Mapping[str, Any], column: str) -> str | list[Message]:
     return messages
 
 
-def _prompt(row: Mapping[str, Any], column: str) -> str | list[Message]:
+def _prompt(row: Columns, column: str) -> str | list[Message]:
     value: Any = row.get(column)
     if not isinstance(value, str | list) and hasattr(value, "tolist"):  # of numpy or torch
         value = value.tolist()
@@ -260,7 +261,7 @@ def _prompt(row: Mapping[str, Any], column: str) -> str | list[Message]:
     return _value(row, column)
 
 
-def _answer(row: Mapping[str, Any], column: str, prompt: str | list[Message]) -> str:
+def _answer(row: Columns, column: str, prompt: str | list[Message]) -> str:
     """Return a response; if it is a conversation, it may repeat the prompt."""
     value = _value(row, column)
     if not isinstance(value, str) and len(value) > 1 and value[:-1] == as_messages(prompt, "user", "the prompt"):
@@ -272,7 +273,7 @@ def _answer(row: Mapping[str, Any], column: str, prompt: str | list[Message]) ->
     return messages[0]["content"]
 
 
-def label_of(row: Mapping[str, Any]) -> bool:
+def label_of(row: Columns) -> bool:
     """Return whether the response of a labelled row is a good one; raises RowFaultError for what is no label."""
     value = row.get("label")
     text = str(value).lower() if isinstance(value, str | int) else ""
@@ -282,7 +283,7 @@ def label_of(row: Mapping[str, Any]) -> bool:
     return text in ("true", "1")
 
 
-def _conversation(row: Mapping[str, Any], answered: bool) -> Sample:
+def _conversation(row: Columns, answered: bool) -> Sample:
     """Split a whole conversation into the prompt and the assistant's last message."""
     if isinstance(messages := _value(row, "messages"), str):
         raise RowFaultError("not_text", f"expected messages in the column messages, found {shown(messages)}")
@@ -295,7 +296,7 @@ def _conversation(row: Mapping[str, Any], answered: bool) -> Sample:
     return Sample(before, last["content"])
 
 
-def _calling(row: Mapping[str, Any]) -> Sample | None:
+def _calling(row: Columns) -> Sample | None:
     """Return a conversation with calls of tools, as chat templates read them; None for one of text alone."""
     value, tools = row.get("messages"), row.get("tools")
     if not isinstance(value, Sequence) or not all(isinstance(message, Mapping) for message in value):
@@ -331,7 +332,7 @@ def _without_none(value: Any) -> Any:
     return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _shared_prompt(row: Mapping[str, Any]) -> tuple[str | list[Message], str, str]:
+def _shared_prompt(row: Columns) -> tuple[str | list[Message], str, str]:
     """Return the shared prompt of chosen and rejected, and their answers."""
     chosen, rejected = (_value(row, column) for column in ("chosen", "rejected"))
     _check_differing(chosen, rejected)
@@ -375,7 +376,7 @@ _COUNTED = (
     *("missing", "not_text", "empty", "alike", "special_tokens", "too_long", "leaking", "unused", "repeated"),
 )
 
-Converse = Callable[[Mapping[str, Any], Sample], Sequence[Message]]
+Converse = Callable[[Columns, Sample], Sequence[Message]]
 """From a row and its parsed sample to the conversation shown to the model."""
 
 

@@ -25,7 +25,7 @@ from agilerl.envs.curation import (
 from agilerl.envs.sources import Rows, read_dataset
 from agilerl.errors import ConfigError, EnvError
 from agilerl.rewards.combine import CombinedGrader, Graders, as_grader
-from agilerl.rewards.grader import OF_A_BATCH, Grader, exact_match, grader_name
+from agilerl.rewards.grader import OF_A_BATCH, Columns, Grader, exact_match, grader_name
 
 PLACEHOLDER = re.compile(r"\{(\w+)\}")
 PLAIN = ({"role": "user", "content": "{question}"},)
@@ -118,20 +118,20 @@ class DatasetTask(TaskWithGraders):
             row["answer"] = sample.response
         return row
 
-    def messages(self, row: Mapping[str, Any]) -> list[Message]:
+    def messages(self, row: Columns) -> list[Message]:
         """Return the row's conversation, or the template with the row's columns filled in."""
         return self._converse(row, self._form.read(row))
 
-    def demonstration(self, row: Mapping[str, Any]) -> str | None:
+    def demonstration(self, row: Columns) -> str | None:
         """Return the row's response."""
         response = self._form.read(row).response
         return super().demonstration(row) if response is None else response
 
-    def counterexample(self, row: Mapping[str, Any]) -> str | None:
+    def counterexample(self, row: Columns) -> str | None:
         """Return the row's worse response."""
         return self._form.read(row).rejected if self._form.pairs else super().counterexample(row)
 
-    def _converse(self, row: Mapping[str, Any], sample: Sample) -> list[Message]:
+    def _converse(self, row: Columns, sample: Sample) -> list[Message]:
         if not isinstance(sample.prompt, str):
             return sample.prompt
         return filled(self._template, {**row, "question": sample.prompt})
@@ -210,7 +210,7 @@ class CuratedTask(DatasetTask):
             warn_of_fewer(self.name, self._asked, sizes, rows)
 
 
-def filled(template: Template, row: Mapping[str, Any]) -> list[Message]:
+def filled(template: Template, row: Columns) -> list[Message]:
     """Return a template's messages with the row's columns filled in; other braces stay, as do those inside values."""
 
     def value(match: re.Match[str]) -> str:

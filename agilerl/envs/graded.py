@@ -8,7 +8,7 @@ from agilerl.envs.core import Task, TaskArgument, TaskWithGraders, TaskWrapper, 
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError
 from agilerl.rewards.combine import CombinedGrader, Graders, as_grader
-from agilerl.rewards.grader import BaseGrader, Grades, grader_name
+from agilerl.rewards.grader import BaseGrader, Columns, Grades, grader_name
 from agilerl.rewards.waiting import WaitingGrader
 
 
@@ -27,7 +27,7 @@ class TaskGrader(BaseGrader):
         return grade_completions(self.task, [row], [completion]).rewards[0]
 
     def grade(
-        self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], prompts: Sequence[str] | None = None
+        self, completions: Sequence[str], rows: Sequence[Columns], prompts: Sequence[str] | None = None
     ) -> Grades:
         """Return the task's grades."""
         return grade_completions(self.task, rows, completions)

@@ -19,7 +19,7 @@ from agilerl.envs.upstream import (
     quiet,
 )
 from agilerl.errors import ConfigError, EnvError
-from agilerl.rewards.grader import extract_answer
+from agilerl.rewards.grader import Columns, extract_answer
 from agilerl.streams import stream
 
 
@@ -221,7 +221,7 @@ class ReasoningGymTask(Task):
         """Return True: the score is of the answer."""
         return True
 
-    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
+    def reward(self, completion: str, row: Columns) -> float | None:
         """Score the completion: the text between the last answer tags, or all of it, stripped.
 
         The exact reward compares with ``==``, so spell_backward's rounding bug (6, 7, 9 or 10 letters with trailing

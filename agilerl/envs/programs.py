@@ -21,6 +21,7 @@ from agilerl.config.environment import AgentLimitsConfig
 from agilerl.envs.core import Lengths, Place, Split, TaskArgument, TaskWrapper
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import AgileRLError, ConfigError, EnvError, RewardError, how_to_install
+from agilerl.rewards.grader import Columns
 from agilerl.rewards.sandbox import Contained
 from agilerl.safety.custom_code import contained, printing_bounded
 
@@ -88,7 +89,7 @@ def _checked(program: Any) -> Program:
     return program  # type: ignore[no-any-return]
 
 
-def run_program(program: Program, row: Mapping[str, Any], base_url: str, api_key: str, timeout: float) -> Any:
+def run_program(program: Program, row: Columns, base_url: str, api_key: str, timeout: float) -> Any:
     """Run a program on a row until it returns its result.
 
     Raises:
@@ -133,12 +134,12 @@ def client(base_url: str, api_key: str, timeout: float | None, *, asynchronous: 
     return kind(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
 
 
-async def _awaited(program: Callable[..., Any], row: Mapping[str, Any], url: str, key: str, timeout: float) -> Any:
+async def _awaited(program: Callable[..., Any], row: Columns, url: str, key: str, timeout: float) -> Any:
     async with client(url, key, timeout, asynchronous=True) as asynchronous, asyncio.timeout(timeout):
         return await program(asynchronous, deepcopy(dict(row)))
 
 
-def _command(command: Sequence[str], row: Mapping[str, Any], base_url: str, api_key: str, timeout: float) -> str:
+def _command(command: Sequence[str], row: Columns, base_url: str, api_key: str, timeout: float) -> str:
     """Run a command line with the row on its standard input; returns what it printed."""
     variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
     # The interpreter of this run, with its packages, whatever PATH has first.

@@ -18,7 +18,7 @@ from typing import Any
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.envs.upstream import build_dataset, known_tasks, quiet
 from agilerl.errors import RewardError
-from agilerl.rewards.grader import BaseGrader
+from agilerl.rewards.grader import BaseGrader, Columns
 from agilerl.rewards.isolated import IsolatedGrader
 
 IN_THIS_PROCESS = frozenset(
@@ -62,7 +62,7 @@ class Scorers:
         self.name, self.levels, self.datasets = name, levels, datasets
         self._worker: IsolatedGrader | None = None
 
-    def score(self, answer: str, row: Mapping[str, Any], level: int) -> float:
+    def score(self, answer: str, row: Columns, level: int) -> float:
         """Return the score of an answer at a level, from 0 to 1.
 
         An answer that the scorer cannot read (it raises), or that would run as a program inside it, is wrong: 0.0. One
@@ -86,7 +86,7 @@ class Scorers:
         """Release the worker, which ends if no other task uses it."""
         self._worker = None
 
-    def _ask(self, answer: str, row: Mapping[str, Any], level: int) -> float:
+    def _ask(self, answer: str, row: Columns, level: int) -> float:
         dataset, source = self.datasets[level], str(row["metadata"]["source_dataset"])
         if self.name == "composite":
             dataset = dataset.datasets.get(source, dataset)
@@ -121,7 +121,7 @@ class Scorers:
         self._worker = worker  # the last task to let go of it ends it
         return worker
 
-    def _blame(self, row: Mapping[str, Any], level: int, error: Exception) -> None:
+    def _blame(self, row: Columns, level: int, error: Exception) -> None:
         """Raise unless the problem's correct answer can be scored, i.e. unless the completion is at fault."""
         answer = UNREADABLE if row["answer"] is None else row["answer"]
         try:
@@ -185,7 +185,7 @@ NOT_A_NUMBER = re.compile(r"(?is)(?=.*(?:nan|inf))(?:[-+*\d.\s()ij]|nan|infinity
 """Arithmetic with nan or infinity, which comparisons such as ``min(1.0, nan)`` take for the best score."""
 
 
-def pays_for_nothing(task: str, answer: str, row: Mapping[str, Any]) -> bool:
+def pays_for_nothing(task: str, answer: str, row: Columns) -> bool:
     """Return whether ``answer`` is wrong, although the scorer of reasoning_gym's ``task`` might give it a full score.
 
     ``coin_flip`` gives it to any beginning of the right number, ``0`` for 0.375; ``game_of_life_halting`` to any text;

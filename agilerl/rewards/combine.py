@@ -8,7 +8,7 @@ from pydantic import Field
 from agilerl.checks.arguments import Name, checked, taken
 from agilerl.checks.validation import LARGEST_FLOAT32
 from agilerl.errors import ConfigError, RewardError
-from agilerl.rewards.grader import BaseGrader, Grade, Grader, Grades, close, grade, grader_name, rows_of, setup
+from agilerl.rewards.grader import BaseGrader, Columns, Grade, Grader, Grades, close, grade, grader_name, rows_of, setup
 from agilerl.rewards.waiting import WaitingGrader, waiting_parts
 
 Graders = Grader | Sequence[Any] | Mapping[str, Any]
@@ -69,10 +69,7 @@ class CombinedGrader(BaseGrader):
         return self.grade(completions, rows_of(columns, len(completions)), prompts).rewards
 
     def grade(
-        self,
-        completions: Sequence[str],
-        rows: Sequence[Mapping[str, Any]],
-        prompts: Sequence[str] | None = None,
+        self, completions: Sequence[str], rows: Sequence[Columns], prompts: Sequence[str] | None = None
     ) -> Grades:
         """Return rewards, scores by grader and failures by grader.
 

@@ -41,6 +41,10 @@ the prefill, as the whole message of the assistant; ``answer``: only answer tags
 because it hands the completion to another grader, or is about nothing else."""
 
 
+Columns = Mapping[str, Any]
+"""A row as graders and tasks read it: values by the names of columns."""
+
+
 @dataclass(frozen=True)
 class TrainerState:
     """Where the training of a completion's agent is; graders ask for it by the parameter ``trainer_state``."""
@@ -67,7 +71,7 @@ class GradedRow(dict[str, Any]):
         return row
 
 
-def conversation(row: Mapping[str, Any], prompt: str) -> list[Any]:
+def conversation(row: Columns, prompt: str) -> list[Any]:
     """Return the messages that a completion answers, without a prefill; ``prompt`` is the text of a row without any."""
     messages = _messages(row) or [{"role": "user", "content": prompt}]
     return list(messages[:-1] if messages[-1]["role"] == "assistant" else messages)
@@ -81,7 +85,7 @@ def as_text(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n\n".join(f"{role}: {content}" for role, content in lines)
 
 
-def read_text(grader: Grader, completion: str, row: Mapping[str, Any], *, in_batch: bool = False) -> str:
+def read_text(grader: Grader, completion: str, row: Columns, *, in_batch: bool = False) -> str:
     """Return what a grader reads of a completion: with what the prompt has already written of it (``Reads``)."""
     reads: Reads = "answer" if grader is exact_match else getattr(grader, "reads", "text")
     if reads == "completion":
@@ -96,16 +100,13 @@ def read_text(grader: Grader, completion: str, row: Mapping[str, Any], *, in_bat
     return opening + completion
 
 
-def _messages(row: Mapping[str, Any]) -> Sequence[Any]:
+def _messages(row: Columns) -> Sequence[Any]:
     return row.get(MESSAGES) or (row["prompt"] if _is_conversation(row) else ())
 
 
 @checked
 def call_grader(
-    grader: Grader,
-    completions: Sequence[str],
-    rows: Sequence[Mapping[str, Any]],
-    prompts: Sequence[str] | None = None,
+    grader: Grader, completions: Sequence[str], rows: Sequence[Columns], prompts: Sequence[str] | None = None
 ) -> list[float | None]:
     """Score ``completions`` with ``grader``; ``None`` means that the grader does not apply to that completion.
 
@@ -131,10 +132,7 @@ def call_grader(
 
 
 def attempt_grader(
-    grader: Grader,
-    completions: Sequence[str],
-    rows: Sequence[Mapping[str, Any]],
-    prompts: Sequence[str] | None = None,
+    grader: Grader, completions: Sequence[str], rows: Sequence[Columns], prompts: Sequence[str] | None = None
 ) -> list[ScoreOrError]:
     """Score as ``call_grader`` does, but return a RewardError for each completion that could not be scored.
 
@@ -160,7 +158,7 @@ def attempt_grader(
 
 
 def _attempt_batch(
-    grader: Grader, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], prompts: Sequence[str]
+    grader: Grader, completions: Sequence[str], rows: Sequence[Columns], prompts: Sequence[str]
 ) -> list[ScoreOrError]:
     """Attempt a grader that gets everything at once."""
 
@@ -187,7 +185,8 @@ def _attempt_batch(
     columns = dict.fromkeys(key for row in rows for key in row)
     if states[0] is not None:
         inputs["trainer_state"] = states[0]
-    names = _selected(name, grader, {**columns, **inputs})
+    # Rows may have thousands of columns, of which only those that it takes are made lists.
+    names = select(name, grader, {**columns, **inputs})
     arguments = {key: inputs[key] if key in inputs else [row.get(key) for row in rows] for key in names}
     (scores,) = run_calls([lambda: grader(**arguments)])
     if not isinstance(scores, Exception):
@@ -259,13 +258,13 @@ def _is_of_trl(grader: Any) -> bool:
     return str(getattr(grader, "__module__", "")).partition(".")[0] == "trl"
 
 
-def _is_conversation(row: Mapping[str, Any]) -> bool:
+def _is_conversation(row: Columns) -> bool:
     prompt = row.get("prompt")
     first = prompt[0] if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt else None
     return isinstance(first, Mapping) and {"role", "content"} <= set(first)
 
 
-def _takes_messages(grader: Grader, row: Mapping[str, Any]) -> bool:
+def _takes_messages(grader: Grader, row: Columns) -> bool:
     """Return whether a function for a batch gets the prompt and completion of a row as messages."""
     return _is_of_trl(grader) or (not isinstance(grader, BaseGrader) and _is_conversation(row))
 
@@ -281,13 +280,8 @@ def _parameters(grader: Grader) -> dict[str, inspect.Parameter]:
     return {key: p for key, p in parameters.items() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
 
 
-def select(name: str, grader: Grader, offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a function takes of what is offered, by name; raises RewardError if it asks for something else."""
-    return {key: offered[key] for key in _selected(name, grader, offered)}
-
-
-def _selected(name: str, grader: Grader, offered: Mapping[str, Any]) -> list[str]:
-    """Return the names of what a grader takes of what there is: rows may have thousands of columns."""
+def select(name: str, grader: Grader, offered: Mapping[str, Any]) -> list[str]:
+    """Return the names that a function takes of those that are offered; raises RewardError if it asks for others."""
     parameters = _parameters(grader)
     missing = [key for key, p in parameters.items() if p.default is p.empty and key not in offered]
     if missing:
@@ -305,7 +299,7 @@ _NAMED = 20
 """Columns that an error names."""
 
 
-def _single_call(name: str, grader: Grader, text: str, row: Mapping[str, Any], prompt: str) -> Callable[[], Any]:
+def _single_call(name: str, grader: Grader, text: str, row: Columns, prompt: str) -> Callable[[], Any]:
     offered = {**row, "completion": text, "prompt": prompt}
     if (state := getattr(row, "state", None)) is not None:
         offered["trainer_state"] = state
@@ -316,7 +310,7 @@ def _single_call(name: str, grader: Grader, text: str, row: Mapping[str, Any], p
     fits_by_name = not by_position and set(required) <= set(offered)
     if len(positional) == len(required) == len(POSITIONAL) and not fits_by_name:
         return partial(grader, *map(offered.get, POSITIONAL))
-    return partial(grader, **select(name, grader, offered))
+    return partial(grader, **{key: offered[key] for key in select(name, grader, offered)})
 
 
 def run_calls(calls: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -392,10 +386,7 @@ class AllGradesFailedError(RewardError):
 
 @checked
 def grade(
-    grader: Grader,
-    completions: Sequence[str],
-    rows: Sequence[Mapping[str, Any]],
-    prompts: Sequence[str] | None = None,
+    grader: Grader, completions: Sequence[str], rows: Sequence[Columns], prompts: Sequence[str] | None = None
 ) -> Grades:
     """Score ``completions`` with any grader; a completion on which it fails gets None and is counted.
 

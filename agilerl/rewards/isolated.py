@@ -17,7 +17,7 @@ from typing import Any
 
 from agilerl.checks.arguments import Count, Positive, checked, shown
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
-from agilerl.rewards.grader import Grader, ScoreOrError
+from agilerl.rewards.grader import Columns, Grader, ScoreOrError
 from agilerl.rewards.sandbox import Contained
 from agilerl.rewards.waiting import WaitingGrader
 
@@ -88,7 +88,7 @@ class IsolatedGrader(WaitingGrader):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.grader!r}, timeout={self.timeout:g})"
 
-    def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    def question(self, completion: str, prompt: str, row: Columns) -> dict[str, Any]:
         """Return what is sent to a process."""
         return {"completion": completion, "prompt": prompt, "row": row}
 

@@ -18,6 +18,7 @@ from pydantic import Field
 from agilerl.checks.arguments import Count, Location, Name, NotNegative, Positive, checked, shown
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.grader import (
+    Columns,
     Grades,
     ScoreOrError,
     as_text,
@@ -178,11 +179,11 @@ class JudgeGrader(WaitingGrader):
         """Close the connections."""
         self._server.close()
 
-    def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    def question(self, completion: str, prompt: str, row: Columns) -> dict[str, Any]:
         """Return the body of the request about a completion; raises RewardError if the template fails on its row."""
         return self.body(prompt, {**row, "completion": completion, "low": self.low, "high": self.high})
 
-    def body(self, prompt: str, row: Mapping[str, Any]) -> dict[str, Any]:
+    def body(self, prompt: str, row: Columns) -> dict[str, Any]:
         """Return the body of a request whose template reads these columns; raises RewardError if it fails on them."""
         # The template's environment is strict: a name that a row lacks is an error. Only the answer may be missing.
         columns = {"answer": "", **row, "prompt": as_text(conversation(row, prompt))}
@@ -396,10 +397,7 @@ class PairwiseJudgeGrader(JudgeGrader):
         return list(self._scores(completions, rows_of(columns, len(completions)), prompts))
 
     def grade(
-        self,
-        completions: Sequence[str],
-        rows: Sequence[Mapping[str, Any]],
-        prompts: Sequence[str] | None = None,
+        self, completions: Sequence[str], rows: Sequence[Columns], prompts: Sequence[str] | None = None
     ) -> Grades:
         """Return the grades; groups are those of the rollout, or, of rows without any, the prompts."""
         questions = [str(row.get("question", "")) for row in rows] if prompts is None else prompts
@@ -407,7 +405,7 @@ class PairwiseJudgeGrader(JudgeGrader):
         return grades_of(self.name, [score_or_error(s, self.name) for s in self._scores(texts, rows, questions)])
 
     def _scores(
-        self, completions: Sequence[str], rows: Sequence[Mapping[str, Any]], prompts: Sequence[str]
+        self, completions: Sequence[str], rows: Sequence[Columns], prompts: Sequence[str]
     ) -> list[ScoreOrError]:
         self.setup()
         pairs = self._pairs(rows, prompts)
@@ -430,7 +428,7 @@ class PairwiseJudgeGrader(JudgeGrader):
                 scores[j].append(failure or 1.0 - win)
         return [_mean(of_one) for of_one in scores]
 
-    def _pairs(self, rows: Sequence[Mapping[str, Any]], prompts: Sequence[str]) -> list[tuple[int, int | None]]:
+    def _pairs(self, rows: Sequence[Columns], prompts: Sequence[str]) -> list[tuple[int, int | None]]:
         """Return the indices of completions to compare; None is the reference."""
         groups: dict[Hashable, list[int]] = {}
         for index, (row, prompt) in enumerate(zip(rows, prompts)):

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from agilerl.checks.arguments import Count, Positive, checked
 from agilerl.errors import RewardError
-from agilerl.rewards.grader import ScoreOrError
+from agilerl.rewards.grader import Columns, ScoreOrError
 from agilerl.rewards.waiting import WaitingGrader
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -300,7 +300,7 @@ class SandboxGrader(WaitingGrader):
         # The tests decide alone; a prompt is only what the base class expects.
         return super().__call__(columns.pop("prompts", completions), completions, **columns)
 
-    def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> tuple[str, Any]:
+    def question(self, completion: str, prompt: str, row: Columns) -> tuple[str, Any]:
         """Return a completion and its tests; raises RewardError if the row has no such column."""
         if self.tests not in row:
             raise RewardError(f"expected tests in the column {self.tests!r}, found only {', '.join(sorted(row))}")

@@ -14,6 +14,7 @@ from typing import Any, Self
 from agilerl.checks.arguments import Count, Name, checked
 from agilerl.rewards.grader import (
     BaseGrader,
+    Columns,
     Grader,
     ScoreOrError,
     attempt_grader,
@@ -55,7 +56,7 @@ class WaitingGrader(BaseGrader):
         rows = rows_of(columns, len(completions))
         return self.answers([self.question(*arguments) for arguments in zip(completions, prompts, rows)])
 
-    def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> Any:
+    def question(self, completion: str, prompt: str, row: Columns) -> Any:
         """Return everything that the score of a completion depends on; may raise what ``__call__`` would raise."""
         raise NotImplementedError(f"{type(self).__name__} does not define question, which every WaitingGrader needs")
 
@@ -90,7 +91,7 @@ class WaitingGrader(BaseGrader):
                 for future in futures:
                     future.cancel()
 
-    def begin(self, completion: str, prompt: str, row: Mapping[str, Any]) -> None:
+    def begin(self, completion: str, prompt: str, row: Columns) -> None:
         """Ask about a completion of a batch that is not complete yet."""
         assert self._threads is not None
         try:
@@ -154,7 +155,7 @@ class EarlyGrading:
             self._stack.enter_context(torch_restored())
         return self
 
-    def add(self, index: int, completion: str, row: Mapping[str, Any]) -> None:
+    def add(self, index: int, completion: str, row: Columns) -> None:
         """Begin with a completion; ``index`` is its place in the batch, of which the first is 0."""
         # As ``attempt_grader`` will say it for the whole batch.
         self._held[index] = completion, str(row.get("question", "")), {key: row.get(key) for key in self.columns}
@@ -168,7 +169,7 @@ class EarlyGrading:
                     self._begin(grader, *offered)
             self._next += 1
 
-    def _begin(self, grader: WaitingGrader, completion: str, prompt: str, row: Mapping[str, Any]) -> None:
+    def _begin(self, grader: WaitingGrader, completion: str, prompt: str, row: Columns) -> None:
         grader.begin(read_text(grader, completion, row), prompt, row)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -213,7 +214,7 @@ class ThreadedGrader(WaitingGrader):
         """Close the grader."""
         close(self.grader)
 
-    def question(self, completion: str, prompt: str, row: Mapping[str, Any]) -> tuple[str, str, Mapping[str, Any]]:
+    def question(self, completion: str, prompt: str, row: Columns) -> tuple[str, str, Mapping[str, Any]]:
         """Return the arguments."""
         return completion, prompt, row
 

@@ -12,6 +12,7 @@ from agilerl.config.environment import AgentLimitsConfig
 from agilerl.envs.core import Row, Split, Task, TrainingOrder, fewer, warn_of_fewer
 from agilerl.envs.programs import MODEL, AgentTask, client
 from agilerl.errors import AgileRLError, ConfigError, EnvError, how_to_install
+from agilerl.rewards.grader import Columns
 from agilerl.safety.custom_code import contained
 
 MOST_TASKS, MOST_OF_INFINITE = 10_000, 1_000
@@ -64,7 +65,7 @@ class TasksetTask(Task):
         number = first + (self._order(index) if split == "train" else index)
         return {"question": self._tasks[number].data.prompt_text, "answer": None, "task": number}
 
-    def reward(self, completion: str, row: Mapping[str, Any]) -> float | None:
+    def reward(self, completion: str, row: Columns) -> float | None:
         """Return the reward of the episode; None for a text that no episode has led to."""
         result = row.get("result")
         return result.reward if isinstance(result, GradedAnswer) else None

@@ -228,7 +228,8 @@ class ToolEnv(TextEnv):
         """Reset the environment of the tools; return what it says."""
         name = f"{type(self._environment).__name__}.reset"
         try:
-            text = self._environment.reset(**select(name, self._environment.reset, self._row))
+            names = select(name, self._environment.reset, self._row)
+            text = self._environment.reset(**{key: self._row[key] for key in names})
         except RewardError as error:
             raise EnvError(str(error)) from error
         if text is not None and not isinstance(text, str):
