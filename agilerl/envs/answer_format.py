@@ -2,7 +2,7 @@ r"""How prompts ask for answers, and where answers are found in completions: ``<
 
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
@@ -171,7 +171,7 @@ class AnswerFormatTask(TaskWrapper):
         prefill = last[0]["content"] if last and last[0]["role"] == "assistant" else str(row.get(OPENING, ""))
         return self.format.find(completion, prefill) or ""
 
-    def graded_row(self, row: Columns) -> Mapping[str, Any]:
+    def graded_row(self, row: Columns) -> Columns:
         """Return the row as graders of an answer get it: nothing is before the answer, and no form was asked for."""
         if self.format.kind == "whole" or not isinstance(row, GradedRow):
             return row
@@ -197,9 +197,7 @@ class AnswerFormatTask(TaskWrapper):
         """Return the task's grades of the answers in an exam."""
         return self.task.grade_exam(*self._answers(completions, rows))
 
-    def _answers(
-        self, completions: Sequence[str], rows: Sequence[Columns]
-    ) -> tuple[list[str], list[Mapping[str, Any]]]:
+    def _answers(self, completions: Sequence[str], rows: Sequence[Columns]) -> tuple[list[str], list[Columns]]:
         return [self.graded_text(*pair) for pair in zip(completions, rows)], list(map(self.graded_row, rows))
 
     def waiting(self, *, exam: bool) -> list[WaitingGrader]:

@@ -148,7 +148,7 @@ class Task(ABC):
         """Return whether rewards read completions alone, without what the chat template has opened of the answer."""
         return False
 
-    def graded_row(self, row: Columns) -> Mapping[str, Any]:
+    def graded_row(self, row: Columns) -> Columns:
         """Return the row that graders get with that part."""
         return row
 

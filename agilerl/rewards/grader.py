@@ -24,7 +24,7 @@ from agilerl.safety.custom_code import left, printing_bounded, torch_restored
 Grader = Callable[..., Any]
 """``f(completion, answer, question) -> float`` or ``f(prompts, completions, **columns) -> list[float | None]``."""
 
-ScoreOrError = float | Exception | None
+Mark = float | Exception | None
 """A score, None (not applicable), or why there is none."""
 
 POSITIONAL = ("completion", "answer", "question")
@@ -133,7 +133,7 @@ def call_grader(
 
 def attempt_grader(
     grader: Grader, completions: Sequence[str], rows: Sequence[Columns], prompts: Sequence[str] | None = None
-) -> list[ScoreOrError]:
+) -> list[Mark]:
     """Score as ``call_grader`` does, but return a RewardError for each completion that could not be scored.
 
     A function for a batch may itself return an exception for a completion. If it raises, it is called again with one
@@ -159,17 +159,17 @@ def attempt_grader(
 
 def _attempt_batch(
     grader: Grader, completions: Sequence[str], rows: Sequence[Columns], prompts: Sequence[str]
-) -> list[ScoreOrError]:
+) -> list[Mark]:
     """Attempt a grader that gets everything at once."""
 
-    def again(indices: Sequence[int]) -> list[ScoreOrError]:
+    def again(indices: Sequence[int]) -> list[Mark]:
         parts = [completions[k] for k in indices], [rows[k] for k in indices], [prompts[k] for k in indices]
         return _attempt_batch(grader, *parts)
 
     name, parameters, count = grader_name(grader), _parameters(grader), len(completions)
     states = [getattr(row, "state", None) if "trainer_state" in parameters else None for row in rows]
     if any(state != states[0] for state in states):  # one call for each, because a call has one state
-        outcomes: dict[int, ScoreOrError] = {}
+        outcomes: dict[int, Mark] = {}
         for state in dict.fromkeys(states):
             indices = [k for k in range(count) if states[k] == state]
             outcomes |= dict(zip(indices, again(indices)))
@@ -218,7 +218,7 @@ def grader_name(grader: Grader) -> str:
     return str(getattr(grader, "name", getattr(grader, "__name__", type(grader).__name__)))
 
 
-def score_or_error(score: object, name: str) -> ScoreOrError:
+def score_or_error(score: object, name: str) -> Mark:
     """Return a checked score, or the error that replaces it."""
     if isinstance(score, Exception):
         explained = isinstance(score, RewardError)
@@ -401,7 +401,7 @@ def grade(
     return grades_of(grader_name(grader), attempt_grader(grader, completions, rows, prompts))
 
 
-def grades_of(name: str, outcomes: Sequence[ScoreOrError]) -> Grades:
+def grades_of(name: str, outcomes: Sequence[Mark]) -> Grades:
     """Return the outcomes of one grader as grades; raises AllGradesFailedError if all of them are failures."""
     failures = {index: outcome for index, outcome in enumerate(outcomes) if isinstance(outcome, RewardError)}
     if failures and len(failures) == len(outcomes):

@@ -17,7 +17,7 @@ from typing import Any
 
 from agilerl.checks.arguments import Count, Positive, checked, shown
 from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
-from agilerl.rewards.grader import Columns, Grader, ScoreOrError
+from agilerl.rewards.grader import Columns, Grader, Mark
 from agilerl.rewards.sandbox import Contained
 from agilerl.rewards.waiting import WaitingGrader
 
@@ -107,7 +107,7 @@ class IsolatedGrader(WaitingGrader):
         for _ in range(self.workers):
             self._idle.get().stop()
 
-    def answer(self, question: Mapping[str, Any]) -> ScoreOrError:
+    def answer(self, question: Mapping[str, Any]) -> Mark:
         """Return the score that a process answers with, or why there is none."""
         worker = self._idle.get()
         try:

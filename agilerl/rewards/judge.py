@@ -20,7 +20,7 @@ from agilerl.errors import ConfigError, RewardError, RewardTimeoutError
 from agilerl.rewards.grader import (
     Columns,
     Grades,
-    ScoreOrError,
+    Mark,
     as_text,
     conversation,
     grades_of,
@@ -196,7 +196,7 @@ class JudgeGrader(WaitingGrader):
         messages = [*system, {"role": "user", "content": question}]
         return {"model": self.model, "messages": messages, **self.request}
 
-    def answer(self, question: Mapping[str, Any]) -> ScoreOrError:
+    def answer(self, question: Mapping[str, Any]) -> Mark:
         """Return the score that the judge gives, or the error."""
         # Of the whole request: another model, template or temperature is another question.
         key = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
@@ -390,9 +390,7 @@ class PairwiseJudgeGrader(JudgeGrader):
         super().__init__(model, template=template, name=name, **settings)
         self.against, self.rounds = against, rounds
 
-    def __call__(
-        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
-    ) -> list[ScoreOrError]:
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Mark]:
         """Return a score for each completion, or the error if it has none; a group is a prompt."""
         return list(self._scores(completions, rows_of(columns, len(completions)), prompts))
 
@@ -404,9 +402,7 @@ class PairwiseJudgeGrader(JudgeGrader):
         texts = [read_text(self, *arguments) for arguments in zip(completions, rows)]
         return grades_of(self.name, [score_or_error(s, self.name) for s in self._scores(texts, rows, questions)])
 
-    def _scores(
-        self, completions: Sequence[str], rows: Sequence[Columns], prompts: Sequence[str]
-    ) -> list[ScoreOrError]:
+    def _scores(self, completions: Sequence[str], rows: Sequence[Columns], prompts: Sequence[str]) -> list[Mark]:
         self.setup()
         pairs = self._pairs(rows, prompts)
         texts = [(completions[i], completions[j] if j is not None else str(rows[i]["answer"])) for i, j in pairs]
@@ -417,7 +413,7 @@ class PairwiseJudgeGrader(JudgeGrader):
             for a, b in ((first, second), (second, first))
         ]
         answers: Iterator[Any] = iter(self.answers(bodies))
-        scores: list[list[ScoreOrError]] = [[] for _ in completions]
+        scores: list[list[Mark]] = [[] for _ in completions]
         for (i, j), (first, second) in zip(pairs, texts):
             both = (0.5, 0.5) if first == second else (next(answers), next(answers))
             failure = next((answer for answer in both if isinstance(answer, RewardError)), None)
@@ -455,7 +451,7 @@ class PairwiseJudgeGrader(JudgeGrader):
         return score
 
 
-def _mean(scores: Sequence[ScoreOrError]) -> ScoreOrError:
+def _mean(scores: Sequence[Mark]) -> Mark:
     """Return the mean of the scores among these, or the first error if there is none."""
     sound = [score for score in scores if isinstance(score, float)]
     if sound:

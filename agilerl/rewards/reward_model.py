@@ -97,10 +97,8 @@ class RewardModelGrader(BaseGrader):
         """Return the model's score of each completion as an answer to its conversation."""
         self.setup()
         asked = rows_of({key: columns[key] for key in (MESSAGES, "prompt") if key in columns}, len(completions))
-        rows = [
-            self._ids(conversation(row, prompt), completion)
-            for row, prompt, completion in zip(asked, prompts, completions)
-        ]
+        texts = zip(asked, prompts, completions)
+        rows = [self._ids(conversation(row, prompt), completion) for row, prompt, completion in texts]
         limit = self.max_length or getattr(self._model.config, "max_position_embeddings", None)
         scores: list[float | Exception] = [
             RewardError(f"expected at most {limit} tokens of prompt and completion, found {len(row)}") for row in rows

@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from agilerl.checks.arguments import Count, Positive, checked
 from agilerl.errors import RewardError
-from agilerl.rewards.grader import Columns, ScoreOrError
+from agilerl.rewards.grader import Columns, Mark
 from agilerl.rewards.waiting import WaitingGrader
 
 FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -295,7 +295,7 @@ class SandboxGrader(WaitingGrader):
     def __repr__(self) -> str:
         return f"SandboxGrader(tests={self.tests!r}, score={self.score!r}, timeout={self.timeout:g})"
 
-    def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[ScoreOrError]:  # type: ignore[override]
+    def __call__(self, completions: Sequence[str], **columns: Sequence[Any]) -> list[Mark]:  # type: ignore[override]
         """Return a score for each completion, or the exception that stopped its tests from being run."""
         # The tests decide alone; a prompt is only what the base class expects.
         return super().__call__(columns.pop("prompts", completions), completions, **columns)
@@ -306,7 +306,7 @@ class SandboxGrader(WaitingGrader):
             raise RewardError(f"expected tests in the column {self.tests!r}, found only {', '.join(sorted(row))}")
         return completion, row[self.tests]
 
-    def answer(self, question: tuple[str, Any]) -> ScoreOrError:
+    def answer(self, question: tuple[str, Any]) -> Mark:
         """Return the score of a completion by its tests, or the exception that stopped them from being run."""
         completion, tests = question
         if tests is None:

@@ -16,7 +16,7 @@ from agilerl.rewards.grader import (
     BaseGrader,
     Columns,
     Grader,
-    ScoreOrError,
+    Mark,
     attempt_grader,
     close,
     grader_name,
@@ -48,9 +48,7 @@ class WaitingGrader(BaseGrader):
         """Whether questions are asked in the order of the rows: what it remembers depends on nothing but the rows."""
         return self.remembers and self.workers == 1
 
-    def __call__(
-        self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]
-    ) -> list[ScoreOrError]:
+    def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Mark]:
         """Return a score for each completion, or the error if it has none."""
         self.setup()
         rows = rows_of(columns, len(completions))
@@ -60,7 +58,7 @@ class WaitingGrader(BaseGrader):
         """Return everything that the score of a completion depends on; may raise what ``__call__`` would raise."""
         raise NotImplementedError(f"{type(self).__name__} does not define question, which every WaitingGrader needs")
 
-    def answer(self, question: Any) -> ScoreOrError:
+    def answer(self, question: Any) -> Mark:
         """Return the score, or why there is none; called in a thread."""
         raise NotImplementedError(f"{type(self).__name__} does not define answer, which every WaitingGrader needs")
 
@@ -71,12 +69,12 @@ class WaitingGrader(BaseGrader):
         except (TypeError, ValueError, RecursionError):
             return None
 
-    def answers(self, questions: Sequence[Any]) -> list[ScoreOrError]:
+    def answers(self, questions: Sequence[Any]) -> list[Mark]:
         """Return the answers to all questions in their order; those that were begun early are only waited for."""
         with ExitStack() as stack:
             threads = self._threads or stack.enter_context(Threads(self.workers))
-            futures: list[Future[ScoreOrError]] = []
-            shared: dict[Hashable, Future[ScoreOrError]] = {}
+            futures: list[Future[Mark]] = []
+            shared: dict[Hashable, Future[Mark]] = {}
             for question in questions:
                 key = self.key(question) if self.asks_once or self._threads is not None else None
                 # An answer that was begun is used once: who asks again gets a new one, as if nothing had been begun.
@@ -214,11 +212,11 @@ class ThreadedGrader(WaitingGrader):
         """Close the grader."""
         close(self.grader)
 
-    def question(self, completion: str, prompt: str, row: Columns) -> tuple[str, str, Mapping[str, Any]]:
+    def question(self, completion: str, prompt: str, row: Columns) -> tuple[str, str, Columns]:
         """Return the arguments."""
         return completion, prompt, row
 
-    def answer(self, question: tuple[str, str, Mapping[str, Any]]) -> ScoreOrError:
+    def answer(self, question: tuple[str, str, Columns]) -> Mark:
         """Return what the function says, or its error."""
         completion, prompt, row = question
         (outcome,) = attempt_grader(self.grader, [completion], [row], [prompt])
@@ -239,7 +237,7 @@ class Threads:
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.begun: dict[Hashable, deque[Future[ScoreOrError]]] = {}
+        self.begun: dict[Hashable, deque[Future[Mark]]] = {}
         """Answers to questions of a batch that is not complete yet, by the key of the question."""
         self._calls: SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = SimpleQueue()
         self._running: list[Thread] = []

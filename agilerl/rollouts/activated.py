@@ -125,9 +125,8 @@ class PromptCache:
         lengths = torch.tensor([len(text) for text, _ in rows])
         tree = TokenTree(first, starts, ends, parents, torch.tensor(of))
         ids, line = pad_sequence([text for text, _ in rows], batch_first=True), PromptLine(self.base.num_layers)
-        flat = flatten(
-            [PaddedRows(ids, lengths, tree)], self.base.activation_dtype, exact=self.base.device.type == "cpu"
-        )
+        exact = self.base.device.type == "cpu"
+        flat = flatten([PaddedRows(ids, lengths, tree)], self.base.activation_dtype, exact=exact)
         with torch.no_grad(), self.store.routed(None):
             self.base.flat(flat.to(self.base.device), past_key_values=line)
         for places, (_, path) in zip(flat.sources[0], rows):

@@ -24,7 +24,7 @@ from agilerl.rewards import (
     exact_match,
     library_grader,
 )
-from agilerl.rewards.grader import ScoreOrError, attempt_grader, close, grader_name, setup
+from agilerl.rewards.grader import Mark, attempt_grader, close, grader_name, setup
 from tests.rewards.chat_server import chat, serve
 from tests.rewards.hostile import hostile
 from tests.rewards.test_reward_model import make_model
@@ -38,7 +38,7 @@ ROWS = [
 ]
 
 
-def agree(before: Sequence[ScoreOrError], after: Sequence[ScoreOrError]) -> None:
+def agree(before: Sequence[Mark], after: Sequence[Mark]) -> None:
     """The same scores, but for what a batch changes in the last digits of a model's."""
     assert [type(outcome) for outcome in before] == [type(outcome) for outcome in after]
     for one, other in zip(before, after):

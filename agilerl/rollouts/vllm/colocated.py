@@ -204,6 +204,5 @@ def _lora_request(adapter: StagedAdapter) -> Any:
 
 def _answer(output: Any) -> Generated:
     tokens = list(output.token_ids)
-    return Generated(
-        tokens, [step[token].logprob for step, token in zip(output.logprobs, tokens)], output.finish_reason
-    )
+    logprobs = [step[token].logprob for step, token in zip(output.logprobs, tokens)]
+    return Generated(tokens, logprobs, output.finish_reason)
