@@ -15,23 +15,34 @@ RESULTS, PAGE = ROOT / "benchmarking" / "results" / "models.json", ROOT / "docs"
 HEAD = """# Which models
 
 Any causal language model of transformers is either trained right or refused in a sentence before training. No list of
-names decides: what a model computes is tried out when it is loaded. This page is what
-`python -m benchmarking.models` found on {total} configurations, each a tiny random model of its architecture:
-**{right} right, {refused} refused**, {untried} not tried.
+names decides: what a model computes is tried out when it is loaded, and `agilerl probe MODEL` says what was found. This
+page is what `python -m benchmarking.models` found on {total} configurations, each a tiny random model of its
+architecture: **{right} right, {refused} refused**, {untried} not tried.
 
-Right means: after training a little, the log-probs of sampling, of training (in a batch and alone), of plain
+Right means: after a little training, the log-probs of sampling, of training (in a batch and alone), of plain
 transformers with eager attention, of plain PEFT on what `agilerl export` wrote, and of what `agilerl merge` wrote agree
-within 1e-4; the largest difference of all is {worst}. Prompts and answers lie on both sides of windows, chunks and
-rotations. `agilerl probe MODEL` says it for your own.
-
-* **Rows in one line** have no padding, and compute what they have in common once; **padded** ones cost more.
-* **Longest row**: of {longest} tokens in the configuration. It is shorter where the rotation of all tokens changes with
-  the length of a row (LongRoPE), or where a window could not be told apart from a longer context.
-* Models whose layers keep a state (Mamba, gated delta nets, most hybrids) cannot be sampled by the torch engine.
+within 1e-4, with prompts and answers on both sides of windows, chunks and rotations. The largest difference of all is
+{worst} (`benchmarking/results/models.json` has that of each).
 
 ## Right
 
+Rows in one line have no padding, and what they have in common is computed once; padded rows cost more. Rows may be as
+long as the model's context, except where the rotation of all tokens changes with the length of a row (LongRoPE), or
+where a window could not be told apart from a longer context.
+
+| rows | architectures |
+| --- | --- |
 """
+REASONS = {
+    "keep a state": "its layers keep a state, no keys and values, so the torch engine cannot decode it; vLLM may",
+    "does not take a cache": "its code takes no cache of each row's keys and values; vLLM may decode it",
+    "from those of a forward pass": "decoding gives other log-probs than a forward pass; vLLM may decode it",
+    "computes its logits in a way": "it computes its logits in a way that is not supported",
+    "lets tokens see those that follow": "tokens see those that follow, so it cannot write a text",
+    "depends on later tokens": "its long rows depend on later tokens, or on the kernel",
+    "Unrecognized configuration class": "transformers loads it only with images",
+}
+"""What each refusal says, by a part of its sentence."""
 
 
 def page(results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -41,21 +52,24 @@ def page(results: Mapping[str, Mapping[str, Any]]) -> str:
     }
     right, refused, untried = of.values()
     worst = max(value for r in right.values() for value in r["apart"].values())
-    longest = next(r["longest row"].partition(" of ")[2] for r in right.values() if " of " in r["longest row"])
     numbers = {"total": len(results), "right": len(right), "refused": len(refused), "untried": len(untried)}
-    lines = [HEAD.format(**numbers, worst=f"{worst:.0e}", longest=longest)]
-    lines.append("| architecture | rows | longest row | largest difference |\n| --- | --- | --- | --- |\n")
+    rows: dict[str, list[str]] = {}
     for name, r in right.items():
-        lines.append(f"| {name} | {r['rows']} | {r['longest row']} | {max(r['apart'].values()):.0e} |\n")
-    lines.append("\n## Refused\n\n| architecture | what is said |\n| --- | --- |\n")
-    lines += [f"| {name} | {_cell(r['why'])} |\n" for name, r in refused.items()]
-    lines.append("\n## Not tried\n\nThe code in transformers refuses small numbers, or needs another package.\n\n")
-    lines.append(", ".join(f"`{name}`" for name in untried) + "\n")
-    return "".join(lines)
+        longest = "" if r["longest row"] == "as configured" else f", of at most {r['longest row']} tokens"
+        rows.setdefault(r["rows"] + longest, []).append(name)
+    why: dict[str, list[str]] = {}
+    for name, r in refused.items():
+        [reason] = [reason for part, reason in REASONS.items() if part in r["why"]]
+        why.setdefault(reason, []).append(name)
+    parts = [HEAD.format(**numbers, worst=f"{worst:.0e}"), _table(rows)]
+    parts += ["\n## Refused\n\n| why | architectures |\n| --- | --- |\n", _table(why)]
+    parts.append("\n## Not tried\n\nThe code in transformers refuses small numbers, or needs another package: ")
+    parts.append(", ".join(f"`{name}`" for name in untried) + "\n")
+    return "".join(parts)
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
+def _table(names: Mapping[str, list[str]]) -> str:
+    return "".join(f"| {head} | {', '.join(f'`{name}`' for name in listed)} |\n" for head, listed in names.items())
 
 
 if __name__ == "__main__":

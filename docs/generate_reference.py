@@ -6,7 +6,7 @@ import sys
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from importlib import resources
 from itertools import pairwise
@@ -28,23 +28,24 @@ INTRODUCTION = """\
 <!-- Written by docs/generate_reference.py; `make generated` writes it again. -->
 
 A run is described by one YAML file. `agilerl train my.yaml` reads it; `agilerl train` alone reads the file at the end
-of this page. Settings that are left out have the defaults below. Any setting can be given on the command line as well,
-as `key.path=value`, and that wins:
+of this page. Any setting can be given on the command line, as `key.path=value`, and that wins:
 
 ```bash
 agilerl train training.pop_size=8 algorithm.beta=0.01 --dry-run
 ```
 
-* An unknown key is an error that names the nearest known one, a value out of range an error that names the range.
-  Both are found before anything is loaded or written; the exit code is 2.
+* Each line has a key, type and bounds, default and meaning. A default of `true` or `false` shows the type;
+  a default of null allows null, which descriptions call None.
+* An unknown key is an error that names the nearest known one, a value out of range one that names the range. Both are
+  found before anything is loaded or written.
 * `environment.task` on the command line drops the file's `environment.params`, which belong to the other task.
-* YAML reads `1e-6` as text; it is taken as the number wherever a number is expected.
-* `null` below is YAML's; the descriptions, which are those of the Python arguments, call it None.
-* `--seed N` is `training.seed=N`.
+* `1e-6`, which is text in YAML, is taken as a number wherever one is expected. `--seed N` is `training.seed=N`.
 
-The whole of a resolved manifest, defaults included, stands in a run's `run.json`.
+A run's `run.json` has the whole resolved manifest, defaults included.
 """
 
+
+_Setting = tuple[str, FieldInfo, str]
 
 FIRST = {
     "network": ("pretrained_model_name_or_path", "lora_config.r"),
@@ -80,24 +81,43 @@ def render() -> str:
 
 
 def _algorithms() -> Iterator[str]:
-    """Yield what most algorithms have, and for each algorithm what it has alone or has another way."""
+    """Yield what all algorithms have, what those that sample have, and what each has alone or in another way."""
     rows = {name: dict(_rows(algorithm.Config, genes=True)) for name, algorithm in ALGORITHMS.items()}
-    common: dict[str, str] = {}
-    for key in dict.fromkeys(key for of_one in rows.values() for key in of_one):
-        versions = [of_one[key] for of_one in rows.values() if key in of_one]
-        if len(versions) > 1:
-            common[key] = max(versions, key=versions.count)
+    sampling = {name: of_one for name, of_one in rows.items() if "`group_size`" in of_one}
+    for_all = _common(rows, lambda count: count == len(rows))
+    common = {key: row for key, row in _common(sampling, lambda count: count > 1).items() if key not in for_all}
     yield (
-        "## algorithm\n\n`name` and the hyperparameters of that algorithm. What *evolves* can be a gene: name it in"
-        "\n`mutation.rl_hp_selection`, with this range (`lr: {}`) or one of your own. First what several algorithms"
-        f"\nhave, then what each has alone or in another way.\n\n{_lines(common)}"
+        "## algorithm\n\n`name` and the hyperparameters of that algorithm. What has a range as a gene can evolve: name it"
+        "\nin `mutation.rl_hp_selection`, with this range (`lr: {}`) or one of your own. All algorithms have:\n\n"
+        f"{_lines(for_all)}\n\nThose that sample have also:\n\n{_lines(common)}"
     )
+    described: dict[str, str] = {}
     for name, algorithm in ALGORITHMS.items():
-        shared, missing = ([key for key in common if (key in rows[name]) == has] for has in (True, False))
-        lists = ("Of the list above only " if len(shared) < len(missing) else "Without ", min(shared, missing, key=len))
-        scope = textwrap.fill(f"{lists[0]}{', '.join(lists[1])}.", 120, break_on_hyphens=False) if missing else ""
-        special = _lines({key: row for key, row in rows[name].items() if row != common.get(key)})
-        yield "\n\n".join(filter(None, [f"### name: {name}", inspect.getdoc(algorithm), scope, special]))
+        own, shown = rows[name], {**for_all, **common}
+        if name in sampling:
+            differs = "Without", [key for key in common if key not in own]
+        else:
+            differs = "Also, as above,", [key for key in common if own.get(key) == common[key]]
+        scope = textwrap.fill(f"{differs[0]} {', '.join(differs[1])}.", 120, break_on_hyphens=False)
+        special = {key: row for key, row in own.items() if row != shown.get(key)}
+        for key, row in special.items():  # a meaning that stands above is not repeated
+            shape, meaning = row.split(". ", 1)
+            if (shown if key in shown else described).get(key, "").endswith(f". {meaning}"):
+                special[key] = f"{shape}."
+        described |= {key: own[key] for key in special}
+        special = {key: row for key, row in special.items() if row != f"{shown.get(key, '').split('. ')[0]}."}
+        summary = (inspect.getdoc(algorithm) or "").split("\n\n")[0].replace("``", "`")
+        parts = f"### name: {name}", summary, scope if differs[1] else "", _lines(special)
+        yield "\n\n".join(filter(None, parts))
+
+
+def _common(rows: Mapping[str, Mapping[str, str]], is_common: Callable[[int], bool]) -> dict[str, str]:
+    """Return the commonest row of each setting that enough algorithms have."""
+    versions: dict[str, list[str]] = {}
+    for of_one in rows.values():
+        for key, row in of_one.items():
+            versions.setdefault(key, []).append(row)
+    return {key: max(listed, key=listed.count) for key, listed in versions.items() if is_common(len(listed))}
 
 
 def _list(model: type[BaseModel]) -> str:
@@ -112,25 +132,29 @@ def _rows(model: type[BaseModel], *, genes: bool = False) -> Iterator[tuple[str,
     """Yield each setting, and its type, default, range and meaning."""
     spans = {name: gene.span() for name, gene in genes_from(model).items()} if genes else {}
     for key, field, description in _leaves(model):
-        evolves = f", evolves in {spans[key]}" if key in spans else ""
+        evolves = f", gene {spans[key]}" if key in spans else ""
         meaning = " ".join(description.split()).replace("``", "`")
-        yield f"`{key}`", f"{_type(field)}; {_default(field)}{evolves}. {meaning}"
+        shape, default = _type(field), _default(field)
+        if default == "null":
+            shape = shape.removesuffix(" or null")
+        shown = default if shape == "true or false" and default != "null" else f"{shape}; {default}"
+        yield f"`{key}`", f"{shown}{evolves}. {meaning}"
 
 
-def _leaves(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo, str]]:
-    """Every setting with its path and what is said of it; those of one gene follow ``rl_hp_selection.<name>``.
+def _leaves(model: type[BaseModel], prefix: str = "", listed: set[Any] | None = None) -> Iterator[_Setting]:
+    """Yield every setting with its path and what is said of it; those of one gene follow ``rl_hp_selection.<name>``.
 
-    What the entries of a list are is said once, though several lists have the same.
+    A model that several fields have is described where it is first met.
     """
-    listed = set()
+    listed = set() if listed is None else listed
     for name, field in model.model_fields.items():
         inner, is_list = _model(field.annotation), _has_list(field.annotation)
-        if inner is None or is_list or field.metadata:  # what a validator turns into a section has other forms as well
+        if inner is None or is_list or inner in listed or field.metadata:  # a validated section has other forms as well
             yield prefix + name, field, _descriptions(model).get(name, "")
         if inner is not None and inner not in listed:
             of_many = "<name>." if get_origin(field.annotation) is dict else ""
-            yield from _leaves(inner, f"{prefix}{name}{'[]' if is_list else ''}.{of_many}")
-        listed |= {inner} if is_list else set()
+            listed.add(inner)
+            yield from _leaves(inner, f"{prefix}{name}{'[]' if is_list else ''}.{of_many}", listed)
 
 
 @cache
@@ -166,7 +190,9 @@ def _model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _type(field: FieldInfo) -> str:
-    return ", ".join([_name(field.annotation), *_bounds(field)])
+    name = _name(field.annotation)
+    kind, null = (name.removesuffix(" or null"), " or null") if name.endswith(" or null") else (name, "")
+    return f"{' '.join(filter(None, [kind, ', '.join(_bounds(field))]))}{null}"
 
 
 def _name(annotation: Any) -> str:
@@ -180,7 +206,8 @@ def _name(annotation: Any) -> str:
     if origin is Literal:
         return "/".join(f"`{value}`" for value in arguments)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_name(a) for a in arguments))
+        names = list(dict.fromkeys(_name(a) for a in arguments))
+        return " or ".join("a list of these" if name == f"[{names[0]}, ...]" else name for name in names)
     if origin is typing.Annotated:
         return _name(arguments[0])
     if origin is tuple:
@@ -197,11 +224,11 @@ def _name(annotation: Any) -> str:
 
 
 def _bounds(field: FieldInfo) -> list[str]:
-    signs = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     return [
-        f"{words} {getattr(mark, sign):g}"
+        f"{shown}{getattr(mark, sign):g}"
         for mark in field.metadata
-        for sign, words in signs.items()
+        for sign, shown in signs.items()
         if getattr(mark, sign, None) is not None
     ]
 

@@ -19,7 +19,6 @@ class CISPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     dual_clip: ClassVar[None] = None  # type: ignore[misc]  # bounds of the clipped surrogate, which is not used
     delta: ClassVar[None] = None  # type: ignore[misc]
     loss_norm: Annotated[LossNorm, BeforeValidator(lambda name: LOSS_NORM_ALIASES.get(str(name), name))] = "token-mean"
-    """How token losses become one number; ``token-mean``: all tokens of the optimizer window weigh the same."""
     clip_max: Annotated[float, Field(gt=0), Evolve(1.0, 10.0)] = 5.0
     """Cap of the detached importance weight."""
     clip_min: Annotated[float | None, Field(ge=0)] = None

@@ -44,8 +44,8 @@ class LLMConfig(AlgorithmConfig):
     weight_decay: Annotated[float, Field(ge=0), Evolve(1e-4, 1e-1)] = 0.0
     """Decoupled weight decay of the adapter."""
     router_aux_loss_coef: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the load-balancing loss of a mixture's routers (arXiv 2101.03961), added to every other loss. Routers
-    are frozen: adapters learn hidden states that spread over the experts. 0: none."""
+    """Weight of the load-balancing loss of a mixture's routers (arXiv 2101.03961), added to every other loss.
+    Routers are frozen; what adapters learn spreads over the experts."""
     micro_batch_size_per_gpu: Annotated[int | None, Field(ge=1)] = None
     """Trajectories of one forward and backward pass; None takes as many as fill the device, on a CPU at most 2,048
     tokens; more where a shared prompt would be computed twice, if the machine's memory holds them."""
@@ -76,8 +76,8 @@ class RolloutLLMConfig(LLMConfig):
     min_output_tokens: Annotated[int | None, Field(ge=0)] = None
     """The end token cannot be drawn before this many tokens. Biases the log-probs likewise."""
     reward_weights: Annotated[dict[str, float], Evolve(0.0, 1.0, scale="linear")] = Field(default_factory=dict)
-    """This agent's own weights of parts of the reward, by name, instead of those of the task's ``CombinedGrader``; in
-    training alone. The gene of one is called ``reward_weights.<name>`` and needs a task with a fitness grader."""
+    """This agent's weights of parts of the reward, by name, in training, instead of those of the task's
+    ``CombinedGrader``. The gene of one is ``reward_weights.<name>`` and needs a fitness grader."""
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
@@ -158,8 +158,8 @@ class SurrogateConfig(ReferenceConfig, LLMConfig):
     kl_clamp_value: Annotated[float | None, Field(gt=0), Needs("beta")] = None
     """Cap of a token's KL, in nats; None: no cap."""
     kl_target: Annotated[float | None, Field(gt=0)] = None
-    """Adapt the weight of the KL until the mean KL of a completion is this, in nats (arXiv 1909.08593), starting from
-    ``beta``. None: the weight stays ``beta``."""
+    """Adapt the weight of the KL until the mean KL of a completion is this, in nats (arXiv 1909.08593), starting
+    from ``beta``."""
     kl_horizon: Annotated[int, Field(ge=1), Needs("kl_target")] = 10_000
     """Completions over which ``kl_target`` changes the weight by up to 20 %."""
     vllm_importance_sampling_correction: bool = True

@@ -76,7 +76,7 @@ class DPOConfig(ReferenceConfig, DataConfig):
     """Weight of each of several losses; None: 1 each."""
     nll_alpha: Annotated[float, Field(ge=0), Evolve(0.01, 2.0)] = 0.0
     """Weight of the chosen completions' cross-entropy per token, added to the loss (arXiv 2404.19733). If it is not
-    set, ``cpo`` and ``orpo`` take 1, as in their papers."""
+    set, ``cpo`` and ``orpo`` take 1."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """Probability that a label is wrong, for the losses that take it into account."""
     discopop_tau: Annotated[float, Field(gt=0), Needs("loss_type", ("discopop",))] = 0.05
@@ -85,8 +85,7 @@ class DPOConfig(ReferenceConfig, DataConfig):
     """Margin of the loss ``simpo`` (arXiv 2405.14734), whose ``beta`` is 2 to 10 in its paper: it multiplies log-probs
     per token."""
     reference_free: bool = False
-    """Leave the reference out of the losses, as if it gave every completion the same probability. ``simpo``, ``cpo``
-    and ``orpo`` never have one."""
+    """Leave the reference out of the losses. ``simpo``, ``cpo`` and ``orpo`` never have one."""
     ld_alpha: Annotated[float | None, Field(ge=0, le=1)] = None
     """LD-DPO (arXiv 2409.06411): weight of log-probs beyond the length of the pair's shorter completion; None: 1."""
     use_weighting: bool = False

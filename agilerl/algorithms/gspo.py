@@ -14,8 +14,8 @@ class GSPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     algorithm: ClassVar[str] = "GSPO"
     loss_type: ClassVar[Literal["gspo"]] = "gspo"  # type: ignore[misc]  # fixed: no hyperparameter here
     clip_coef: Annotated[float | tuple[float, float], Evolve(1e-4, 0.5)] = (1 - 3e-4, 1 + 4e-4)
-    """Bounds of the ratio: c means [1 - c, 1 + c], a pair gives both. The mean log-ratio of a completion moves far less
-    than a token's, so the paper's bounds are narrow."""
+    """Bounds of the ratio: c means [1 - c, 1 + c], a pair gives both. They are narrow, as in the paper: a
+    completion's mean log-ratio moves less than a token's."""
 
 
 class GSPO(GRPO):

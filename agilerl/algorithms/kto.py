@@ -29,8 +29,8 @@ class KTOConfig(ReferenceConfig, DataConfig):
     """``kto`` measures log-ratios from a reference point, an estimate of KL(policy || reference);
     ``apo_zero_unpaired`` from 0 (arXiv 2408.06266)."""
     desirable_weight: Annotated[float, Field(ge=0), Evolve(0.1, 10.0)] = 1.0
-    """Weight of the losses of good completions. The paper wants weight x number of the good ones to be 1 to 4/3
-    times that of the bad ones."""
+    """Weight of the losses of good completions. In the paper, weight x number of the good ones is 1 to 4/3 times
+    that of the bad."""
     undesirable_weight: Annotated[float, Field(ge=0), Evolve(0.1, 10.0)] = 1.0
     """Weight of the losses of bad completions."""
 

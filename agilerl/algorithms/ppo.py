@@ -60,10 +60,8 @@ class PPOConfig(SurrogateConfig, RolloutLLMConfig):
     turn_level_clip: bool = True
     """Clip the ratio of a whole turn, in batches with episodes of several turns; False: token by token."""
     turn_ratio_pooling: Literal["sum", "mean"] = "sum"
-    """A turn's log-ratio: the sum over its tokens (the ratio of its probabilities) or their mean. Each token of a turn
-    carries the turn's ratio, and the loss is the mean over tokens: with the sum, the gradient of a turn's log-prob
-    counts once for each of its tokens, so turns weigh by their length, and long ones reach the bounds sooner; with the
-    mean it counts once."""
+    """A turn's log-ratio: the sum over its tokens (the ratio of its probabilities) or their mean. With the sum,
+    turns weigh by their length, and long ones reach the bounds sooner."""
     advantage_granularity: Literal["auto", "token", "turn"] = "auto"
     """What gets one value and one advantage; ``auto`` is ``turn`` where ratios are clipped by turn, else ``token``."""
     turn_value_reduction: Literal["final_value", "mean"] = "final_value"

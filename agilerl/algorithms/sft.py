@@ -30,8 +30,8 @@ class DataConfig(LLMConfig):
     group_size: ClassVar[int] = 1
     """Rows that one row of the data set becomes."""
     max_output_tokens: Annotated[int | None, Field(ge=1)] = None
-    """Most tokens of a completion when the agent is examined; None: as many as ``max_model_len`` leaves. A run that
-    sets neither, nor a context length, has 128."""
+    """Most tokens of a completion in exams; None leaves what ``max_model_len`` leaves, or 128 if that is not set
+    either."""
 
     def sampling(self, room: int, *, greedy: bool = False) -> SamplingSettings:
         """Return the sampling settings if the context has room for this many tokens: temperature 1, or greedy."""
@@ -91,8 +91,8 @@ class SFTConfig(DataConfig):
     """``nll``: the cross-entropy -log p of each token; ``dft``: -sg(p) log p, which spends no gradient on tokens that
     the model finds impossible (arXiv 2508.05629)."""
     packing: bool = True
-    """Let rows of similar length share a forward pass, so that little of it is padding; each row still attends to
-    itself alone, and the gradient of an optimizer step is the same. False: rows in random order."""
+    """Let rows of similar length share a forward pass, to save padding; each attends to itself alone, and the
+    gradient of an optimizer step is the same. False: rows in random order."""
 
 
 class SFT(DataAlgorithm):

@@ -72,8 +72,8 @@ class QuantizationConfig(_Options):
     bnb_4bit_compute_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type of the products; None: that of the base's other weights."""
     llm_int8_threshold: Annotated[float, Field(ge=0)] = 6.0
-    """Input columns that hold a larger number are computed in 16 bits; 0: none. Which columns these are depends on the
-    whole batch, so that the rows of other agents change an agent's last bits; ``int8`` alone stands for 0."""
+    """Input columns with a larger number are computed in 16 bits; 0: none. Which these are depends on the whole
+    batch, so other agents' rows change an agent's last bits; ``int8`` alone stands for 0."""
     llm_int8_skip_modules: list[str] | None = None
     """Modules that keep their type, besides the language-model head."""
 
@@ -152,11 +152,11 @@ class LoraSection(Section):
     alora_invocation_tokens: (
         Annotated[str, Field(min_length=1)] | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None
     ) = None
-    """Activated adapters (arXiv 2504.12397): they act from these tokens on, where a prompt has them last; what precedes
-    is the base's, and computed once for all agents. Token ids, or a text; ``generation_prompt`` is what the chat
-    template puts before an answer. None: they act on the whole prompt."""
+    """Activated adapters (arXiv 2504.12397): they act from the last of these tokens on; what precedes is computed
+    once for all agents. Token ids, or a text; ``generation_prompt``: what the chat template puts before an answer.
+    None: they act on the whole prompt."""
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of an adapter's inputs that its training leaves out at random; sampling and exams use all of them."""
+    """Share of an adapter's inputs that training leaves out at random."""
 
 
 def with_layers_by_weight(fields: dict[str, Any]) -> dict[str, Any]:

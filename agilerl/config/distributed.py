@@ -23,9 +23,8 @@ class DistributedConfig(Section):
     """Several processes, which all hold the agents and divide the work."""
 
     backend: Literal["auto", "none", "torch", "ray"] = "auto"
-    """``auto``: the processes that torchrun or accelerate launch has started, else one; ``none``: one, however it was
-    started; ``torch``: only under such a launcher; ``ray``: Ray Train starts the processes, as this command's
-    workers."""
+    """``auto``: the processes that torchrun or accelerate launch has started, else one; ``none``: one; ``torch``:
+    only under such a launcher; ``ray``: Ray Train starts them."""
     sharding: Literal["auto", "none", "fsdp2", "zero3"] = "auto"
     """How the processes hold the frozen base: ``none``: each all of it; ``fsdp2`` (torch) or ``zero3`` (DeepSpeed):
     each a part of its layers; ``auto``: as accelerate launch is configured, else ``none``."""

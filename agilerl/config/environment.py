@@ -39,7 +39,7 @@ class CurriculumConfig(Section):
 
     prompts_per_level: Annotated[int, Field(ge=1)] = 512
     """Training prompts of each agent at one level. With any key of ``curriculum`` training gets harder along
-    reasoning_gym's own curriculum; what ``params`` set stays as it is. Exam and test are of the last level."""
+    reasoning_gym's curriculum, except for what ``params`` set. Exam and test are of the last level."""
     max_level: Annotated[int | None, Field(ge=1)] = None
     """The last level, counted from 0; None: the highest that there is."""
     attributes: Annotated[list[str], Field(min_length=1)] | None = None
@@ -56,8 +56,8 @@ class DatasetConfig(Section):
     """Rows to learn from."""
 
     path: Annotated[str, Field(min_length=1), AfterValidator(_printable)]
-    """File (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or name of a dataset on the hub. Files that a
-    manifest names are in its folder or below, or in the working directory or below; the command line may name any."""
+    """File (``.jsonl``, ``.json``, ``.csv``, ``.tsv``, ``.parquet``) or name of a dataset on the hub. A manifest's
+    files are in or below its folder or the working directory; the command line may name any."""
     name: str | None = None
     """Configuration of a dataset on the hub that has several."""
     split: str = "train"
@@ -87,8 +87,8 @@ class GraderConfig(Section):
     timeout: Annotated[float, Field(gt=0)] = 5.0
     """Seconds for one completion of an isolated grader; a slower one has no grade and counts as a failure."""
     workers: Annotated[int, Field(ge=1, le=256)] | None = None
-    """Call a custom function from this many threads (with ``isolate``: processes) at a time, as completions end, while
-    others are still generated. None: from the run's own thread when all have ended, or in one process."""
+    """Threads (with ``isolate``: processes) that call a custom function as completions end. None: one, when all have
+    ended."""
     label: Annotated[str | None, Field(pattern=r"^[\w./-]+$")] = None
     """Its name in metrics, instead of ``name``."""
 
@@ -131,9 +131,9 @@ class EnvironmentConfig(Section):
     """What the agents are trained and examined on."""
 
     env_type: Literal["reasoning", "sft", "preference", "unpaired", "multiturn"] = "reasoning"
-    """What is learned from: rewards of the agents' own completions, the right answers (``sft``), pairs of the right
-    and a careless answer (``preference``), single answers with a label (``unpaired``; rows of pairs become two), or
-    returns of the episodes of ``env_id`` (``multiturn``)."""
+    """What is learned from: rewards of the agents' own completions, right answers (``sft``), pairs of a right and a
+    careless answer (``preference``), labelled answers (``unpaired``; pairs become two), or returns of the episodes
+    of ``env_id`` (``multiturn``)."""
     task: str | None = "reasoning_gym:spell_backward"
     """``reasoning_gym:<dataset>``; ``reasoning_gym:composite`` mixes several. None if there is a ``dataset`` or an
     ``env_id``."""
@@ -147,11 +147,11 @@ class EnvironmentConfig(Section):
     columns: dict[str, str] = Field(default_factory=dict)
     """Names that the columns of datasets get, with those that they have: ``{question: problem}``."""
     bad_rows: Literal["raise", "drop"] = "raise"
-    """What to do about rows with a value that is missing, empty or no text: stop before the run, or leave them out and
-    count them. Rows that are too long, or that hold special tokens, are always left out and counted."""
+    """Rows with a value that is missing, empty or no text: stop before the run, or leave them out and count them.
+    Rows that are too long, or hold special tokens, are always left out and counted."""
     params: Params = Field(default_factory=dict)
-    """Parameters of the dataset, or of the environment ``env_id``. No secrets. Of a taskset of verifiers: the fields of
-    its configuration, and ``agent``: that of its agent."""
+    """Parameters of the dataset or of ``env_id``. No secrets. Of a taskset of verifiers: the fields of its
+    configuration, and of its ``agent``."""
     curriculum: CurriculumConfig | None = None
     """Levels of a reasoning_gym task, from easy to hard; None: all of training is alike."""
     env_id: str | None = None
@@ -184,21 +184,20 @@ class EnvironmentConfig(Section):
     data_batch_size_per_gpu: Annotated[int, Field(ge=1)] = 8
     """Prompts of one training batch of each agent."""
     eval_prompts: Annotated[int | None, Field(ge=2, le=100_000)] = None
-    """Size of the exam that selection uses; smaller, with a warning, if there are too few questions or rows. None: 128,
-    or so many that an exam costs about a tenth of what an agent does between two of them, but at least 32."""
+    """Size of the exam that selection uses; smaller, with a warning, if there are too few questions or rows. None:
+    128, or as many, at least 32, as cost a tenth of what an agent does between exams."""
     test_prompts: Annotated[int, Field(ge=2, le=100_000)] = 400
     """Size of the test set that only the final numbers use; smaller if the exam has to be."""
     holdout: Literal["reserved", "any"] = "reserved"
-    """``reserved``: exam and test come from a fifth of all questions that no run trains on; ``any``, for tasks with few
-    questions: from all of them, and training leaves out those that were drawn."""
+    """``reserved``: exam and test come from a fifth of all questions that no run trains on; ``any``, for few
+    questions: from all, and training leaves out those that were drawn."""
     loss_on: Literal["completion", "assistant"] = "completion"
     """``sft``: what is learned of a conversation, the answer or every message of the assistant."""
     answer_format: Literal["whole", "tags", "last_number", "after", "boxed"] = "whole"
     """``reasoning``: how an answer is asked for and found; graders read only what was found, or an empty text.
-    ``whole``: the completion is the answer. ``tags``: the question asks for ``<answer>`` and ``</answer>``, and the
-    text between the last two is the answer; ``boxed``: the same with ``\\boxed{}``; ``after``: with ``answer_phrase``,
-    up to the end of its line or sentence. ``last_number``: the last number, without being asked for. An answer may
-    begin in a prefill."""
+    ``whole``: the completion. ``tags``, ``boxed``: what the last ``<answer>`` tags or ``\\boxed{}`` hold; ``after``:
+    what follows ``answer_phrase``, to the end of its line or sentence; the question asks for all three.
+    ``last_number``: the last number, unasked. An answer may begin in a prefill."""
     answer_phrase: Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_printable)] = "The answer is"
     """What an answer follows, for ``answer_format: after``."""
     conversation_template: Annotated[list[dict[str, str]], Field(min_length=1)] | None = None

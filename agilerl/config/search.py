@@ -52,13 +52,12 @@ class GeneConfig(Section):
     choices: list[float | int | str | bool] | None = None
     """The values to choose from, instead of a range."""
     shrink_factor: Annotated[float | None, Field(gt=0, lt=1)] = None
-    """Multiply by ``shrink_factor`` or by ``grow_factor``, each half of the time, instead of drawing a step. Of the two
-    one alone is enough: the other is 0.8 or 1.2 then."""
+    """Multiply by ``shrink_factor`` or ``grow_factor``, each half of the time, instead of drawing a step. If only
+    one is given, the other is 0.8 or 1.2."""
     grow_factor: Annotated[float | None, Field(gt=1)] = None
     """See ``shrink_factor``."""
     monotone: Literal["up", "down"] | None = None
-    """Mutations move the value only this way, and it stays where the range ends: ``up`` suits a limit on tokens that
-    grows with what an agent can do."""
+    """Mutations move the value only this way: ``up`` suits a limit on tokens that grows with what an agent can do."""
 
 
 class MutationConfig(Section):
@@ -135,16 +134,15 @@ class SelectionConfig(Section):
     params: dict[str, Any] | None = None
     """Custom code: keywords of its class."""
     candidates: Annotated[int | None, Field(ge=1, le=16)] = None
-    """Best exams whose agents take a second panel at the end, as large as the exam, with the best agent of the last
-    one. That agent is the elite, unless the panel shows another to be better with a probability of 0.8. 1: the elite is
-    the best exam's agent. None: 3 for knockout on tasks that make questions, else 1."""
+    """Best exams whose agents take a second panel at the end, with the best agent of the last exam, which is the
+    elite unless another is better on the panel with a probability of 0.8. 1: the elite is the best exam's agent.
+    None: 3 for knockout on tasks that make questions, else 1."""
     soup: Annotated[float | None, Field(ge=0.5, lt=1)] = None
-    """Let the soup of the candidates, the mean of their adapters' deltas, take the second panel as well, and make it
-    the elite if it is better than the chosen candidate with this probability. None: no soup."""
+    """Let the mean of the candidates' deltas take the second panel too, and make it the elite if it is better than
+    the chosen candidate with this probability. None: no soup."""
     equal_tokens: bool | None = None
-    """Compare agents after equally many tokens, not iterations: those that spend more skip iterations. None: in
-    knockout, if a gene is among those that cost tokens (``group_size``, ``update_epochs``,
-    ``max_output_tokens``)."""
+    """Compare agents after equally many tokens, not iterations. None: in knockout, if a gene costs tokens
+    (``group_size``, ``update_epochs``, ``max_output_tokens``)."""
     collapse_guard: bool = True
     """Replace agents whose entropy, length or reward has fallen far outside what the elite's is."""
 
@@ -222,7 +220,7 @@ class TeacherConfig(Section):
     base."""
     url: Annotated[str | None, AfterValidator(server_url)] = None
     """Address of an OpenAI-compatible endpoint whose model teaches, instead of a folder: any model with the base's
-    tokenizer. A key is read from ``TEACHER_API_KEY`` and only sent if you allow it, as vLLM's."""
+    tokenizer. A key, from ``TEACHER_API_KEY``, is sent only if you allow it."""
     model: Annotated[str | None, Field(min_length=1)] = None
     """The model's name at ``url``."""
     api: Annotated[Literal["prompt_logprobs", "echo"], Needs("url")] = "prompt_logprobs"

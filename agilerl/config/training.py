@@ -133,8 +133,8 @@ class TrainingConfig(Section):
     """How long, how many, where."""
 
     pop_size: Annotated[int, Field(ge=1)] = 4
-    """Agents of the population. Unless it is set, a knockout starts with fewer where an iteration of each would take
-    more than a tenth of the budget: with one, or with two where ``usual_founder`` adds one."""
+    """Agents of the population. Unless it is set, a knockout starts with fewer if an iteration of each would take
+    more than a tenth of the budget: one, or two with ``usual_founder``."""
     max_steps: Annotated[int, Field(ge=1)] = 32768
     """Completions sampled (or read from data, two a pair) for training, all agents together."""
     num_epochs: Annotated[int | None, Field(ge=1)] = None
@@ -145,10 +145,9 @@ class TrainingConfig(Section):
     max_seconds: Annotated[float | None, Field(gt=0)] = None
     """Stop after this many seconds, at the end of an iteration."""
     evo_steps: Annotated[int | None, Field(ge=1)] = None
-    """Iterations (a rollout and an update of every agent) between selections. None: 8, and for the knockout so
-    many that one agent alone would have 32 generations in the whole budget, but fewer where exams would cost much.
-    While a knockout has more than four founders, they share the iterations of three: 8 have three eighths of them. If
-    it is None, they also have at most a fifth of the budget before their first exam."""
+    """Iterations (a rollout and an update of every agent) between selections. None: 8; for the knockout a 32nd of
+    what one agent could do in the budget, more where exams would cost over a tenth, fewer for more than four
+    founders."""
     evaluation_interval: Annotated[int | None, Field(ge=1)] = None
     """Iterations between exams; None examines before each selection only."""
     seed: Seed = 42
@@ -174,8 +173,8 @@ class TrainingConfig(Section):
     device: Annotated[str, AfterValidator(_device)] = "cpu"
     """``cpu``, ``cuda`` or ``cuda:1``."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Data type of the base; ``auto``: float32 on a CPU, the checkpoint's own elsewhere. ``bfloat16`` on a CPU is that
-    of the weights and products of linear layers, all else is float32; faster if the CPU has AVX512-BF16 or AMX."""
+    """Data type of the base; ``auto``: float32 on a CPU, the checkpoint's own elsewhere. On a CPU ``bfloat16`` is
+    for weights and products of linear layers alone; faster with AVX512-BF16 or AMX."""
     max_tokens_in_flight: Annotated[int | None, Field(ge=64)] = None
     """Tokens of one training forward, all agents together; one agent's micro-batch is not divided for it. None chooses
     by the base's size and the device's memory."""
@@ -188,12 +187,12 @@ class TrainingConfig(Section):
     checkpoint_seconds: Annotated[float | None, Field(gt=0)] = None
     """Save after an iteration when the last checkpoint inside a generation is this old."""
     preflight: Literal["stop", "warn", "off"] = "stop"
-    """Before the first update the agents answer training questions, 16 to 64 each a group of times. If no answers
-    differ in their reward there is nothing to learn: ``stop`` ends the run with what to change, ``warn`` says so and
-    continues, ``off`` asks nothing. Short runs, of fewer than 320 prompts, have no preflight."""
+    """Before the first update the agents answer 16 to 64 training questions, a group of times each. If no rewards
+    differ there is nothing to learn: ``stop`` ends the run with what to change, ``warn`` says so, ``off`` asks
+    nothing. Runs of fewer than 320 prompts have none."""
     max_error_rate: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The run stops, with a diagnosis, if more than this share of an iteration's completions (or episodes), all
-    agents together, has no grade because the grader (or the environment) failed."""
+    """The run stops, with a diagnosis, if more than this share of an iteration's completions or episodes has no
+    grade because the grader or the environment failed."""
     keep_checkpoints: Annotated[int, Field(ge=2)] = 2
     """Newest checkpoints to keep, besides the best."""
     trackers: Annotated[dict[str, Params], BeforeValidator(_by_name), AfterValidator(_trackers)] = Field(

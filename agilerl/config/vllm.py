@@ -111,8 +111,8 @@ class VLLMConfig(BaseModel):
     """Leave vision and audio parts of a multimodal base out of vLLM, as the trainer does (vLLM's
     ``language_model_only``)."""
     engine_kwargs: dict[str, bool | int | float] = Field(default_factory=dict)
-    """Further keywords of ``vllm.LLM``: ``{enable_chunked_prefill: true, block_size: 32}``. Numbers and booleans alone,
-    because vLLM reads some texts as the names of code; not those that have a setting here, or that the engine needs."""
+    """Further keywords of ``vllm.LLM``: ``{enable_chunked_prefill: true, block_size: 32}``. Numbers and booleans
+    alone, because vLLM reads some texts as names of code; none that has a setting here."""
     stop_sequences: list[Annotated[str, Field(min_length=1)]] | None = None
     """Texts that end a completion, in training and in exams."""
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -123,8 +123,8 @@ class VLLMConfig(BaseModel):
     """Folder that adapters pass through; None: one in memory (``/dev/shm``) if possible. A server on another machine
     must see it under the same path."""
     base_url: Annotated[str | None, AfterValidator(server_url)] = None
-    """Address of a running ``vllm serve``; None: vLLM runs inside this process. A key is read from ``VLLM_API_KEY``
-    and only sent if you allow it: to an address on the command line or in ``AGILERL_ALLOWED_ADDRESSES``."""
+    """Address of a running ``vllm serve``; None: vLLM runs inside this process. A key, from ``VLLM_API_KEY``, is
+    sent only to an address on the command line or in ``AGILERL_ALLOWED_ADDRESSES``."""
     server_timeout: Annotated[float, Field(gt=0)] = 240.0
     """Seconds to wait for a server that is still starting."""
     request_timeout: Annotated[float, Field(gt=0)] = 600.0
