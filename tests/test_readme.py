@@ -315,9 +315,9 @@ def test_commands_within_sentences_have_names_and_options_that_exist(command: st
 
 TEXTS = {
     "README-0": "the main job",
-    "five_minutes-0": "the main job",
-    "start-0": "the commands before it",
-    "start-1": "what became of an agent",
+    "start-0": "the main job",
+    "start-1": "the commands before it",
+    "faq-0": "what became of an agent",
     "probe-0": "a table, with other numbers",
     "CONTRIBUTING-0": "files of the package",
 }
@@ -367,10 +367,10 @@ def test_a_probe_prints_the_table_that_is_shown(workplace: Path, monkeypatch: py
 def test_the_life_of_an_agent_is_told_as_shown(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run of the page, a few seconds: an agent whose learning rate is too high, and what is said about it."""
     monkeypatch.setenv("COLUMNS", "120")
-    for command in (line for line in commands(ROOT / "docs" / "start.md") if "runs/exploding" in line):
+    for command in (line for line in commands(ROOT / "docs" / "faq.md") if "runs/exploding" in line):
         done = CliRunner().invoke(app, words(command)[1:], catch_exceptions=False)
         assert done.exit_code == 0, done.output
-    assert shape(done.output) == shape(named("text")["start-1"])
+    assert shape(done.output) == shape(named("text")["faq-0"])
 
 
 MAIN_JOB = [name for name, what in TEXTS.items() if what == "the main job"]
@@ -631,9 +631,9 @@ def test_the_reference_names_what_exists() -> None:
 
 
 def test_ten_keys_are_ten_and_all_in_the_manifest_that_shows_them() -> None:
-    page = ROOT / "docs" / "ten_keys.md"
+    page = ROOT / "docs" / "start.md"
     keys = re.findall(r"^\| `(\w+)\.(\w+)` \|", page.read_text(encoding="utf-8"), re.MULTILINE)
-    (manifest,) = blocks(page, "yaml")
+    (manifest,) = [text for text in blocks(page, "yaml") if text.startswith("# ten.yaml")]
     shown = yaml.safe_load(manifest)
     assert len(keys) == 10
     assert [f"{section}.{key}" for section, key in keys if key not in shown[section]] == []
