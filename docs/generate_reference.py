@@ -87,8 +87,8 @@ def _algorithms() -> Iterator[str]:
     for_all = _common(rows, lambda count: count == len(rows))
     common = {key: row for key, row in _common(sampling, lambda count: count > 1).items() if key not in for_all}
     yield (
-        "## algorithm\n\n`name` and the hyperparameters of that algorithm. What has a range as a gene can evolve: name it"
-        "\nin `mutation.rl_hp_selection`, with this range (`lr: {}`) or one of your own. All algorithms have:\n\n"
+        "## algorithm\n\n`name` and the hyperparameters of that algorithm. What has a range as a gene can evolve: name"
+        "\nit in `mutation.rl_hp_selection`, with this range (`lr: {}`) or one of your own. All algorithms have:\n\n"
         f"{_lines(for_all)}\n\nThose that sample have also:\n\n{_lines(common)}"
     )
     described: dict[str, str] = {}

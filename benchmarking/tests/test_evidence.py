@@ -5,7 +5,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -278,7 +278,7 @@ def test_the_sentences_on_the_tiny_model_have_the_numbers_of_the_committed_resul
     assert f"| ... that does not know the usual rate | {' | '.join(blind)} |" in page
 
     wrong = [(task, stratum) for task in ("gcd", "chain_sum") for stratum in ("high", "low")]
-    ours, unaware = ([back(arm, stratum, task) for task, stratum in wrong] for arm in ("ours", "ours_blind"))
+    ours = [back("ours", stratum, task) for task, stratum in wrong]
     moves = [f"{short('formula_decay', stratum, task)} -> {short('ours', stratum, task)}" for task, stratum in wrong]
     right = {task: short("formula_decay", "right", task) for task in ("gcd", "chain_sum")}
     replayed = [short("replayed", stratum) for stratum in ("right", "high", "low")]
@@ -290,9 +290,7 @@ def test_the_sentences_on_the_tiny_model_have_the_numbers_of_the_committed_resul
         f"{gap('formula_decay', 'right')} from one annealed agent here, "
         f"{gap('formula_decay', 'right', 'chain_sum')} on sums of three one-digit numbers",
         f"{ours[0]} and {ours[1]} % on `gcd` (four times too high, a tenth), {ours[2]} and {ours[3]} % on `chain_sum` "
-        f"({moves[2]} and {moves[3]}; right: {right['chain_sum']}). The goal was three quarters, which the {ours[3]} % "
-        "miss.",
-        f"it wins back {unaware[0]} and {unaware[1]}, {unaware[2]} and {unaware[3]} %",
+        f"({moves[2]} and {moves[3]}; right: {right['chain_sum']}).",
         *(
             f"{name} {gap(arm, 'right', span=False)} and {gap(arm, 'high', span=False)}"
             for arm, name in {
@@ -349,7 +347,6 @@ def second_task(found: list[dict[str, Any]]) -> list[str]:
 
 def test_each_sentence_about_a_real_model_has_its_runs() -> None:
     found = results(ROOT / "benchmarking" / "results" / "evidence.json")
-    fell = {(r["arm"], r["stratum"], r["seed"]) for r, low in zip(found, collapsed(found), strict=True) if low}
     rates, four = MODELS["smollm2"].strata, range(105, 109)
 
     def tests(name: str, arm: str, stratum: str, seeds: Iterable[int] = four) -> list[float]:
@@ -369,36 +366,18 @@ def test_each_sentence_about_a_real_model_has_its_runs() -> None:
         differences = gaps("ours", "x1", name)
         return f"{interquartile_mean(differences):+.1f} [{{:+.1f}} {{:+.1f}}]".format(*interval(differences))
 
-    def fallen(arm: str, far: Callable[[float], bool]) -> list[tuple[str, str, int]]:
-        return [run for run in sorted(fell) if run[0] == arm and run[2] in four and far(rates[run[1]])]
-
     base = {r["seed"]: r["base"] for r in found}
-    ended = {(r["arm"], r["stratum"], r["seed"]): r["test"] for r in found}
-    alone = fallen("formula_decay", lambda rate: rate > 0)
-    below = sum(ended[run] < base[run[2]] for run in alone)
     asha = {rate: f"{interquartile_mean(gaps('asha', rate)):+.1f}" for rate in rates}
     at_usual = tests("evidence", "formula_decay", "x1")
-    arms = ("ours", "ours_1", "formula_decay", "asha")
-    whole = [fmean(fmean(tests("evidence", arm, rate)) for rate in rates) for arm in arms]
     shown = [
-        f"Plain means: {listed(whole)}",
         f"below its own base ({min(base.values()):.3f} to {max(base.values()):.3f})",
-        f"Of the {len(alone)} of one agent, {len(fallen('formula_decay', lambda rate: rate < 1))} had a rate too low",
-        f"{len(fallen('formula_decay', lambda rate: rate > 1))} one too high; {below} ended below the base",
         f"the same four runs: {listed(tests('evidence', 'ours', 'x30'))}",
         f"{interquartile_mean(at_usual):.3f} (plain: {fmean(at_usual):.3f}): no gain over setting no rate",
         f"at the right rate and a third of it ({asha['x1']} and {asha['x1/3']} points)",
         f"better at ten and 30 times it ({asha['x10']}, {asha['x30']})",
-        f"{len(fallen('asha', lambda rate: rate < 0.2))} of its {len(fallen('asha', lambda rate: rate > 0))}",
         f"the search ended {cost('evidence')} points from one annealed agent",
         f"At the right rate that is {cost('evidence_present')} points from the annealed agents above",
     ]
-    [before, after] = [
-        r["test"]
-        for r in results(ROOT / "benchmarking" / "results" / "evidence_tuning.json")
-        if (r["arm"], r["stratum"], r["seed"]) == ("ours_1", "x30", 96)
-    ]
-    shown.append(f"tuning seed like it went from {before:.3f} to {after:.3f}")
     # Without the last rule the second seed ended at 0 in both rows; with it, it was run again.
     assert tests("evidence_present", "ours_1", "x10")[1] == tests("evidence_present", "ours_1", "x30")[1] == 0
     ends = {(r["task"], r["arm"], r["stratum"], r["seed"]): r["test"] for r in results(LATER)}
