@@ -100,13 +100,13 @@ def steps(document: Document) -> str:
             f"{row['tokens_per_second']:,.0f}",
             f"{row['decode_tokens_per_second']:,.0f}",
             f"{row['memory']['peak'] / 2**30:.1f}",
-            *(f"{row['phases'][p]['fraction_of_limit']:.2f}" for p in PHASES),
+            " ".join(f"{row['phases'][p]['fraction_of_limit']:.2f}" for p in PHASES),
             f"{row['predicted_over_measured']:.2f}",
         )
         for row in sorted(rows(document, "step", has="step_seconds"), key=lambda r: (r["model"], r["agents"]))
     ]
     names = ("model", "agents", "s", "tokens/s", "decoded tokens/s", "peak GiB")
-    return table((*names, *(f"{p}, of the limit" for p in PHASES), "predicted / s"), lines)
+    return table((*names, f"of the limit: {', '.join(PHASES)}", "predicted / s"), lines)
 
 
 def _plain(value: Any) -> str:
@@ -115,7 +115,7 @@ def _plain(value: Any) -> str:
 
 _SHOWN: dict[str, tuple[str, ...]] = {
     "decode": ("rows", "with_adapters", "one_adapter", "no_adapter"),
-    "train": ("prompt_tokens", "completion_tokens", "agents", "tokens_per_second", "of_measured_rate", "mfu"),
+    "train": ("prompt_tokens", "completion_tokens", "agents", "tokens_per_second", "mfu"),
     "options": ("option", "seconds", "peak_bytes"),
 }
 """Of the parts that the page shows besides ``step``, the values."""
@@ -141,9 +141,7 @@ def render(documents: Sequence[Document]) -> str:
             f"## {device['name']}\n",
             f"Commit {document['commit'][:9] or 'unknown'}, {document['date'][:10]}, {used}, "
             f"{document['seconds']:.0f} s in all: `{' '.join(document['command'])}`\n",
-            table(
-                ("part", "what became of it", "s"), [(p["part"], p["status"], p["seconds"]) for p in document["parts"]]
-            ),
+            " ".join(f"{p['part']}: {p['status']}." for p in document["parts"] if p["status"] != "done") + "\n",
             steps(document),
             *others(document),
         ]
