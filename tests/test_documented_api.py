@@ -298,8 +298,6 @@ def test_every_default_that_is_another_one_is_in_the_docs() -> None:
     page = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`(\w+)[`=]", page))
     assert set(CHANGED["GRPO"]) | set(REFUSED) <= named
-    ours = set(GRPO.Config.model_fields) - set(GRPO_DEFAULTS)
-    assert ours <= named, sorted(ours - named)
 
 
 MACHINERY = {

@@ -613,7 +613,7 @@ def test_each_paper_is_listed_with_the_files_that_name_it() -> None:
         for paper in re.findall(r"(?:arXiv |arxiv\.org/abs/)(\d{4}\.\d{5})", text):
             names.setdefault(paper, set()).add(str(file.relative_to(ROOT / "agilerl")))
     page = (ROOT / "docs" / "papers.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| .+ \| \[([\d.]+)\]\(https://arxiv\.org/abs/\1\) \| (.+) \|$", page, re.MULTILINE)
+    rows = re.findall(r"^\* \[.+\]\(https://arxiv\.org/abs/([\d.]+)\): (.+)$", page, re.MULTILINE)
     assert {paper: set(re.findall(r"`([^`]+)`", files)) for paper, files in rows} == names
     for authors, year, file in re.findall(r"\((\w+)(?: et al\.)?, (\d{4})\)[^(]*?`(\S+\.py)`", page):
         text = (ROOT / "agilerl" / file).read_text(encoding="utf-8")
