@@ -110,7 +110,6 @@ SERVING = ROOT / "docs" / "serving.md"
 OF_RUNS = (IN_ORDER.stem, SERVING.stem)
 NOT_RUN = {
     'model_name="Qwen': "a model of the hub, a GPU and vLLM",
-    'model="Qwen/Qwen2.5-0.5B-Instruct", dataset=rows': "a model of the hub",
 }
 """Python that does not run here, by a piece of it, and what it needs."""
 GIVEN = {
