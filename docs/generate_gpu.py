@@ -115,7 +115,6 @@ def _plain(value: Any) -> str:
 
 _SHOWN: dict[str, tuple[str, ...]] = {
     "decode": ("rows", "with_adapters", "one_adapter", "no_adapter"),
-    "train": ("prompt_tokens", "completion_tokens", "agents", "tokens_per_second", "mfu"),
     "options": ("option", "seconds", "peak_bytes"),
 }
 """Of the parts that the page shows besides ``step``, the values."""

@@ -251,7 +251,7 @@ def test_the_page_shows_what_is_printed(agilerl: Agilerl, monkeypatch: pytest.Mo
         if language == "python":
             exec(compile(block, "the page", "exec"), {})
             shown += 1
-    assert shown == 9
+    assert shown == 7
 
 
 # -- what a stranger's run may not do ----------------------------------------------------------------------------------
