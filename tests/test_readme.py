@@ -583,10 +583,10 @@ def test_the_readmes_links_are_absolute_on_a_package_index(tmp_path: Path) -> No
 
 def test_silent_failures_name_tests_that_exist() -> None:
     page = (ROOT / "docs" / "silent_failures.md").read_text(encoding="utf-8")
-    statements = [line for line in page.splitlines() if line.startswith("| **")]
+    statements = re.findall(r"^\* \*\*.*(?:\n  .*)*", page, re.MULTILINE)
     assert len(statements) > 25
     for statement in statements:
-        named = re.findall(r"`(tests/\S+\.py)::(\w+)`", statement.rsplit(" | ", 1)[1])
+        named = re.findall(r"`(tests/\S+\.py)::(\w+)`", statement)
         assert named, statement
         for file, test in named:
             assert re.search(rf"^def {test}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), (file, test)
