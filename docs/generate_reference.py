@@ -34,8 +34,8 @@ of this page. Any setting can be given on the command line, as `key.path=value`,
 agilerl train training.pop_size=8 algorithm.beta=0.01 --dry-run
 ```
 
-* Each line has a key, type and bounds, default and meaning. A default of `true` or `false` shows the type;
-  a default of null allows null, which descriptions call None.
+* Each line has a key, default, type and bounds, and meaning. The default shows the type of numbers, texts, true and
+  false. Without one it is null, which descriptions call None.
 * An unknown key is an error that names the nearest known one, a value out of range one that names the range. Both are
   found before anything is loaded or written.
 * `environment.task` on the command line drops the file's `environment.params`, which belong to the other task.
@@ -132,13 +132,9 @@ def _rows(model: type[BaseModel], *, genes: bool = False) -> Iterator[tuple[str,
     """Yield each setting, and its type, default, range and meaning."""
     spans = {name: gene.span() for name, gene in genes_from(model).items()} if genes else {}
     for key, field, description in _leaves(model):
-        evolves = f", gene {spans[key]}" if key in spans else ""
-        meaning = " ".join(description.split()).replace("``", "`")
-        shape, default = _type(field), _default(field)
-        if default == "null":
-            shape = shape.removesuffix(" or null")
-        shown = default if shape == "true or false" and default != "null" else f"{shape}; {default}"
-        yield f"`{key}`", f"{shown}{evolves}. {meaning}"
+        gene = f"gene {spans[key]}" if key in spans else ""
+        head = ", ".join(filter(None, [_default(field), _type(field), gene]))
+        yield f"`{key}`", f"{head}. {' '.join(description.split()).replace('``', '`')}"
 
 
 def _leaves(model: type[BaseModel], prefix: str = "", listed: set[Any] | None = None) -> Iterator[_Setting]:
@@ -190,9 +186,12 @@ def _model(annotation: Any) -> type[BaseModel] | None:
 
 
 def _type(field: FieldInfo) -> str:
-    name = _name(field.annotation)
-    kind, null = (name.removesuffix(" or null"), " or null") if name.endswith(" or null") else (name, "")
-    return f"{' '.join(filter(None, [kind, ', '.join(_bounds(field))]))}{null}"
+    """Return the type and the bounds; a default shows the type of numbers, texts, true and false."""
+    name, default = _name(field.annotation), _default(field)
+    kind = name.removesuffix(" or null")
+    shown = "" if default.startswith("`") and kind in ("text", "integer", "number", "true or false") else kind
+    null = "or null" if default and kind != name else ""
+    return " ".join(filter(None, [shown, ", ".join(_bounds(field)), null]))
 
 
 def _name(annotation: Any) -> str:
@@ -238,7 +237,7 @@ def _default(field: FieldInfo) -> str:
         return "required"
     value = field.get_default(call_default_factory=True)
     if value is None:
-        return "null"
+        return ""
     value = list(value) if isinstance(value, tuple) else value
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
 
