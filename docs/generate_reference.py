@@ -8,7 +8,6 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
-from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -27,8 +26,8 @@ INTRODUCTION = """\
 
 <!-- Written by docs/generate_reference.py; `make generated` writes it again. -->
 
-A run is described by one YAML file. `agilerl train my.yaml` reads it; `agilerl train` alone reads the file at the end
-of this page. Any setting can be given on the command line, as `key.path=value`, and that wins:
+A run is described by one YAML file. `agilerl train my.yaml` reads it; `agilerl train` alone reads [the package's
+own](../agilerl/config/default.yaml). Any setting can be given on the command line, as `key.path=value`, and that wins:
 
 ```bash
 agilerl train training.pop_size=8 algorithm.beta=0.01 --dry-run
@@ -75,8 +74,6 @@ def render() -> str:
         model = _model(field.annotation)
         assert model is not None, name
         parts.append(f"## {name}\n\n{inspect.getdoc(model)}\n\n{_list(model)}")
-    default = (resources.files("agilerl.config") / "default.yaml").read_text(encoding="utf-8")
-    parts.append(f"## The embedded default\n\n```yaml\n{default.rstrip()}\n```")
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
 

@@ -3,7 +3,7 @@
 | kind | its test |
 | --- | --- |
 | bash | commands of the package run, the others are parsed by their own programs; nothing is left out |
-| python | runs, or, if it needs more than a CPU without a network (`NOT_RUN`), names what exists |
+| python | runs |
 | py | a program of another library: it is Python |
 | yaml | is a manifest, or a part of one |
 | json | is JSON |
@@ -11,9 +11,7 @@
 """
 
 import argparse
-import ast
 import importlib.util
-import inspect
 import itertools
 import json
 import pkgutil
@@ -24,9 +22,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
-from functools import reduce
-from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
@@ -108,10 +103,6 @@ IN_ORDER = ROOT / "docs" / "after_the_run.md"
 SERVING = ROOT / "docs" / "serving.md"
 """Another one, of tests/cli/test_serve.py."""
 OF_RUNS = (IN_ORDER.stem, SERVING.stem)
-NOT_RUN = {
-    'model_name="Qwen': "a model of the hub, a GPU and vLLM",
-}
-"""Python that does not run here, by a piece of it, and what it needs."""
 GIVEN = {
     'agent.save_checkpoint("here")': "",
     "batch = collate(rollout": """
@@ -138,7 +129,7 @@ def scripts() -> dict[str, str]:
         first = re.sub(r"\d+$", "0", name)
         if given := [before for begins, before in GIVEN.items() if code.startswith(begins)]:
             found[first] += given[0] + code
-        elif not any(piece in code for piece in NOT_RUN) and not first.startswith(OF_RUNS):
+        elif not first.startswith(OF_RUNS):
             found[name] = code
     return found
 
@@ -178,22 +169,8 @@ def test_python_runs(name: str, text: str, tmp_path: Path) -> None:
 
 def test_tables_of_python_name_one_block_each() -> None:
     texts = named("python").values()
-    assert [piece for piece in NOT_RUN if sum(piece in text for text in texts) != 1] == []
     assert [piece for piece in CHECKS if sum(piece in text for text in scripts().values()) != 1] == []
     assert [begins for begins in GIVEN if sum(text.startswith(begins) for text in texts) != 1] == []
-
-
-@cases({name: text for name, text in named("python").items() if any(piece in text for piece in NOT_RUN)})
-def test_python_that_needs_more_than_a_cpu_names_what_exists(name: str, text: str) -> None:
-    names: dict[str, object] = {}
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Import):
-            names |= {alias.name: import_module(alias.name) for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {alias.name: pkgutil.resolve_name(f"{node.module}:{alias.name}") for alias in node.names}
-    for call in ast.walk(ast.parse(text)):
-        if isinstance(call, ast.Call) and (called := named_by(call.func, names)) is not None:
-            inspect.signature(called).bind_partial(**{keyword.arg: None for keyword in call.keywords if keyword.arg})
 
 
 @cases(named("py"))
@@ -214,12 +191,6 @@ def test_yaml_is_a_manifest(name: str, text: str, tmp_path: Path) -> None:
     page = next(page for page in SHOWING if text in blocks(page, "yaml"))
     for file in re.findall(r"^# (\w+\.yaml)$", text, re.MULTILINE):
         assert any(file in words(command) for command in commands(page)), f"no command of the page takes {file}"
-
-
-def named_by(node: ast.expr, names: dict[str, object]) -> Callable[..., object] | None:
-    """Return what a dotted name stands for, None for what the code itself defines."""
-    first, *rest = ast.unparse(node).split(".")
-    return reduce(getattr, rest, names[first]) if first in names else None  # type: ignore[return-value]
 
 
 @pytest.fixture
