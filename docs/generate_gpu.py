@@ -114,7 +114,6 @@ def _plain(value: Any) -> str:
 
 
 _SHOWN: dict[str, tuple[str, ...]] = {
-    "decode": ("rows", "with_adapters", "no_adapter"),
     "options": ("option", "seconds", "peak_bytes"),
 }
 """Of the parts that the page shows besides ``step``, the values."""
