@@ -6,7 +6,7 @@ OUT/gpu.json; without any, the page says that nothing was measured.
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,25 +109,6 @@ def steps(document: Document) -> str:
     return table((*names, f"of the limit: {', '.join(PHASES)}", "predicted / s"), lines)
 
 
-def _plain(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-_SHOWN: dict[str, tuple[str, ...]] = {
-    "options": ("option", "seconds", "peak_bytes"),
-}
-"""Of the parts that the page shows besides ``step``, the values."""
-
-
-def others(document: Document) -> Iterator[str]:
-    """Yield a title and a table for each other part that is shown, of the rows that have every value."""
-    for part in document["parts"]:
-        names = _SHOWN.get(part["part"], ())
-        if own := [row for row in part["rows"] if names and set(names) <= set(row)]:
-            yield f"### {part['part']}: {part.get('what', '')}\n"
-            yield table(names, [[_plain(row[name]) for name in names] for row in own])
-
-
 def render(documents: Sequence[Document]) -> str:
     """Return the measured part of the page."""
     parts = [targets(documents)] if documents else [NOTHING, targets(documents)]
@@ -141,7 +122,6 @@ def render(documents: Sequence[Document]) -> str:
             f"{document['seconds']:.0f} s in all: `{' '.join(document['command'])}`\n",
             " ".join(f"{p['part']}: {p['status']}." for p in document["parts"] if p["status"] != "done") + "\n",
             steps(document),
-            *others(document),
         ]
     return "\n".join(parts)
 
