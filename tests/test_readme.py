@@ -511,6 +511,11 @@ def test_the_index_names_every_page() -> None:
     assert [str(page) for page in pages if f"]({page})" not in text] == []
 
 
+def test_the_documentation_is_short() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= 40_000
+
+
 def test_the_readme_is_short() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert len(text.split()) <= 1200
