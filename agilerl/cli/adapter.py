@@ -88,7 +88,7 @@ def subject(
         info = read_run(run)
         settings, given_settings = info["config"], info.get("given") or info["config"]
         algorithm = {key: settings["algorithm"].get(key) for key in _ALGORITHM[:2]}
-        document = _without_training(settings, {**given_settings.get("algorithm", {}), **algorithm})
+        document = _drop_training(settings, {**given_settings.get("algorithm", {}), **algorithm})
         # As the run began and with the user's changes: files that both name must be those that the run recorded.
         begun, config = (config_of_run(document, changes) for changes in ((), overrides))
         config = config.dated(run_date(info))
@@ -129,7 +129,7 @@ def _check_keys(keys: Iterable[str]) -> None:
             raise ConfigError(f"{shown(key)} is a setting of training, which an evaluation does not have{hint}")
 
 
-def _without_training(document: Mapping[str, Any], algorithm: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_training(document: Mapping[str, Any], algorithm: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that an evaluation takes from those of a run or a manifest."""
     network, training = document.get("network", {}), document.get("training", {})
     candidates = document.get("selection_strategy", {}).get("candidates", 1)  # on which the panels depend
@@ -148,7 +148,7 @@ def _about(folder: Path, config: RunConfig, *, given_base: bool, examined: bool)
     Without a ``given_base`` the base is the one that the adapter names.
     """
     adapter, agent = with_layers_by_weight(read_json(folder / ADAPTER_CONFIG)), _agent_json(folder)
-    document = _without_training(config.model_dump(mode="json", exclude_unset=True), config.algorithm)
+    document = _drop_training(config.model_dump(mode="json", exclude_unset=True), config.algorithm)
     document["network"] |= {
         "adapter": str(folder.absolute()),
         "lora_config": {key: adapter[key] for key in _SHAPE if key in adapter},

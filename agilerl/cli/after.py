@@ -19,7 +19,7 @@ from typer import Argument, Option
 from agilerl.checks.arguments import counted, shown
 from agilerl.cli.adapter import subject
 from agilerl.cli.options import AdapterPath, AllowCode, AsJson, FinishedRun, Quiet, Replacements, Temperature, as_path
-from agilerl.cli.output import columns, genes_text, one_line, say, shown_samples, tell_line, told_apart
+from agilerl.cli.output import columns, format_samples, genes_text, one_line, say, tell_apart, tell_line
 from agilerl.cli.output import console as new_console
 from agilerl.cli.process_settings import is_debugging, loading_done
 from agilerl.cli.running import check_new_folder, quieten_libraries, whole_folder
@@ -110,7 +110,7 @@ def run_eval(
     elif not quiet:
         _show_evaluation(document, "questions" if "question" in result.rows[0] else "episodes")
         for symptom in result.hacks:
-            tell_line("\n".join([str(symptom), *shown_samples(symptom.samples)]))
+            tell_line("\n".join([str(symptom), *format_samples(symptom.samples)]))
         _show_worst(document["answers"], result.worst(worst))
 
 
@@ -154,7 +154,7 @@ def _show_worst(answers: Sequence[Mapping[str, Any]], worst: Sequence[int]) -> N
     console = new_console()
     if worst:
         console.print(f"\nWorst of {len(answers)}")
-    for index, question in zip(worst, told_apart([answers[index]["question"] for index in worst])):
+    for index, question in zip(worst, tell_apart([answers[index]["question"] for index in worst])):
         answer = answers[index]
         console.print(f"{index}. {question}")
         if answer["answer"] is not None:
@@ -405,7 +405,7 @@ def run_push(
         folder = Path(temporary) / "model"
         export_elite(run, folder, name=repository.rpartition("/")[2])
         files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
-        address = None if dry_run else _uploaded(folder, repository, private=private)
+        address = None if dry_run else _upload(folder, repository, private=private)
     if as_json:
         print(json.dumps({"repository": repository, "url": address, "private": private, "files": files}, indent=1))
         return
@@ -415,7 +415,7 @@ def run_push(
     console.print(f"would be uploaded to {repository}" if address is None else f"uploaded: {address}")
 
 
-def _uploaded(folder: Path, repository: str, *, private: bool) -> str:
+def _upload(folder: Path, repository: str, *, private: bool) -> str:
     """Upload a folder and return its address; raises ConfigError without a token, WriteError if the hub refuses."""
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.utils.tqdm import disable_progress_bars
@@ -444,14 +444,14 @@ def run_compare(
     as_json: AsJson = False,
 ) -> None:
     """Show how runs differ in settings and results, and write them side by side as one HTML file."""
-    from agilerl.report.load import check_different, derived, differences, load_run
+    from agilerl.report.load import check_different, find_derived, find_differences, load_run
 
     if len(runs) < 2:
         raise ConfigError(f"expected two runs or more to compare, found {shown(str(runs[0]))} alone")
     check_different(runs)
     records = [load_run(run) for run in runs]
-    differ, results = differences(records), []
-    follow = derived(records, differ)
+    differ, results = find_differences(records), []
+    follow = find_derived(records, differ)
     for record in records:
         with as_written(record.path):
             results.append(_result(record))

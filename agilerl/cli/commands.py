@@ -128,7 +128,7 @@ def run_lineage(
     agilerl lineage runs/mine --agent 3
     """
     from agilerl.report.life import lives
-    from agilerl.report.load import load_run, unfinished
+    from agilerl.report.load import explain_unfinished, load_run
     from agilerl.runs.strict_json import dumps
 
     record = load_run(run)
@@ -144,7 +144,7 @@ def run_lineage(
         _show_lives(histories, record.family.line)
     else:
         _show_life(histories[0], "stayed to the end" if record.is_finished else "is in the population")
-    if not as_json and (note := unfinished(record)):
+    if not as_json and (note := explain_unfinished(record)):
         tell_line(note)
 
 

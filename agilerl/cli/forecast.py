@@ -154,12 +154,12 @@ def seen_by_exam(questions: int) -> dict[str, Any]:
 Clock = Callable[[], float]
 
 
-def measured_machine(device: str = "cpu", dtype: torch.dtype = torch.float32, clock: Clock = perf_counter) -> Machine:
+def measure_machine(device: str = "cpu", dtype: torch.dtype = torch.float32, clock: Clock = perf_counter) -> Machine:
     """Return the rates of a device for products in ``dtype``, with the current threads; takes about a second."""
     return Machine(flops=matmul_rate(device, dtype, clock), bandwidth=copy_rate(device, clock))
 
 
-_measured = cache(measured_machine)
+_measured = cache(measure_machine)
 """Measured once in a process."""
 
 

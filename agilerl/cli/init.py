@@ -118,7 +118,7 @@ def run_init(
     answers = [row["answer"] for row in sample_rows()] if source == SAMPLE else []
     if names_a_file(source) and (path := Path(source).expanduser()).is_file():
         names, answers = _read(path, names)
-    proposal = proposed(answers, chats=model != _EMBEDDED) if answers else Proposal()
+    proposal = propose(answers, chats=model != _EMBEDDED) if answers else Proposal()
     screen = console(quiet=quiet)
     if names:
         screen.print(f"Columns: {', '.join(f'{name} from {column}' for name, column in names.items())}")
@@ -158,7 +158,7 @@ def run_init(
     if not quiet:
         screen.print("Trying it: loading the libraries and the model.")
         quieten_libraries()
-        screen.print(facts(_tried(manifest, allow_code=reward == "function")))  # the one written here, and no other
+        screen.print(facts(_try_out(manifest, allow_code=reward == "function")))  # the one written here, and no other
     for name, line in (("Check it:", f"{command} --dry-run"), ("Run it:", command)):
         screen.print(f"{name:<11}{line}", soft_wrap=True)  # to be copied whole
 
@@ -186,7 +186,7 @@ class Proposal:
         return [f"conversation_template: [{{role: user, content: {message}}}]"]
 
 
-def proposed(answers: Sequence[str], *, chats: bool) -> Proposal:
+def propose(answers: Sequence[str], *, chats: bool) -> Proposal:
     """Return what to propose for rows with these answers: numbers, short texts, or long ones.
 
     ``chats``: the model follows instructions, and writes more than the answer unless it is told not to.
@@ -207,11 +207,11 @@ def proposed(answers: Sequence[str], *, chats: bool) -> Proposal:
 
 def _read(path: Path, renamings: dict[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return what columns of a file of rows are renamed to, as given or guessed by their names; and its answers."""
-    from agilerl.envs.curation import MissingColumnError, RowFaultError, form_of, renamed
+    from agilerl.envs.curation import MissingColumnError, RowFaultError, form_of, guess_columns
     from agilerl.envs.sources import read_dataset
 
     columns, answers = read_dataset(path, limit=1).columns, []
-    names = renamed([name for name in columns if name not in renamings.values()]) | renamings
+    names = guess_columns([name for name in columns if name not in renamings.values()]) | renamings
     rows = read_dataset(path, columns=names)
     try:
         form = form_of(rows.columns, "reasoning", path.name, needs="text")
@@ -226,7 +226,7 @@ def _read(path: Path, renamings: dict[str, str]) -> tuple[dict[str, str], list[s
     return names, list(filter(str.strip, answers))
 
 
-def _tried(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
+def _try_out(manifest: Path, *, allow_code: bool) -> Iterator[tuple[str, str]]:
     """Yield the lines of a plan about what a run begins with: an answer of the base, its exam, and its time."""
     from agilerl.cli.progress import plan_document
     from agilerl.models.base import is_of_hub

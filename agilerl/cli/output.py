@@ -37,7 +37,7 @@ def prepare_streams() -> TextIO:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
-    codecs.register_error("agilerl", _spelt)
+    codecs.register_error("agilerl", _spell)
     # Python has None for a stream that was closed when it started.
     if sys.stderr is None:
         sys.stderr = open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -123,7 +123,7 @@ def one_line(text: str, length: int = 300) -> str:
     return line if len(line) <= length else f"{line[: length - 3]}..."
 
 
-def told_apart(texts: Sequence[str], length: int = 300) -> list[str]:
+def tell_apart(texts: Sequence[str], length: int = 300) -> list[str]:
     """Return texts as :func:`one_line` does; those that it would cut to the same lose what they begin with alike."""
     whole = [one_line(text, sys.maxsize) for text in texts]
     lines = [one_line(text, length) for text in whole]
@@ -134,19 +134,19 @@ def told_apart(texts: Sequence[str], length: int = 300) -> list[str]:
             shared = next((k for k, at in letters if len(set(at)) > 1), min(len(whole[number]) for number in alike))
             # From the beginning of a word, unless it is a very long one.
             start = whole[alike[0]].rfind(" ", 0, shared) + 1 or shared
-            ends = told_apart([whole[number][start:] for number in alike], length - 3)
+            ends = tell_apart([whole[number][start:] for number in alike], length - 3)
             for number, end in zip(alike, ends):
                 lines[number] = f"...{end}"
     return lines
 
 
-def shown_samples(samples: Iterable[Mapping[str, Any]]) -> list[str]:
+def format_samples(samples: Iterable[Mapping[str, Any]]) -> list[str]:
     """Return a line for each sample of a symptom."""
     samples = list(samples)
     return [
         f"  {question} -> {one_line(s['answer']) or '(empty)'} (reward {s['reward']:.4g}"
         f"{'; right: ' * bool(s['right'])}{one_line(s['right'])})"
-        for s, question in zip(samples, told_apart([s["question"] for s in samples]))
+        for s, question in zip(samples, tell_apart([s["question"] for s in samples]))
     ]
 
 
@@ -198,16 +198,16 @@ class _Output(io.TextIOWrapper):
 
     def write(self, text: str) -> int:
         """Write; on failure remember the error."""
-        with self._watched():
+        with self._watch():
             return super().write(text)
 
     def flush(self) -> None:
         """Write the buffer; on failure remember the error."""
-        with self._watched():
+        with self._watch():
             super().flush()
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
+    def _watch(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -252,7 +252,7 @@ class _Lines:
         """Do nothing: lines are passed on when they are complete."""
 
 
-def _spelt(error: UnicodeError) -> tuple[str | bytes, int]:
+def _spell(error: UnicodeError) -> tuple[str | bytes, int]:
     """Replace characters that an encoding lacks; undecodable bytes of a file name pass unchanged."""
     if not isinstance(error, UnicodeEncodeError):
         raise error

@@ -100,7 +100,7 @@ def run_probe(
     rows = _rows(arguments or [], task or [], tries or [], every=every)
     single = len(rows) == 1
     if single:
-        _checked(rows[0], allow_code=allow_code)  # a typo should not cost seconds
+        _check(rows[0], allow_code=allow_code)  # a typo should not cost seconds
     count = f"{len(rows)} x " * (not single)
     console = new_console(quiet=as_json)
     console.print(f"{count}{counted(questions, 'question')}: loading the libraries and the model.")
@@ -186,7 +186,7 @@ def _about(arguments: Sequence[str]) -> str:
     return (e.env_id or (Path(e.dataset[0].path).stem if e.dataset else e.task) or "").rpartition(":")[2]
 
 
-def _checked(row: _Trial, *, allow_code: bool) -> RunConfig:
+def _check(row: _Trial, *, allow_code: bool) -> RunConfig:
     from agilerl.envs.upstream import check_task
 
     config = configuration(row.arguments)
@@ -200,7 +200,7 @@ def _measure(row: _Trial, bases: "Bases", questions: int, samples: int | None, *
     from agilerl.training.preflight import hints, problem, session_of_one
     from agilerl.training.probe import probe
 
-    config = _checked(row, allow_code=allow_code)
+    config = _check(row, allow_code=allow_code)
     session = session_of_one(config, bases, allow_code=allow_code)
     population = session.population
     try:

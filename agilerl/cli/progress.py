@@ -25,11 +25,11 @@ from agilerl.cli.output import (
     cut_columns,
     duration,
     facts,
+    format_samples,
     genes_text,
     json_line,
     one_line,
-    shown_samples,
-    told_apart,
+    tell_apart,
 )
 from agilerl.cli.running import REMEDIES
 from agilerl.envs.answer_format import AnswerFormat
@@ -42,10 +42,10 @@ from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.mutation import LEARNING_RATES
 from agilerl.planning.footprint import peak
 from agilerl.population import Population
-from agilerl.report.life import plus
-from agilerl.report.load import Gain, gain_of, held_out_results, load_run, number
+from agilerl.report.life import format_score
+from agilerl.report.load import Gain, load_run, measure_gain, number, read_tests
 from agilerl.runs import RunLayout, read_lines
-from agilerl.runs.diagnosis import Observer, Symptom, advice, by_sentence
+from agilerl.runs.diagnosis import Observer, Symptom, advice, group_by_sentence
 from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.stopping import AFTER_ITERATION, StopRequest
 from agilerl.text.contract import readings
@@ -147,16 +147,16 @@ def print_plan(
 
 def _lines(plan: Mapping[str, Any], session: Session, sampled: PreflightDone | None) -> Iterator[tuple[str, str]]:
     """Yield the lines of a plan: of the base and the task, of the agents, and of what the run takes and tells apart."""
-    yield from _of_base_and_task(session)
+    yield from _describe_base_and_task(session)
     for sentence in plan["environment"]:
         yield "", sentence
-    yield from _of_agents(plan, session)
+    yield from _describe_agents(plan, session)
     environment, batch, length = session.config.environment, plan["batches"], plan["length"]
     completions = f"{_span(batch['group_size'])} completions = {_span(batch['completions_per_agent'])} for each agent"
     per_step = f"{_span(batch['rows_per_optimizer_step'])} an optimizer step"
     yield "batch", f"{counted(batch['prompts'], 'prompt')} x {completions}, {per_step}"
     default = " (the default: raise algorithm.max_output_tokens for longer ones)" * session.resolved.bounds_completions
-    yield "passes", _passes(session.population)
+    yield "passes", _describe_passes(session.population)
     yield (
         "tokens",
         f"prompts {_span(batch['prompt_tokens'])}, completions up to {batch['completion_tokens_at_most']}{default}; "
@@ -183,7 +183,7 @@ def _lines(plan: Mapping[str, Any], session: Session, sampled: PreflightDone | N
     if t.trackers:
         yield "trackers", ", ".join(t.trackers)
     if sampled is not None:
-        yield from trial(sampled)
+        yield from describe_trial(sampled)
     if is_due(session):
         yield "preflight", f"before the first update agents answer {QUESTIONS} to {MOST} training questions"
     elif session.saved is None and (none := why_none(session.scale)):
@@ -193,7 +193,7 @@ def _lines(plan: Mapping[str, Any], session: Session, sampled: PreflightDone | N
     yield "results", plan["results"]
 
 
-def _passes(population: Population) -> str:
+def _describe_passes(population: Population) -> str:
     """Return how many tokens a forward pass of training has, and why."""
     step = max(training_passes(population, 1 if population.whole else population.runtime.processes.size))
     often = ", whose layers are computed again in the backward pass" * step.recomputed
@@ -207,7 +207,7 @@ def _passes(population: Population) -> str:
     return f"{step.passes:,} of up to {step.tokens:,} tokens for an optimizer step of an agent{often} ({why})"
 
 
-def _of_base_and_task(session: Session) -> Iterator[tuple[str, str]]:
+def _describe_base_and_task(session: Session) -> Iterator[tuple[str, str]]:
     population, environment, task = session.population, session.config.environment, session.task
     base, tokenizer, agent = population.runtime.base, population.tokenizer, population.agents[0]
     end = "its end token " * (tokenizer.pad_token_id == tokenizer.eos_token_id)
@@ -251,7 +251,7 @@ def _of_base_and_task(session: Session) -> Iterator[tuple[str, str]]:
             yield "", f"exams ask {asked} of the {available}, as more would take too much of the budget; {rest}"
 
 
-def _of_agents(plan: Mapping[str, Any], session: Session) -> Iterator[tuple[str, str]]:
+def _describe_agents(plan: Mapping[str, Any], session: Session) -> Iterator[tuple[str, str]]:
     agents, first = len(plan["population"]), session.population.agents[0]
     yield "algorithm", f"{session.config.algorithm['name']}, {counted(agents, 'agent')}"
     rates = {name: rate for name in LEARNING_RATES if (rate := getattr(first, name, None))}
@@ -267,19 +267,19 @@ def _of_agents(plan: Mapping[str, Any], session: Session) -> Iterator[tuple[str,
 
 def sample_lines(event: PreflightDone) -> list[str]:
     """Return one prompt, as the model reads it, and an answer with its reward, a line each."""
-    return [f"  {name:<8}{text}" for name, text in sample(event)]
+    return [f"  {name:<8}{text}" for name, text in describe_sample(event)]
 
 
-def sample(event: PreflightDone) -> list[tuple[str, str]]:
+def describe_sample(event: PreflightDone) -> list[tuple[str, str]]:
     """Return the names and texts of a prompt and of an answer with its reward, for a table."""
     reward = f"reward {event.score:g}" if math.isfinite(event.score) else "no grade"
     answer = f"{one_line(event.answer) or '(empty)'}, {reward}"
     return [("prompt", one_line(event.prompt)), ("answer", answer)]
 
 
-def trial(event: PreflightDone) -> Iterator[tuple[str, str]]:
+def describe_trial(event: PreflightDone) -> Iterator[tuple[str, str]]:
     """Yield the names and texts of what a plan shows of the base."""
-    yield from sample(event)
+    yield from describe_sample(event)
     yield "base", event.shown
     if event.problem:
         yield "warning", event.problem
@@ -324,23 +324,26 @@ def watch(
     """
     view = View(session, console, stop)
     with view:
-        summary = _shown(events, view.show, stop)
+        summary = _follow(events, view.show, stop)
     console.print("All agents of the run; those that left come last")
     console.print(view.table(max(_MOST_ROWS, len(session.population.agents))))
     if summary.get("elite"):
-        console.print(view.explained_mark(summary["elite"]), soft_wrap=not console.is_terminal)
+        console.print(view.explain_mark(summary["elite"]), soft_wrap=not console.is_terminal)
     console.print()
     symptoms = _symptoms(view.observer, session, view.out)
     gain = _gain(summary, view.out)
     if gain is not None and gain.verdict == "better":  # something was learned: only alarms count
         symptoms = {index: [s for s in each if s.samples] for index, each in symptoms.items()}
-    parts = {"About the run as a whole": advice(summary), "What may keep agents from learning": by_sentence(symptoms)}
+    parts = {
+        "About the run as a whole": advice(summary),
+        "What may keep agents from learning": group_by_sentence(symptoms),
+    }
     for heading, sentences in parts.items():
         if not sentences:
             continue
         console.print(heading)
         for sentence, symptom in sentences.items():
-            for line in [sentence, *shown_samples(symptom.samples)]:
+            for line in [sentence, *format_samples(symptom.samples)]:
                 console.print(f"  {line}", soft_wrap=not console.is_terminal)
         console.print()
     _print_result(summary, gain, view.out, console, _exam_sampling(session.population))
@@ -365,7 +368,7 @@ def log(
             case PhaseStarted():
                 tell(json_line("phase", phase=event.name))
             case RunFinished():
-                sentences = advice(event.summary) | by_sentence(_symptoms(observer, session, event.out))
+                sentences = advice(event.summary) | group_by_sentence(_symptoms(observer, session, event.out))
                 for sentence, symptom in sentences.items():
                     tell(json_line("advice", text=sentence, samples=symptom.samples))
                 tell(json_line("finish", out=event.out, **event.summary))
@@ -378,7 +381,7 @@ def log(
             # Arguments are evaluated from left to right: the kind is out of the values before they are unpacked.
             tell(json_line(values.pop("kind"), **progress, **values))
 
-    return _shown(events, show, stop)
+    return _follow(events, show, stop)
 
 
 def _symptoms(observer: Observer, session: Session, out: Path) -> dict[int, list[Symptom]]:
@@ -388,7 +391,7 @@ def _symptoms(observer: Observer, session: Session, out: Path) -> dict[int, list
     return {index: [*alarms.get(index, ()), *each] for index, each in symptoms.items()}
 
 
-def _shown(events: Iterator[Event], show: Callable[[Event], None], stop: StopRequest | None) -> dict[str, Any]:
+def _follow(events: Iterator[Event], show: Callable[[Event], None], stop: StopRequest | None) -> dict[str, Any]:
     summary: dict[str, Any] = {}
     shown = True
     for event in events:
@@ -450,7 +453,7 @@ class View:
         self.shown = Group()
         # Transient: at the end, the table of all agents takes its place.
         live = partial(Live, console=console, refresh_per_second=4, transient=True)
-        self.live = live(get_renderable=self._drawn) if console.is_terminal else None
+        self.live = live(get_renderable=self._draw) if console.is_terminal else None
         self._look()
 
     def __enter__(self) -> "View":
@@ -480,18 +483,18 @@ class View:
                 self.bars.remove_task(self.phase)
                 self.phase = self.bars.add_task(event.name, total=total, whole="generation")
             case IterationDone():
-                self._iterated(event)
+                self._show_iteration(event)
             case ExamDone():
                 for index, fitness in event.fitness.items():
                     self.rows[index].fitness = fitness
                 self.bars.update(self.phase, visible=False)  # what follows it has no phase
                 first = ranking(event.fitness)[0]
                 self.best = first if event.fitness[first].is_finite else None
-                scores = ", ".join(f"{index}: {plus(f)}" for index, f in event.fitness.items())
+                scores = ", ".join(f"{index}: {format_score(f)}" for index, f in event.fitness.items())
                 self._log(f"generation {event.generation}: exam {scores}")
                 self._note_symptoms()
             case Evolved():
-                self._evolved(event)
+                self._show_selection(event)
             case RunFinished():
                 self.best = (event.summary["elite"] or {}).get("index")
         if self.live is not None:
@@ -500,7 +503,7 @@ class View:
             self.shown = Group(table, *self.notes, self.bars)
             self.live.refresh()
 
-    def _drawn(self) -> Group:
+    def _draw(self) -> Group:
         """Return what the terminal shows; rich asks for it four times a second, so a signal is answered at once."""
         # An empty last line for the ^C of Ctrl-C: at the end of a full one it would begin another, and shift the table.
         return Group(self.shown, Text(self.stop.sentence, style="bold"))
@@ -525,7 +528,7 @@ class View:
             if agent.died is not None and index not in {a.index for a in self.session.population.agents}:
                 row.left, row.event = agent.died, f"left in {agent.died}: {agent.reason.removeprefix('left: ')}"
 
-    def _evolved(self, event: Evolved) -> None:
+    def _show_selection(self, event: Evolved) -> None:
         """Print what a selection did, and take it down."""
         generation, self.best = event.generation, event.elite
         self._look()
@@ -559,7 +562,7 @@ class View:
         if self.live is None:
             self._line(text)
 
-    def _iterated(self, event: IterationDone) -> None:
+    def _show_iteration(self, event: IterationDone) -> None:
         """Take down and log an iteration, with the first failure of each kind and agent."""
         self.iteration = event.iteration
         self.observer.add(metric_lines(event))
@@ -585,11 +588,11 @@ class View:
         shown = self.shown_symptoms
         new = {index: [s for s in each if (index, s.name) not in shown] for index, each in symptoms.items()}
         self.shown_symptoms |= {(index, symptom.name) for index, each in new.items() for symptom in each}
-        self.notes = [Text(sentence) for sentence in by_sentence(symptoms)]
-        for sentence in by_sentence(new):
+        self.notes = [Text(sentence) for sentence in group_by_sentence(symptoms)]
+        for sentence in group_by_sentence(new):
             self._log(sentence)
 
-    def explained_mark(self, elite: Mapping[str, Any]) -> str:
+    def explain_mark(self, elite: Mapping[str, Any]) -> str:
         """Return a sentence about the agent with the mark: why it is the elite, and not one that looks as good."""
         index, step, population = elite["index"], elite["step"], self.session.population
         soup = ", mixed with the other candidates" if elite.get("soup", {}).get("is_elite") else ""
@@ -624,7 +627,7 @@ class View:
             "genes": [genes_text(row.genes, 2) or "-" for _, row in agents],
             self.what: [_cell(row.rewards[-1] if row.rewards else None, ".3f") for _, row in agents],
             "trend": [sparkline(row.rewards, *ends) for _, row in agents],
-            "exam": ["-" if row.fitness is None else plus(row.fitness) for _, row in agents],
+            "exam": ["-" if row.fitness is None else format_score(row.fitness) for _, row in agents],
             "failures": [", ".join(f"{n} {what}" for what, n in row.failures.items()) for _, row in agents],
             "event": [row.event for _, row in agents],
         }
@@ -661,7 +664,7 @@ def _cell(value: float | None, form: str) -> str:
 def _gain(summary: Mapping[str, Any], out: Path) -> Gain | None:
     """Return the gain over the base; None if there is none, or if not the same questions got a grade."""
     tests = (line for line in read_lines(RunLayout(out).metrics) if line.get("kind") == "test")
-    gain = gain_of(held_out_results(tests, summary))
+    gain = measure_gain(read_tests(tests, summary))
     return gain if gain is not None and math.isfinite(gain.mean) and gain.n[0] == gain.n[1] else None
 
 
@@ -713,7 +716,7 @@ def _print_answers(answers: Sequence[Mapping[str, Any]], console: Console) -> No
     }
     # Questions get the room that the answers leave.
     room = max(width, console.width - sum(max(map(len, [name, *cells])) + 2 for name, cells in texts.items()))
-    texts = {"question": told_apart([answer["question"] for answer in answers], room), **texts}
+    texts = {"question": tell_apart([answer["question"] for answer in answers], room), **texts}
     console.print(f"\nThe first {len(answers)} test questions, with answers and scores")
     console.print(cut_columns(texts, left=texts))
     console.print()

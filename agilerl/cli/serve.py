@@ -67,7 +67,7 @@ def run_serve(
     if of_a_cpu:
         # `vllm serve` asks for the version of a distribution that this one is not.
         program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model"]
-    of_run = _of_run(adapter.config.training, adapter.config.network, adapter.run)
+    of_run = _run_options(adapter.config.training, adapter.config.network, adapter.run)
     options = [
         *("--served-model-name", BASE, "--host", host, "--port", str(port), *of_run),
         *("--logprobs-mode", "processed_logprobs"),  # those of the distribution that is drawn from, as in training
@@ -78,7 +78,7 @@ def run_serve(
     for sentence in _differences(adapter):
         say(f"note: {sentence}")
     if dry_run:
-        print(_written(command))
+        print(_write_command(command))
         return
     # Beside this Python first: its environment need not be activated.
     folders_of_programs = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
@@ -146,7 +146,7 @@ def servable_base(name: str) -> str:
     return name
 
 
-def _of_run(training: TrainingConfig, network: NetworkConfig, run: Path | None) -> list[str]:
+def _run_options(training: TrainingConfig, network: NetworkConfig, run: Path | None) -> list[str]:
     """Return the options that make vLLM compute as the run did: its data type, and its chat template."""
     options = []
     if training.dtype != "auto":
@@ -197,7 +197,7 @@ def _differences(adapter: Subject) -> Iterator[str]:
         yield f"the run changed the base's configuration: -- --hf-overrides {shlex.quote(json.dumps(overrides))}"
 
 
-def _written(command: Sequence[str]) -> str:
+def _write_command(command: Sequence[str]) -> str:
     """Return a command for a shell, an option a line."""
     settings = [f"{name}={value} " for name, value in _NO_STATISTICS.items() if name not in os.environ]
     first, *rest = map(shlex.quote, command)

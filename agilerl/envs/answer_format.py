@@ -87,9 +87,9 @@ class AnswerFormat:
             return completion
         text = prefill + completion
         spans: Iterable[tuple[int, int]] = {  # generators: only the chosen one reads the text
-            "tags": _tagged(text),
-            "boxed": _boxed(text),
-            "after": _following(text, self.phrase),
+            "tags": _find_tags(text),
+            "boxed": _find_boxes(text),
+            "after": _find_phrase(text, self.phrase),
             "last_number": (match.span() for match in _NUMBER.finditer(text)),
         }[self.kind]
         # The last span; (0, 0), which ends within any prefill, stands for none.
@@ -100,14 +100,14 @@ class AnswerFormat:
         return answer.replace(",", "").replace("−", "-") if self.kind == "last_number" else answer
 
 
-def _tagged(text: str) -> Iterable[tuple[int, int]]:
+def _find_tags(text: str) -> Iterable[tuple[int, int]]:
     """Yield the span within the last opening tag that is closed; of nested ones the inner one."""
     start = text.rfind(OPEN, 0, max(text.rfind(CLOSE), 0))
     if start >= 0:
         yield start + len(OPEN), text.find(CLOSE, start)
 
 
-def _boxed(text: str) -> Iterable[tuple[int, int]]:
+def _find_boxes(text: str) -> Iterable[tuple[int, int]]:
     """Yield the span within the last ``\\boxed{`` whose braces balance; of nested ones the inner one."""
     opened: list[int | None] = []
     last = (0, 0)
@@ -121,7 +121,7 @@ def _boxed(text: str) -> Iterable[tuple[int, int]]:
     yield last
 
 
-def _following(text: str, phrase: str) -> Iterable[tuple[int, int]]:
+def _find_phrase(text: str, phrase: str) -> Iterable[tuple[int, int]]:
     """Yield the span after the last occurrence of a phrase up to the end of its line or sentence."""
     *_, last = [None, *deque(re.finditer(re.escape(phrase), text, re.IGNORECASE), maxlen=1)]
     if last is not None:
@@ -202,7 +202,7 @@ class AnswerFormatTask(TaskWrapper):
 
     def waiting(self, *, exam: bool) -> list[WaitingGrader]:
         """Return the task's graders that may begin early; they get ``graded_text`` too."""
-        # Said again, because ``waiting`` only speaks for a ``grade`` of its own class or of one above (speaks_for).
+        # Said again, because ``waiting`` only speaks for a ``grade`` of its own class or of one above (covers).
         return waiting_graders(self.task, exam=exam)
 
     def fit(self, tokenizer: Any, max_tokens: int | None) -> None:

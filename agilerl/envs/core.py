@@ -28,7 +28,7 @@ from agilerl.rewards.grader import (
     score_or_error,
     setup,
 )
-from agilerl.rewards.waiting import WaitingGrader, speaks_for, waiting_parts
+from agilerl.rewards.waiting import WaitingGrader, covers, waiting_parts
 from agilerl.streams import stream
 from agilerl.text.contract import contract_of
 from agilerl.text.padding import has_template
@@ -236,7 +236,7 @@ class Task(ABC):
             raise EnvError(f"expected an index of {limit} in the {split} split of {self.name}, found {index!r}")
 
 
-def _of_inner(name: str) -> Any:
+def _delegate(name: str) -> Any:
     """Return the method of a wrapper that calls the inner task's."""
 
     def method(self: "TaskWrapper", *args: Any, **kwargs: Any) -> Any:
@@ -250,10 +250,10 @@ class TaskWrapper(Task):
     """A task around another one: what a subclass does not override is the inner task's."""
 
     # Assigned by name: Task defines all of these, so __getattr__ would never be asked for them.
-    row, messages, reward = map(_of_inner, ("row", "messages", "reward"))
-    grade, grade_exam = map(_of_inner, ("grade", "grade_exam"))
-    level, demonstration, counterexample = map(_of_inner, ("level", "demonstration", "counterexample"))
-    prepare, close, reads_completions = map(_of_inner, ("prepare", "close", "reads_completions"))
+    row, messages, reward = map(_delegate, ("row", "messages", "reward"))
+    grade, grade_exam = map(_delegate, ("grade", "grade_exam"))
+    level, demonstration, counterexample = map(_delegate, ("level", "demonstration", "counterexample"))
+    prepare, close, reads_completions = map(_delegate, ("prepare", "close", "reads_completions"))
 
     def __init__(self, task: Task) -> None:
         self.task, self.grader = task, task.grader
@@ -333,7 +333,7 @@ def prompt_columns(task: Task, tokenizer: Any, row: Columns) -> dict[str, Any]:
 
 def waiting_graders(task: Task, *, exam: bool) -> list[WaitingGrader]:
     """Return a task's graders that may begin early; none if a subclass overrides how it grades and not ``waiting``."""
-    return task.waiting(exam=exam) if speaks_for(type(task), "waiting", "grade", "grade_exam") else []
+    return task.waiting(exam=exam) if covers(type(task), "waiting", "grade", "grade_exam") else []
 
 
 TaskArgument = Annotated[Task, Hint("pass a ReasoningGymTask, a DatasetTask or another subclass of Task")]
@@ -444,7 +444,7 @@ def is_held_out(question: str) -> bool:
     return zlib.crc32(question.encode()) % HELD_OUT_EVERY == 0
 
 
-def fewer(exam: int, test: int, available: int) -> tuple[int, int] | None:
+def shrink_panels(exam: int, test: int, available: int) -> tuple[int, int] | None:
     """Return the sizes of smaller panels that ``available`` questions fill, or None if they would be too small.
 
     Each gets half of the questions; if one needs fewer, the rest goes to the other.

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from agilerl.checks.arguments import counted, nearest, shown
-from agilerl.envs.core import LEAST, Message, Split, apportion, fewer
+from agilerl.envs.core import LEAST, Message, Split, apportion, shrink_panels
 from agilerl.envs.prompts import HALF, check_opened, render_prompt
 from agilerl.envs.sources import Rows
 from agilerl.errors import EnvError
@@ -43,7 +43,7 @@ class MissingColumnError(EnvError):
 
     def __init__(self, wanted: Sequence[str], columns: Sequence[str], name: str) -> None:
         self.column = wanted[0]
-        guess = renamed(columns).get(self.column)
+        guess = guess_columns(columns).get(self.column)
         hint = f"did you mean {guess!r}?" if guess else nearest(self.column, columns)
         hint = f" {hint}" if hint.startswith("did") else ""
         super().__init__(
@@ -204,7 +204,7 @@ _SERVES = {"question": ("question", "messages", "prompt"), "answer": ("answer", 
 """The columns of which one is enough."""
 
 
-def renamed(columns: Sequence[str]) -> dict[str, str]:
+def guess_columns(columns: Sequence[str]) -> dict[str, str]:
     """Return what to rename so that rows have a question and an answer, as far as other datasets' names tell."""
     lower, guesses = {column.lower(): column for column in columns}, dict[str, str]()
     for new, names in _OFTEN.items():
@@ -306,7 +306,7 @@ def _calling(row: Columns) -> Sample | None:
     where = "the columns messages and tools"
     try:
         tools = json.loads(tools) if isinstance(tools, str) else tools or []
-        messages = [_without_none({"content": "", **message}) for message in value]
+        messages = [_drop_none({"content": "", **message}) for message in value]
         # Again: a content of None, common beside calls, has just been removed, and templates want text.
         messages = [{"content": "", **message} if message.get("tool_calls") else message for message in messages]
         for call in (call for message in messages for call in message.get("tool_calls", ())):
@@ -322,14 +322,14 @@ def _calling(row: Columns) -> Sample | None:
     if len(plain) < 2 or plain[-1]["role"] != "assistant":
         raise RowFaultError("missing", f"expected a conversation that ends with the assistant in {where}")
     calls = messages[-1].get("tool_calls", [])
-    return Sample(messages[:-1], plain[-1]["content"], calls=calls, tools=[_without_none(tool) for tool in tools])
+    return Sample(messages[:-1], plain[-1]["content"], calls=calls, tools=[_drop_none(tool) for tool in tools])
 
 
-def _without_none(value: Any) -> Any:
+def _drop_none(value: Any) -> Any:
     """Return plain data without entries that are None, with which tables fill up what a row lacks."""
     if isinstance(value, Mapping):
-        return {key: _without_none(inner) for key, inner in value.items() if inner is not None}
-    return [_without_none(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: _drop_none(inner) for key, inner in value.items() if inner is not None}
+    return [_drop_none(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _shared_prompt(row: Columns) -> tuple[str | list[Message], str, str]:
@@ -439,18 +439,18 @@ def curate(
     counts: Counter[str] = Counter()
     fits = {}
     for split, rows in sources.items():
-        fits[split], counted = _usable(rows, form, converse, tokenizer, max_tokens, bad_rows)
+        fits[split], counted = _select_usable(rows, form, converse, tokenizer, max_tokens, bad_rows)
         counts += counted
     try:
-        return _divided(sources, fits, sizes, counts)
+        return _divide(sources, fits, sizes, counts)
     except EnvError:
-        for smaller in _smaller(sources, fits, sizes) if shrink else ():
+        for smaller in _shrink(sources, fits, sizes) if shrink else ():
             with suppress(EnvError):  # of splits that share prompts, or shares that were rounded up
-                return _divided(sources, fits, smaller, counts)
+                return _divide(sources, fits, smaller, counts)
         raise
 
 
-def _divided(
+def _divide(
     sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]], sizes: Sizes, read: Counter[str]
 ) -> tuple[dict[Split, Rows], dict[str, int]]:
     """Fill the panels from the usable rows, and leave to training what shares no prompt with them."""
@@ -485,12 +485,12 @@ def _divided(
     if empty:
         raise EnvError(
             f"expected rows to train on in {empty[0]}, found none besides the exam ({sizes.exam}) and the test "
-            f"({sizes.test}); {_listed(counted)}; ask for fewer (eval_prompts, test_prompts), or give more rows"
+            f"({sizes.test}); {_list_counts(counted)}; ask for fewer (eval_prompts, test_prompts), or give more rows"
         )
     return sides, counted
 
 
-def _smaller(sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]], asked: Sizes) -> Iterator[Sizes]:
+def _shrink(sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]], asked: Sizes) -> Iterator[Sizes]:
     """Yield sizes that may fit: all of a panel's own dataset, and half of the training rows; then a tenth less each."""
     distinct = {split: len({fit.key for fit in usable}) for split, usable in fits.items()}
     exam, test = min(asked.exam, distinct.get("exam", asked.exam)), min(asked.test, distinct.get("test", asked.test))
@@ -499,7 +499,7 @@ def _smaller(sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]]
     # A panel of n takes n * weight / total from each part, at most half of its prompts.
     half = int(min(count * sum(rows.weights) / weight for count, weight in zip(each, rows.weights))) // 2
     if "exam" not in sources and "test" not in sources:
-        exam, test = fewer(exam, test, half) or (0, 0)  # (0, 0) ends the loop below
+        exam, test = shrink_panels(exam, test, half) or (0, 0)  # (0, 0) ends the loop below
     else:
         exam = exam if "exam" in sources else min(exam, half)
         test = test if "test" in sources else min(test, half)
@@ -536,7 +536,7 @@ def check_rows(rows: Rows, form: RowForm) -> None:
             raise EnvError(f"{rows.where(index)}: {fault}") from fault
 
 
-def _usable(
+def _select_usable(
     rows: Rows, form: RowForm, converse: Converse, tokenizer: Any, max_tokens: int | None, bad_rows: BadRows
 ) -> tuple[list[_Fit], Counter[str]]:
     """Return the well-formed rows that fit, and the counts of all others."""
@@ -573,12 +573,12 @@ def _usable(
         fits.append(_Fit(index, rows.part_of(index), key, rank, sample.desirable))
     if faults and bad_rows == "raise":
         others = sum(faults.values()) - 1
-        more = f"; {others} more of {len(rows)} rows are malformed ({_listed(faults)})" if others else ""
+        more = f"; {others} more of {len(rows)} rows are malformed ({_list_counts(faults)})" if others else ""
         raise EnvError(f"{first}{more}; fix the file, or leave such rows out with bad_rows: drop")
     counts += faults
     counts["read"] = len(rows)
     if not fits:
-        raise EnvError(f"expected usable rows in {rows.name}, found none; {_listed(counts)}")
+        raise EnvError(f"expected usable rows in {rows.name}, found none; {_list_counts(counts)}")
     return fits, counts
 
 
@@ -600,7 +600,7 @@ def _panel(rows: Rows, fits: Sequence[_Fit], size: int, taken: Iterable[bytes], 
     return panel
 
 
-def _listed(counts: Mapping[str, int]) -> str:
+def _list_counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name.replace('_', ' ')} {count}" for name, count in counts.items() if count) or "nothing read"
 
 

@@ -95,7 +95,7 @@ class DatasetTask(TaskWithGraders):
         self._form = _common_form(sides.values(), purpose, needs_answer(grader))
         self.labelled = self._form.labelled
         rows = sides["train"]
-        self._template = checked_template(template, rows[0])
+        self._template = check_template(template, rows[0])
         with suppress(RowFaultError):  # reported when all rows are read
             if template and not isinstance(self._form.read(rows[0]).prompt, str):
                 raise ConfigError(f"{rows.name} holds conversations, used as they are; remove conversation_template")
@@ -134,7 +134,7 @@ class DatasetTask(TaskWithGraders):
     def _converse(self, row: Columns, sample: Sample) -> list[Message]:
         if not isinstance(sample.prompt, str):
             return sample.prompt
-        return filled(self._template, {**row, "question": sample.prompt})
+        return fill_template(self._template, {**row, "question": sample.prompt})
 
 
 class CuratedTask(DatasetTask):
@@ -210,7 +210,7 @@ class CuratedTask(DatasetTask):
             warn_of_fewer(self.name, self._asked, sizes, rows)
 
 
-def filled(template: Template, row: Columns) -> list[Message]:
+def fill_template(template: Template, row: Columns) -> list[Message]:
     """Return a template's messages with the row's columns filled in; other braces stay, as do those inside values."""
 
     def value(match: re.Match[str]) -> str:
@@ -219,7 +219,7 @@ def filled(template: Template, row: Columns) -> list[Message]:
     return [{"role": m["role"], "content": PLACEHOLDER.sub(value, m["content"])} for m in template]
 
 
-def checked_template(template: Template | None, columns: Iterable[str]) -> Template:
+def check_template(template: Template | None, columns: Iterable[str]) -> Template:
     """Return a template, by default the question alone; raises ConfigError if no prompt would differ from another."""
     for message in template or PLAIN:
         if not {"role", "content"} <= set(message):

@@ -128,9 +128,9 @@ class Episode:
     def begin(self, seed: int) -> None:
         """Reset the environment and render the first prompt; raises as ``act`` and ``ChatFormat.prompt``."""
         self.seed = seed
-        observation, self.info = self._returned("reset", self.env.reset(seed=seed))
+        observation, self.info = self._check_returned("reset", self.env.reset(seed=seed))
         system = [] if self.env.system_prompt is None else [{"role": "system", "content": self.env.system_prompt}]
-        self._opening = system + _observed(observation)
+        self._opening = system + _read_observation(observation)
         self._messages = list(self._opening)
         self._rows = [TrainingRow(self.chat.prompt(self._opening, max_tokens=self.limits.prompt_length))]
 
@@ -149,7 +149,7 @@ class Episode:
         self._log.append(f"> {text}")
         self._finish = completion.finish_reason
         result = self.env.step_ids(text, completion.token_ids)
-        observation, reward, terminated, truncated, self.info = self._returned("step", result)
+        observation, reward, terminated, truncated, self.info = self._check_returned("step", result)
         try:
             score = check_score(reward)
         except RewardError:
@@ -165,7 +165,7 @@ class Episode:
         elif truncated or len(self.rewards) >= self.max_turns:
             self.stop("environment" if truncated else "turns")
         if not self.done:
-            self._continue(_observed(observation), completion.token_ids)
+            self._continue(_read_observation(observation), completion.token_ids)
         elif isinstance(observation, str) and observation:
             # Only for the log: no completion follows.
             self._log.append(f"< {observation}")
@@ -249,7 +249,7 @@ class Episode:
         """The class name that the environment's author knows, without adapters."""
         return type(getattr(self.env.unwrapped, "inner", self.env.unwrapped)).__name__
 
-    def _returned(self, method: str, result: Any) -> Sequence[Any]:
+    def _check_returned(self, method: str, result: Any) -> Sequence[Any]:
         """Return what ``reset`` or ``step`` returned, its info as a dict; raises EnvError if values are missing."""
         names = RETURNED[method]
         if isinstance(result, tuple) and len(result) == len(names):
@@ -258,7 +258,7 @@ class Episode:
         raise EnvError(f"{self._name}.{method} must return ({', '.join(names)}), found {kind} (docs/environments.md)")
 
 
-def _observed(observation: Observation) -> list[dict[str, Any]]:
+def _read_observation(observation: Observation) -> list[dict[str, Any]]:
     try:
         return as_messages(observation)
     except ConfigError as error:
@@ -479,12 +479,12 @@ class Stepping:
         """Make a call as soon as one of the threads is free."""
         self._calls.append(call)
         if self.timeout is not None:
-            self._outcomes.append(self._threads.submit(self._timed, len(self._calls) - 1))
+            self._outcomes.append(self._threads.submit(self._time, len(self._calls) - 1))
 
     def results(self) -> list[Exception | None]:
         """Return what each call raised, or None, in the order of ``add``, when all have ended or run out of time."""
         if (timeout := self.timeout) is None:
-            return [self._timed(number)[0] for number in range(len(self._calls))]
+            return [self._time(number)[0] for number in range(len(self._calls))]
         hanging: set[int] = set()
         while running := {n: call for n, call in enumerate(self._outcomes) if n not in hanging and not call.done()}:
             # In short waits, since any call may run out of time while the others are waited for.
@@ -499,7 +499,7 @@ class Stepping:
         late = TimeoutError(f"no answer within {timeout:g} seconds")
         return [error if seconds <= timeout else late for error, seconds in ended]
 
-    def _timed(self, number: int) -> tuple[Exception | None, float]:
+    def _time(self, number: int) -> tuple[Exception | None, float]:
         start, caught = monotonic(), None
         self._started[number] = start
         try:

@@ -71,7 +71,7 @@ def all_weights(task: Task | EpisodeTask, weights: Mapping[str, float]) -> dict[
     """Return the weights of all reward parts, ``weights`` overriding the task's; None if ``weights`` is empty."""
     if not weights:
         return None
-    graded = _graded(task)
+    graded = _find_graded(task)
     parts = graded.weights if graded else {}
     check_parts(
         {f"reward_weights.{name}": name for name in weights},
@@ -93,7 +93,7 @@ def check_parts(keys: Mapping[str, str], parts: Iterable[str], without: str) -> 
 
 def exam_grader(task: Task | EpisodeTask) -> str:
     """Return the name of what grades exams and tests, whatever weights agents have in training."""
-    graded = _graded(task)
+    graded = _find_graded(task)
     fixed = graded.fitness_grader if graded else None
     return task.grader if fixed is None else grader_name(fixed)
 
@@ -101,7 +101,7 @@ def exam_grader(task: Task | EpisodeTask) -> str:
 def check_evolving_weights(task: Task | EpisodeTask, genes: Iterable[str]) -> None:
     """Raise ConfigError if reward weights evolve and selection uses that same reward."""
     evolving = [name for name in genes if name.startswith("reward_weights.")]
-    graded = _graded(task)
+    graded = _find_graded(task)
     if evolving and not (graded and graded.fitness_grader is not None):
         raise ConfigError(
             f"{', '.join(evolving)} evolves, so the task needs a fitness grader that does not change: without one, "
@@ -109,7 +109,7 @@ def check_evolving_weights(task: Task | EpisodeTask, genes: Iterable[str]) -> No
         )
 
 
-def _graded(task: Task | EpisodeTask) -> GradedTask | None:
+def _find_graded(task: Task | EpisodeTask) -> GradedTask | None:
     """Return the task with graders that a task is, or is wrapped around."""
     while isinstance(task, TaskWrapper) and not isinstance(task, GradedTask):
         task = task.task

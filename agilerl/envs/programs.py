@@ -50,7 +50,7 @@ class AgentTask(TaskWrapper):
         Raises ConfigError for what is neither a function of two arguments nor a command line.
         """
         super().__init__(task)
-        self.program, self.limits = _checked(program), limits or AgentLimitsConfig()
+        self.program, self.limits = _check_program(program), limits or AgentLimitsConfig()
         self.models: Callable[[], Mapping[str, int | None]] = dict
         """The adapter slots by the names of models that programs may ask for, beside that of their episode."""
 
@@ -75,7 +75,7 @@ class AgentTask(TaskWrapper):
         """Leave the rows as they are: the program decides what is a prompt."""
 
 
-def _checked(program: Any) -> Program:
+def _check_program(program: Any) -> Program:
     if isinstance(program, list | tuple) and program and all(isinstance(part, str) for part in program):
         return tuple(program)
     try:
@@ -102,7 +102,7 @@ def run_program(program: Program, row: Columns, base_url: str, api_key: str, tim
         with contained(), printing_bounded():
             # An object may have an async __call__ instead.
             if any(map(inspect.iscoroutinefunction, (program, getattr(program, "__call__", None)))):  # noqa: B004
-                return asyncio.run(_awaited(program, row, base_url, api_key, timeout))
+                return asyncio.run(_await(program, row, base_url, api_key, timeout))
             with client(base_url, api_key, timeout) as synchronous:
                 # A copy, since graders read the row afterwards.
                 result = program(synchronous, deepcopy(dict(row)))
@@ -115,7 +115,7 @@ def run_program(program: Program, row: Columns, base_url: str, api_key: str, tim
     except TimeoutError as error:  # asyncio's has no text
         raise TimeoutError(str(error) or f"no result within {timeout:g} seconds") from error
     except (Exception, KeyboardInterrupt) as error:  # Ctrl-C reaches the main thread, so this one was raised here
-        raise EnvError(_described(error)) from error
+        raise EnvError(_describe(error)) from error
 
 
 def client(base_url: str, api_key: str, timeout: float | None, *, asynchronous: bool = False) -> Any:
@@ -134,7 +134,7 @@ def client(base_url: str, api_key: str, timeout: float | None, *, asynchronous: 
     return kind(base_url=base_url, api_key=api_key, http_client=http_client, max_retries=0)
 
 
-async def _awaited(program: Callable[..., Any], row: Columns, url: str, key: str, timeout: float) -> Any:
+async def _await(program: Callable[..., Any], row: Columns, url: str, key: str, timeout: float) -> Any:
     async with client(url, key, timeout, asynchronous=True) as asynchronous, asyncio.timeout(timeout):
         return await program(asynchronous, deepcopy(dict(row)))
 
@@ -176,7 +176,7 @@ def _read(file: IO[str]) -> str:
     return file.read()
 
 
-def _described(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     """Return an error of a program, with the line of the program that raised it."""
     # contained() reports an exit as an error of its own; the program's line is in the cause.
     raised = error.__cause__ if isinstance(error.__cause__, SystemExit) else error

@@ -97,9 +97,9 @@ class Scorers:
         if self.name == "composite":
             # Of datasets with the same name a composite keeps the last.
             params = next(spec["config"] for spec in reversed(params["datasets"]) if spec["name"] == source)
-        columns = {"dataset": [source], "params": [encoded(params)], "entry": [encoded(row)]}
+        columns = {"dataset": [source], "params": [encode(params)], "entry": [encode(row)]}
         with _LOCKS.setdefault(os.getpid(), threading.RLock()):
-            (outcome,) = self._shared()([""], [answer], **columns)
+            (outcome,) = self._share_worker()([""], [answer], **columns)
         if isinstance(outcome, Exception):
             raise outcome
         score = float(outcome)  # type: ignore[arg-type]
@@ -107,7 +107,7 @@ class Scorers:
             raise RewardError(f"expected a score from 0 to 1 from the scorer of {source}, found {score}")
         return score
 
-    def _shared(self) -> IsolatedGrader:
+    def _share_worker(self) -> IsolatedGrader:
         """Return this process's worker; a forked process gets its own."""
         worker = _SHARED.get(os.getpid())
         if worker is None:
@@ -149,34 +149,34 @@ class _Scorer(BaseGrader):
     def __call__(self, completion: str, dataset: str, params: Any, entry: Any) -> float:
         key = f"{dataset} {params!r}"
         if key not in self._datasets:
-            self._datasets[key] = build_dataset(dataset, _decoded(params), seed=0, size=1)
+            self._datasets[key] = build_dataset(dataset, _decode(params), seed=0, size=1)
         with quiet():
-            return float(self._datasets[key].score_answer(completion, _decoded(entry)))
+            return float(self._datasets[key].score_answer(completion, _decode(entry)))
 
 
 scorer = _Scorer()
 
 
-def encoded(value: Any) -> Any:
+def encode(value: Any) -> Any:
     """Return a value as JSON that the worker can decode; JSON has no tuples, sets or other keys than text."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {"dict": [[encoded(key), encoded(part)] for key, part in value.items()]}
+        return {"dict": [[encode(key), encode(part)] for key, part in value.items()]}
     for kind in (list, tuple, set, frozenset):
         if type(value) is kind:
-            return {kind.__name__: [encoded(part) for part in value]}
+            return {kind.__name__: [encode(part) for part in value]}
     raise RewardError(f"expected rows of text, numbers and containers of them, found {type(value).__name__}")
 
 
-def _decoded(value: Any) -> Any:
+def _decode(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     ((kind, parts),) = value.items()
     if kind == "dict":
-        return {_decoded(key): _decoded(part) for key, part in parts}
+        return {_decode(key): _decode(part) for key, part in parts}
     container = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}[kind]
-    return container(_decoded(part) for part in parts)
+    return container(_decode(part) for part in parts)
 
 
 # -- wrong answers that reasoning_gym scores as right ------------------------------------------------------------------

@@ -62,7 +62,7 @@ def _part(name: str, rows: Any, columns: Iterable[Any], lines: Sequence[int] = (
     return SourceRows(name, rows, {str(column): str(column) for column in columns}, range(len(rows)), lines)
 
 
-def _of_dicts(name: str, rows: Sequence[Any], lines: Sequence[int] = ()) -> SourceRows:
+def _read_dicts(name: str, rows: Sequence[Any], lines: Sequence[int] = ()) -> SourceRows:
     """Return rows in memory; raises EnvError for one that is no mapping."""
     for number, row in enumerate(rows):
         if not isinstance(row, Mapping):
@@ -156,7 +156,7 @@ def read_dataset(
         parts = [_read(source, split, config, name, limit)]
         if not len(parts[0]):
             raise EnvError(f"expected at least one row in {parts[0].name}, found none")
-    rows = Rows([_renamed(part, columns or {}) for part in parts])
+    rows = Rows([_rename(part, columns or {}) for part in parts])
     return rows if limit is None or limit >= len(rows) else rows.select(range(limit))
 
 
@@ -185,7 +185,7 @@ _READ = ("question", "answer", "prompt", "completion", "messages", "chosen", "re
 """Columns that something here reads."""
 
 
-def _renamed(part: SourceRows, columns: Mapping[str, str]) -> SourceRows:
+def _rename(part: SourceRows, columns: Mapping[str, str]) -> SourceRows:
     """Rename columns; raises EnvError for missing and duplicate columns."""
     existing = part.columns
     renamed: dict[str, str] = {}
@@ -247,14 +247,14 @@ def _json(path: Path, kind: str) -> SourceRows:
     """Read one object a line, or a list of objects."""
     text = _text(path)
     if kind == ".json" and text.lstrip().startswith("["):
-        return _of_dicts(path.name, _parsed(text, path, f"an object of {path.name}"))
+        return _read_dicts(path.name, _parse(text, path, f"an object of {path.name}"))
     # Not splitlines(), which also breaks at characters that JSON allows inside a text.
     lines = {number: line for number, line in enumerate(text.split("\n"), 1) if line.strip()}
-    rows = [_parsed(line, path, f"line {number} of {path.name}", number) for number, line in lines.items()]
-    return _of_dicts(path.name, rows, list(lines))
+    rows = [_parse(line, path, f"line {number} of {path.name}", number) for number, line in lines.items()]
+    return _read_dicts(path.name, rows, list(lines))
 
 
-def _parsed(text: str, path: Path, where: str, line: int = 1) -> Any:
+def _parse(text: str, path: Path, where: str, line: int = 1) -> Any:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         # json by itself keeps the last of several values with one name, and says nothing.
         _check_unique([name for name, _ in pairs], where)
@@ -314,7 +314,7 @@ def _parquet(path: Path) -> SourceRows:
         # Not Dataset.from_parquet, which copies the rows to its cache first.
         table = datasets.table.InMemoryTable(pyarrow.parquet.ParquetFile(path).read())
         table.validate(full=True)  # texts that are not UTF-8 would raise when they are read
-        rows = without_decoding(datasets.Dataset(table))
+        rows = stop_decoding(datasets.Dataset(table))
         return _part(path.name, rows, rows.column_names)
     except (EnvError, MemoryError):
         raise
@@ -322,7 +322,7 @@ def _parquet(path: Path) -> SourceRows:
         raise EnvError(f"{path.name} cannot be read as Parquet: {reason(error)}") from error
 
 
-def without_decoding(dataset: Any) -> Any:
+def stop_decoding(dataset: Any) -> Any:
     """Return a dataset whose images, audio and the like stay bytes and paths.
 
     Decoding would open the path or URL that a row names. Raises EnvError for nested ones.
@@ -348,14 +348,14 @@ def _read(source: Any, split: str, config: str | None, name: str, limit: int | N
             raise EnvError(f"expected the split {split} in {name}, found {sorted(map(str, source))}; pass one of them")
         source = source[split]
     if isinstance(source, Sequence) and not isinstance(source, str | bytes):
-        return _of_dicts(name, source)
+        return _read_dicts(name, source)
     sized, columns = hasattr(source, "__len__"), getattr(source, "column_names", None)
     if sized and isinstance(columns, list):
         return _part(name, source, columns)
     if hasattr(source, "__getitem__") if sized else isinstance(source, Iterable) and limit is not None:
         # torch's datasets have only a length and items
         rows = (source[number] for number in range(len(source))) if sized else source
-        return _of_dicts(name, _first(rows, name, limit))
+        return _read_dicts(name, _first(rows, name, limit))
     raise EnvError(
         f"expected a file, a hub name, a Hugging Face Dataset or a sequence of dicts as {name}, or with a limit what "
         f"only yields rows, found {described(source)}; Dataset.from_generator and its like make one"
@@ -384,11 +384,11 @@ def _load_from_hub(name: str, split: str, config: str | None, *, stream: bool = 
         builder = datasets.load_dataset_builder(name, config)
         _check_files(builder, name)
         if stream:
-            return without_decoding(builder.as_streaming_dataset(split=split))
+            return stop_decoding(builder.as_streaming_dataset(split=split))
         builder.download_and_prepare()
         # As load_dataset has it: only if the user has set HF_DATASETS_IN_MEMORY_MAX_SIZE.
         small = (builder.info.dataset_size or 0) < datasets.config.IN_MEMORY_MAX_SIZE
-        return without_decoding(builder.as_dataset(split=split, in_memory=small))
+        return stop_decoding(builder.as_dataset(split=split, in_memory=small))
     except EnvError:
         raise
     except Exception as error:  # a download may raise anything; report its reason

@@ -16,7 +16,7 @@ from agilerl.config.vllm import LORA_RANKS, adapter_options
 from agilerl.envs.answer_format import PHRASE, AnswerFormat
 from agilerl.errors import CheckpointError
 from agilerl.hpo.schedule import hyperparameter_schedule
-from agilerl.report.load import score_of
+from agilerl.report.load import read_score
 from agilerl.runs import RunLayout, read_lines, read_run
 from agilerl.runs.directory import as_written
 from agilerl.runs.strict_json import read_json
@@ -73,7 +73,7 @@ def _card(
     licence = licence or base_licence(base)
     name = name or f"{public_name(base)}-{task.rpartition(':')[2]}-{config['algorithm']['name']}"
     called = re.sub(r"[^\w.-]+", "-", name).strip("-.")
-    tests = {who: score_of(summary["test"][who]) for who in _TESTS if who in summary["test"]}
+    tests = {who: read_score(summary["test"][who]) for who in _TESTS if who in summary["test"]}
     result = tests["elite"].mean
     schedule: Mapping[str, Any] = {"genes": {}}
     lines = [*read_lines(layout.lineage)]
@@ -125,11 +125,11 @@ def _template() -> Template:
     """Return the template of a card; the texts that it prints are escaped, but for those that it calls safe."""
     environment = Environment(
         loader=PackageLoader("agilerl.report", "."),
-        finalize=lambda value: plain(value) if type(value) is str else value,
+        finalize=lambda value: escape_markdown(value) if type(value) is str else value,
         undefined=ChainableUndefined,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"values": _values, "plain": plain}
+    environment.filters |= {"values": _values, "plain": escape_markdown}
     return environment.get_template("card.md.jinja")
 
 
@@ -177,7 +177,7 @@ def public_name(name: str) -> str:
     return name if name == EMBEDDED or is_hub_name(name) else Path(name).name
 
 
-def plain(text: Any) -> str:
+def escape_markdown(text: Any) -> str:
     """Return a text as one line of Markdown that formats nothing, of at most 300 characters."""
     line = " ".join("".join(c if c.isprintable() else " " for c in str(text)).split())
     return _MARKUP.sub(r"\\\1", line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}...")

@@ -57,7 +57,7 @@ _MANY = 40
 _PHASES = ("rollout", "reward", "logprob", "update", "eval", "evolve")
 
 
-def described(title: str, figure: Figure) -> str:
+def describe(title: str, figure: Figure) -> str:
     """Return a chart in one sentence, for those who cannot see it: how many lines, and their range."""
     # Bands, which have a fill, are no lines.
     lines = [trace for trace in figure["data"] if "agent" in trace.get("meta", {}) and "fill" not in trace]
@@ -77,7 +77,7 @@ def agent_colour(index: int, opacity: float = 1.0) -> str:
     return f"hsla({(210 + 137.508 * index) % 360:.0f},50%,47%,{opacity})"
 
 
-def plain(text: Any) -> str:
+def escape_label(text: Any) -> str:
     """Escape text for a label, in which plotly would otherwise read tags."""
     return html.escape(str(text), quote=False)
 
@@ -104,7 +104,7 @@ def _figure(
 
 def _trace(kind: str, points: Iterable[Sequence[Any]], **more: Any) -> Trace:
     """Return a trace of points, of which only the first two values count."""
-    pairs = [(_rounded(point[0]), _rounded(point[1])) for point in points]
+    pairs = [(_round(point[0]), _round(point[1])) for point in points]
     silent = {} if "hovertemplate" in more else {"hoverinfo": "skip"}
     return {"type": kind, "x": [x for x, _ in pairs], "y": [y for _, y in pairs], **more} | silent
 
@@ -113,7 +113,7 @@ def _scatter(mode: str, points: Iterable[Sequence[Any]], **more: Any) -> Trace:
     return _trace("scatter", points, mode=mode, **more)
 
 
-def _of_agent(
+def _draw_agent(
     agent: AgentRecord, run: RunRecord, points: Sequence[Sequence[Any]], hover: str, *, mode: str, **more: Any
 ) -> Trace:
     """Return an agent's trace in its colour."""
@@ -133,7 +133,7 @@ def _last_before(run: RunRecord, agent: AgentRecord, points: Points, x: float) -
     seen, parent = {agent.index}, agent.parent
     while parent is not None and parent not in seen:
         seen.add(parent)
-        before = [point for point in _without_gaps(points(run.agents[parent])) if point[0] < x]
+        before = [point for point in _drop_gaps(points(run.agents[parent])) if point[0] < x]
         if before:
             return before[-1]
         parent = run.agents[parent].parent
@@ -149,7 +149,7 @@ def _exam_points(agent: AgentRecord) -> list[Point]:
     ]
 
 
-def _rounded(value: Any) -> Any:
+def _round(value: Any) -> Any:
     """Round to six digits, more than a screen shows; None for NaN, which JSON does not have."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
@@ -184,11 +184,11 @@ def _tick(last: int) -> int:
     return max(1, -(-last // 12))
 
 
-def _without_gaps(points: Iterable[Point]) -> list[Point]:
-    return [point for point in points if _rounded(point[1]) is not None]
+def _drop_gaps(points: Iterable[Point]) -> list[Point]:
+    return [point for point in points if _round(point[1]) is not None]
 
 
-def evenly(items: Sequence[T], count: int) -> list[T]:
+def thin_out(items: Sequence[T], count: int) -> list[T]:
     """Return at most ``count`` items, evenly spaced, including the first and the last."""
     if len(items) <= count:
         return list(items)
@@ -208,16 +208,16 @@ def _curves(run: RunRecord, points: Points, hover: str, axes: tuple[str, str], *
     lines, inherited, path, winning = [], list[Point](), list[Point](), set(run.family.line_nodes())
     for agent in run.agents.values():
         every = points(agent)
-        if not (finite := _without_gaps(every)):
+        if not (finite := _drop_gaps(every)):
             continue
         before = _last_before(run, agent, points, finite[0][0])
         # The point without coordinates lifts the pen.
         inherited += [] if before is None else [before, finite[0], (None, None)]
         path += [point for point in every if (agent.index, point[2]) in winning]
-        thinned = evenly(every, _MOST_POINTS)
+        thinned = thin_out(every, _MOST_POINTS)
         details = {"customdata": [point[2:] for point in thinned]} if "customdata" in hover else {}
         mode = "lines" if len(finite) >= _MANY else "lines+markers"
-        lines.append(_of_agent(agent, run, thinned, hover, mode=mode, **details))
+        lines.append(_draw_agent(agent, run, thinned, hover, mode=mode, **details))
     if not lines:
         return _figure([], *axes, **more)
     path.sort(key=lambda point: point[0])
@@ -240,7 +240,7 @@ def fitness_figure(run: RunRecord) -> Figure | None:
             bands.append(_band(points, agent.index, agent=agent.index, winning=agent.index in run.family.line))
     if bands and "base" in run.tests and (score := run.tests["base"].score).is_finite:
         steps = [step for line in figure["data"] for step in line["x"] if step is not None]
-        hover = f"the base on the test: {life.plus(score, '.4f')}<extra></extra>"
+        hover = f"the base on the test: {life.format_score(score, '.4f')}<extra></extra>"
         names = {"name": "base", "text": ["base", ""], "textposition": "top right", "hovertemplate": hover}
         line = {"color": _GREY, "width": 2, "dash": "dash"}
         bands.append(_scatter("lines+text", [(0, score.mean), (max(steps), score.mean)], line=line, **names))
@@ -266,9 +266,14 @@ def overlay_figure(runs: Mapping[str, RunRecord]) -> Figure | None:
         winning = set(run.family.line_nodes())
         points = [p for index in run.family.line for p in _exam_points(run.agents[index]) if (index, p[2]) in winning]
         if points:
-            hover = f"{plain(name)}<br>%{{x}}<br>%{{y:.4f}} ± %{{customdata[1]:.4f}}<extra></extra>"
+            hover = f"{escape_label(name)}<br>%{{x}}<br>%{{y:.4f}} ± %{{customdata[1]:.4f}}<extra></extra>"
             line = {"color": agent_colour(position), "width": 3}
-            more = {"name": plain(name), "customdata": [p[2:] for p in points], "hovertemplate": hover, "line": line}
+            more = {
+                "name": escape_label(name),
+                "customdata": [p[2:] for p in points],
+                "hovertemplate": hover,
+                "line": line,
+            }
             data.append(_band(points, position, run=position))
             data.append(_scatter("lines+markers", points, meta={"run": position}, **more))
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
@@ -306,14 +311,14 @@ def hyperparameter_figure(run: RunRecord, name: str) -> Figure:
     values = [value for agent in run.agents.values() for _, value, _ in points(agent) if value is not None]
     axes = {"xaxis": {"dtick": _tick(last)}, "yaxis": _value_axis(values)}
     return _curves(
-        run, points, f"<br>generation %{{x}}<br>{plain(name)} %{{y}}", ("generation", ""), height=260, **axes
+        run, points, f"<br>generation %{{x}}<br>{escape_label(name)} %{{y}}", ("generation", ""), height=260, **axes
     )
 
 
 def _drawable(value: Any) -> Any:
     if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
         return value if math.isfinite(number(value)) else None
-    return plain(value)
+    return escape_label(value)
 
 
 def curve_figure(run: RunRecord, metric: str) -> Figure | None:
@@ -330,7 +335,7 @@ def curve_figure(run: RunRecord, metric: str) -> Figure | None:
 
 def throughput_figure(run: RunRecord) -> Figure | None:
     """Draw tokens per second of the whole population over steps; None if the metrics do not have them."""
-    points = sorted((step, value) for (_, step), value in _by_step(run, "tokens_per_second").items())
+    points = sorted((step, value) for (_, step), value in _add_by_step(run, "tokens_per_second").items())
     if not points:
         return None
     hover = "iteration %{x}<br>%{y:,.0f} tokens/s<extra></extra>"
@@ -347,24 +352,24 @@ def clock(run: RunRecord) -> dict[str, dict[int, float]]:
         return [(line["step"], number(line.get("num_tokens"))) for line in agent.train]
 
     for agent in run.agents.values():
-        finite = _without_gaps(counts(agent))
+        finite = _drop_gaps(counts(agent))
         # A clone continues its parent's count.
         before = _last_before(run, agent, counts, finite[0][0]) if finite else None
         for (_, earlier), (step, count) in pairwise([before or (0, 0.0), *finite]):
             tokens[step] += max(0.0, count - earlier)
     steps = sorted(tokens)
     totals = dict(zip(steps, accumulate(tokens[step] for step in steps)))
-    seconds = {step: value for (_, step), value in sorted(_by_step(run, "time/elapsed").items())}
+    seconds = {step: value for (_, step), value in sorted(_add_by_step(run, "time/elapsed").items())}
     return {name: {0: 0.0, **course} for name, course in (("tokens", totals), ("seconds", seconds)) if course}
 
 
 def phase_seconds(run: RunRecord) -> dict[str, float]:
     """Return the seconds of each phase that was timed."""
-    phases = {phase: sum(_by_step(run, f"time/{phase}").values()) for phase in _PHASES}
+    phases = {phase: sum(_add_by_step(run, f"time/{phase}").values()) for phase in _PHASES}
     return {phase: seconds for phase, seconds in phases.items() if seconds}
 
 
-def _by_step(run: RunRecord, key: str) -> dict[tuple[int, int], float]:
+def _add_by_step(run: RunRecord, key: str) -> dict[tuple[int, int], float]:
     """Return a metric of the whole population by (generation, step).
 
     If all agents report the same value, it is the value of their common batch and counts once; otherwise each reports
@@ -457,10 +462,10 @@ def _circles(run: RunRecord) -> list[Trace]:
             if exam is not None and exam.score.is_finite:
                 fill, fitness = _share(exam.score.mean, low, high), f"{exam.score.mean:.3f}"
                 ink = "#fff" if fill < 0.6 else "#111"  # the scale is dark at its lower end
-            exact = [] if exam is None else [f"fitness {life.plus(exam.score, '.4f')}, n {exam.score.n}"]
-            story = [f"<b>agent {index}</b>, generation {generation}", *exact, plain(birth)]
+            exact = [] if exam is None else [f"fitness {life.format_score(exam.score, '.4f')}, n {exam.score.n}"]
+            story = [f"<b>agent {index}</b>, generation {generation}", *exact, escape_label(birth)]
             # What happened to it since the circle before.
-            story += [plain(sentence) for moment, sentence in later if before < moment <= generation]
+            story += [escape_label(sentence) for moment, sentence in later if before < moment <= generation]
             nodes.append((generation, row, "<br>".join(story), index, fill, ink, agent_colour(index)))
             changes = _changes(agent) if generation == span[0] else []
             labels.append((generation, row + 0.22, "<br>".join([fitness, *changes])))
@@ -491,12 +496,16 @@ def _changes(agent: AgentRecord) -> list[str]:
 
 
 def _fitting(text: str, length: int) -> str:
-    return plain(text if len(text) <= length else text[: length - 1] + "…")
+    return escape_label(text if len(text) <= length else text[: length - 1] + "…")
 
 
 def _departures(run: RunRecord) -> Trace:
     marks = [
-        (run.family.spans[i][-1] + 0.2, run.family.rows[i] - 0.25, f"agent {i} {plain(life.departure(agent.reason))}")
+        (
+            run.family.spans[i][-1] + 0.2,
+            run.family.rows[i] - 0.25,
+            f"agent {i} {escape_label(life.describe_departure(agent.reason))}",
+        )
         for i, agent in run.agents.items()
         if agent.died is not None
     ]

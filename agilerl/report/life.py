@@ -13,7 +13,7 @@ from agilerl.report.load import AgentRecord, RunRecord
 
 def lives(run: RunRecord) -> list[dict[str, Any]]:
     """Return every agent's life as plain data, in the order of birth."""
-    standings, ranks, (elite, why) = _standings(run), places(run), chosen(run)
+    standings, ranks, (elite, why) = _standings(run), places(run), explain_elite(run)
     return [
         {
             "agent": index,
@@ -22,7 +22,7 @@ def lives(run: RunRecord) -> list[dict[str, Any]]:
             "left": agent.died,
             "reason": agent.reason,
             "iterations": len(agent.train),
-            "idle": idle(run, agent),
+            "idle": explain_idle(run, agent),
             "hyperparameters": agent.values(),
             "exams": [
                 {"generation": exam.generation, "step": exam.step, "mean": exam.score.mean}
@@ -35,7 +35,7 @@ def lives(run: RunRecord) -> list[dict[str, Any]]:
             "elite": why if index == elite else "",
             "events": [
                 {"generation": generation, "sentence": sentence}
-                for generation, sentence in _with_exams(agent, standings, ranks)
+                for generation, sentence in _add_exams(agent, standings, ranks)
             ]
             + [{"generation": max([0, *agent.generations]), "sentence": why}] * (index == elite),
         }
@@ -43,14 +43,14 @@ def lives(run: RunRecord) -> list[dict[str, Any]]:
     ]
 
 
-def idle(run: RunRecord, agent: AgentRecord) -> str:
+def explain_idle(run: RunRecord, agent: AgentRecord) -> str:
     """Return that an agent has not been trained, and so has no result of its own; "" for one that has."""
     if agent.generations:
         return ""
     return "never trained" if run.is_finished or agent.died is not None else "has not trained yet"
 
 
-def chosen(run: RunRecord) -> tuple[int | None, str]:
+def explain_elite(run: RunRecord) -> tuple[int | None, str]:
     """Return the elite of a finished run and why it was chosen, with its test; (None, "") if there is none."""
     elite = run.summary.get("elite") or {}
     scores = [f"{who} {run.tests[who].score.mean:.3f}" for who in ("elite", "base") if who in run.tests]
@@ -60,7 +60,7 @@ def chosen(run: RunRecord) -> tuple[int | None, str]:
     return (elite["index"], f"elite: {reason}{tested}") if elite else (None, "")
 
 
-def _with_exams(
+def _add_exams(
     agent: AgentRecord, standings: Mapping[int, Mapping[int, Fitness]], ranks: Mapping[tuple[int, int], int]
 ) -> Iterator[tuple[int, str]]:
     """Yield (generation, sentence) of what happened to an agent, its exams and their places included, in order."""
@@ -71,11 +71,11 @@ def _with_exams(
         rank = ranks[exam.generation, agent.index]
         alike = [i for i in sorted(scores) if ranks[exam.generation, i] == rank and i != agent.index]
         best = min(scores, key=lambda i: (ranks[exam.generation, i], i))
-        ahead = f"; the best, agent {best}, had {plus(scores[best])}" * (rank > 1)
+        ahead = f"; the best, agent {best}, had {format_score(scores[best])}" * (rank > 1)
         tie = f" (a tie with agent{'s' * (len(alike) > 1)} {', '.join(map(str, alike))})" * bool(alike)
         places = f"places {rank} to {rank + len(alike)}" if alike else f"place {rank}"
         where = f", {places} of {len(scores)}{tie}{ahead}" * (len(scores) > 1)
-        exams.append((exam.generation, f"exam {plus(exam.score)}{where}"))
+        exams.append((exam.generation, f"exam {format_score(exam.score)}{where}"))
     yield birth
     # An exam comes before what the selection after it did. Both parts are in order, and sorting keeps it.
     yield from sorted([*exams, *rest], key=lambda event: event[0])
@@ -94,7 +94,7 @@ def events(agent: AgentRecord) -> list[tuple[int, str]]:
     last = agent.generations[-1] if agent.generations else agent.born or 0
     later += [(last, f"its last iterations: {symptom}") for symptom in agent.symptoms]
     if agent.died is not None:
-        later.append((agent.died, departure(agent.reason)))
+        later.append((agent.died, describe_departure(agent.reason)))
     return [(agent.born or 0, born), *sorted(later, key=lambda event: event[0])]
 
 
@@ -106,13 +106,13 @@ def sentence(line: Mapping[str, Any]) -> str:
         case "mutation":
             details = line.get("details")
             why = details.get("reason") if isinstance(details, Mapping) else None
-            return f"mutated: {line.get('effect') or changed(line)}" + (f" (by {why})" if why else "")
+            return f"mutated: {line.get('effect') or describe_change(line)}" + (f" (by {why})" if why else "")
         case "death":
-            return departure(str(line.get("reason", "")))
+            return describe_departure(str(line.get("reason", "")))
     return str(line.get("reason", ""))
 
 
-def departure(reason: str) -> str:
+def describe_departure(reason: str) -> str:
     """Return that an agent left, and why if that is known: selections begin their reasons with the word."""
     return reason if reason.startswith("left") else f"left: {reason}" if reason else "left"
 
@@ -122,7 +122,7 @@ def parents(agent: AgentRecord) -> str:
     return "founder" if agent.parent is None else str(agent.parent)
 
 
-def changed(mutation: Mapping[str, Any]) -> str:
+def describe_change(mutation: Mapping[str, Any]) -> str:
     """Return what a mutation changed."""
     changes = [
         f"{change.get('gene')} {short_value(change.get('old'))} → {short_value(change.get('new'))}"
@@ -138,7 +138,7 @@ def short_value(value: Any, *, digits: int = 3) -> str:
     return str(value)
 
 
-def plus(score: Fitness, form: str = ".3f") -> str:
+def format_score(score: Fitness, form: str = ".3f") -> str:
     """Return a score with its standard error."""
     if not score.is_finite:
         return "not finite"

@@ -18,7 +18,7 @@ from agilerl.checks.redaction import without_keys
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.fitness import Fitness, paired_difference
 from agilerl.runs import RunLayout, read_lines, read_run
-from agilerl.runs.diagnosis import Symptom, advice, by_sentence, symptoms
+from agilerl.runs.diagnosis import Symptom, advice, group_by_sentence, symptoms
 from agilerl.runs.directory import as_written
 from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.strict_json import read_json
@@ -153,7 +153,7 @@ def check_different(runs: Sequence[Location]) -> None:
         seen.add(path)
 
 
-def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
+def find_differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
     """Return the settings that differ between runs, by name, None where one is not set; and digests of their files.
 
     What the budget may decide is what the runs had.
@@ -183,7 +183,7 @@ def differences(runs: Sequence["RunRecord"]) -> dict[str, list[Any]]:
     return {name: values for name, values in rows.items() if len(set(map(json.dumps, values))) > 1}
 
 
-def derived(runs: Sequence["RunRecord"], differ: Iterable[str]) -> list[str]:
+def find_derived(runs: Sequence["RunRecord"], differ: Iterable[str]) -> list[str]:
     """Return those of the settings that differ which no run was given: they follow from others, or from the budget."""
     requested = _given(runs)
     sections = {section for run in runs for section in run.info["config"]}
@@ -206,7 +206,7 @@ def why_not_comparable(differ: Iterable[str]) -> str:
 
 def other_questions(runs: Sequence["RunRecord"], differ: Iterable[str]) -> list[str]:
     """Return the differences by which runs of one task were tested on different questions."""
-    settings, names = dict(flat(runs[0].info["config"])), ["environment.test_prompts"]
+    settings, names = dict(flatten_settings(runs[0].info["config"])), ["environment.test_prompts"]
     # Rows for the test are set aside first, whatever the seed and the exam.
     if not settings.get("environment.dataset"):
         names.append("training.seed")
@@ -248,7 +248,7 @@ def load_run(path: Path) -> RunRecord:
             summary=summary,
             agents=dict(sorted(agents.items())),
             timed=[*kinds["eval"], *kinds["evolution"]],
-            tests=held_out_results(kinds["test"], summary),
+            tests=read_tests(kinds["test"], summary),
             elites=elites,
             seconds=number_or(summary.get("seconds"), max(elapsed, default=math.nan)),
         )
@@ -259,7 +259,7 @@ def load_run(path: Path) -> RunRecord:
             usual_rate = rate if math.isfinite(rate) else None
             agent.symptoms = [*alarms.get(agent.index, ()), *symptoms(agent.train, usual_rate)]
         living = {agent.index: agent.symptoms for agent in run.agents.values() if agent.died is None}
-        run.symptoms = advice(summary) | by_sentence(living)
+        run.symptoms = advice(summary) | group_by_sentence(living)
         return run
 
 
@@ -285,18 +285,18 @@ def _given(runs: Iterable["RunRecord"]) -> set[str]:
 
 def _parts(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by name, those of each grader and each dataset as well: ``environment.graders.0.weight``."""
-    settings = dict(flat(config))
+    settings = dict(flatten_settings(config))
     for name in [name for name, value in settings.items() if isinstance(value, list)]:
         if all(isinstance(entry, Mapping) for entry in settings[name]):
-            settings |= flat({str(i): entry for i, entry in enumerate(settings.pop(name))}, f"{name}.")
+            settings |= flatten_settings({str(i): entry for i, entry in enumerate(settings.pop(name))}, f"{name}.")
     return settings
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield nested settings by the names of the command line: ``training.pop_size``."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{prefix}{name}.")
+            yield from flatten_settings(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -309,7 +309,7 @@ def task_of(config: Mapping[str, Any]) -> str:
     return str(next(filter(None, names), ""))
 
 
-def score_of(line: Mapping[str, Any], prefix: str = "", mean: str = "mean", scores: Iterable[Any] = ()) -> Fitness:
+def read_score(line: Mapping[str, Any], prefix: str = "", mean: str = "mean", scores: Iterable[Any] = ()) -> Fitness:
     """Return the score in a line of a file: ``mean``, ``stderr`` and ``n``, with a prefix."""
     value, stderr = (number(line.get(f"{prefix}{name}")) for name in (mean, "stderr"))
     n = max(_whole(line.get(f"{prefix}n")) or 0, 0)
@@ -349,7 +349,7 @@ def _read_lineage(layout: RunLayout, agents: dict[int, AgentRecord]) -> dict[int
             case "fitness":
                 step = int(number_or(line.get("step"), generation))
                 # Of an exam written twice, the last line counts.
-                exams[index][generation] = ExamResult(generation, step, score_of(line))
+                exams[index][generation] = ExamResult(generation, step, read_score(line))
                 agent.tokens = {k: number(v) for k, v in (line.get("tokens") or {}).items()}
     for agent in agents.values():
         agent.exams = sorted(exams[agent.index].values(), key=lambda exam: exam.step)
@@ -380,7 +380,7 @@ def _read_exams(lines: Iterable[JsonLine], agents: dict[int, AgentRecord]) -> No
             continue
         agent = agents.setdefault(index, AgentRecord(index))
         if generation not in {exam.generation for exam in agent.exams}:
-            agent.exams.append(ExamResult(generation, step, score_of(line, "eval/", "reward_mean")))
+            agent.exams.append(ExamResult(generation, step, read_score(line, "eval/", "reward_mean")))
     for agent in agents.values():
         agent.exams.sort(key=lambda exam: exam.step)
 
@@ -396,16 +396,16 @@ class HeldOutResult:
     """A digest of the questions that these scores belong to."""
 
 
-def held_out_results(lines: Iterable[JsonLine], summary: Mapping[str, Any]) -> dict[str, HeldOutResult]:
+def read_tests(lines: Iterable[JsonLine], summary: Mapping[str, Any]) -> dict[str, HeldOutResult]:
     """Return the results of the test by who took it, from the metrics and, where these lack one, from the summary."""
     elite = (summary.get("elite") or {}).get("index")
     results = {
-        who: HeldOutResult(_whole(entry.get("agent", elite if who == "elite" else None)), score_of(entry))
+        who: HeldOutResult(_whole(entry.get("agent", elite if who == "elite" else None)), read_score(entry))
         for who, entry in (summary.get("test") or {}).items()
     }
     for line in lines:
         who, each = str(line.get("who")), line.get("by_question") or {"scores": (), "sha256": ""}
-        score = score_of(line, "eval/", "reward_mean", each["scores"])
+        score = read_score(line, "eval/", "reward_mean", each["scores"])
         results[who] = HeldOutResult(_whole(line.get("agent")), score, str(each["sha256"]))
     return results
 
@@ -434,7 +434,7 @@ class Gain(NamedTuple):
         return f" ± {factor * self.error:{form}} (one standard error{pairs})" if 0 < self.error < math.inf else ""
 
 
-def gain_of(results: Mapping[str, HeldOutResult]) -> Gain | None:
+def measure_gain(results: Mapping[str, HeldOutResult]) -> Gain | None:
     """Return the gain of the elite; None before both have been tested."""
     if "base" not in results or "elite" not in results:
         return None
@@ -448,7 +448,7 @@ def gain_of(results: Mapping[str, HeldOutResult]) -> Gain | None:
     return Gain(mean, paired or error, bool(paired), n)
 
 
-def unfinished(run: RunRecord) -> str:
+def explain_unfinished(run: RunRecord) -> str:
     """Return that a run has not finished, and how to continue it if it was stopped; "" for a finished one."""
     if run.status == "running":
         return "This run is still running."
@@ -459,7 +459,7 @@ def unfinished(run: RunRecord) -> str:
 
 
 def _notes(run: RunRecord, has_metrics: bool, unassigned: int) -> Iterator[str]:
-    if note := unfinished(run):
+    if note := explain_unfinished(run):
         yield note
     if not has_metrics and any(agent.exams for agent in run.agents.values()):
         yield "metrics.jsonl is missing or empty, although there were exams: it was deleted, and there are no curves."

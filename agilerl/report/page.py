@@ -21,15 +21,15 @@ from markupsafe import Markup
 from agilerl.checks.arguments import Count, Location, checked, shown
 from agilerl.errors import CheckpointError, WriteError
 from agilerl.report import figures, life
-from agilerl.report.figures import agent_colour, evenly
+from agilerl.report.figures import agent_colour, thin_out
 from agilerl.report.life import short_value
 from agilerl.report.load import (
     RunRecord,
     check_different,
-    derived,
-    differences,
-    gain_of,
+    find_derived,
+    find_differences,
     load_run,
+    measure_gain,
     number,
     number_or,
     task_of,
@@ -73,7 +73,7 @@ def render(runs: Sequence[RunRecord], reload: int | None = None) -> str:
             views.append({"name": name, **_view(position, run)})
     overlay = figures.overlay_figure(dict(zip(names, runs)))
     library, script = get_plotlyjs(), resource("script.js.jinja")
-    return compiled("page.html.jinja").render(
+    return compile_template("page.html.jinja").render(
         title="agilerl: " + ", ".join(names),
         runs=views,
         reload=reload,
@@ -81,7 +81,7 @@ def render(runs: Sequence[RunRecord], reload: int | None = None) -> str:
         comparison=comparison(runs, names) if len(runs) > 1 else None,
         overlay={"overlay": overlay} if overlay and len(runs) > 1 else {},
         style=resource("style.css.jinja"),
-        library=packed(library),
+        library=pack(library),
         script=script,
         policy=_content_policy(library, script),
     )
@@ -98,7 +98,7 @@ def distinct_names(paths: Sequence[Path]) -> list[str]:
 
 
 @cache
-def compiled(name: str) -> Template:
+def compile_template(name: str) -> Template:
     """Compile a template, once; nothing that a run says gets into it.
 
     Text that comes from a run is untrusted: jinja escapes it in HTML, script_json in scripts.
@@ -125,7 +125,7 @@ def _finite(value: Any) -> Any:
 
 
 @cache
-def packed(text: str) -> str:
+def pack(text: str) -> str:
     """Return a text as gzip in base64: the library of the charts takes 2 MB instead of 4.8."""
     # Without a time of its own, so that equal runs give equal pages.
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
@@ -142,7 +142,7 @@ def _view(position: int, run: RunRecord) -> dict[str, Any]:
         if figure is None:
             return ""
         identity = f"{key}-{position}"
-        charts[identity], labels[identity] = figure, figures.described(title, figure)
+        charts[identity], labels[identity] = figure, figures.describe(title, figure)
         return identity
 
     def draw_all(key: str, drawn: Iterable[tuple[str, figures.Figure | None]]) -> dict[str, str]:
@@ -213,7 +213,7 @@ def sample_groups(run: RunRecord) -> list[dict[str, Any]]:
         run.notes.append(lost)
     groups: list[dict[str, Any]] = []
     # The page holds them all, so their number is limited, whatever the length of the run.
-    steps = evenly(completion_steps(folder), _MOST_STEPS)
+    steps = thin_out(completion_steps(folder), _MOST_STEPS)
     for step in steps:
         try:
             rows = read_completions(folder, step)
@@ -225,7 +225,7 @@ def sample_groups(run: RunRecord) -> list[dict[str, Any]]:
             of_agents[row["agent"]][row["group"]].append(row)
         room = max(1, min(_MOST_GROUPS_A_STEP, _MOST_GROUPS // (len(steps) * max(1, len(of_agents)))))
         for _, grouped in sorted(of_agents.items()):
-            groups += [_group(grouped[group]) for group in evenly(sorted(grouped), room)]
+            groups += [_group(grouped[group]) for group in thin_out(sorted(grouped), room)]
     return groups
 
 
@@ -306,9 +306,13 @@ def verdict(run: RunRecord) -> dict[str, Any]:
 
 
 def _sentence(run: RunRecord, accuracy: bool) -> str:
-    if (gain := gain_of(run.tests)) is None:
+    if (gain := measure_gain(run.tests)) is None:
         best = run.agents[run.family.winner].best if run.family.winner is not None else None
-        so_far = f" So far agent {run.family.winner} leads with a fitness of {life.plus(best.score)}." if best else ""
+        so_far = (
+            f" So far agent {run.family.winner} leads with a fitness of {life.format_score(best.score)}."
+            if best
+            else ""
+        )
         missing = "The elite has not been tested yet." if "base" in run.tests else "There are no test results yet."
         return missing + so_far
     who = "The elite" + ("" if (agent := run.tests["elite"].agent) is None else f", agent {agent},")
@@ -390,7 +394,7 @@ def configuration(run: RunRecord) -> dict[str, str]:
 
 def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
     """Return what the page says about each agent, in its table and when it is clicked, in the order of birth."""
-    (elite, why), places = life.chosen(run), life.places(run)
+    (elite, why), places = life.explain_elite(run), life.places(run)
     stories = {agent_life["agent"]: agent_life["events"] for agent_life in life.lives(run)}
     return [
         {
@@ -404,10 +408,10 @@ def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
             "left": (why if index == elite else "")
             if agent.died is None
             else f"after generation {agent.died}: {agent.reason.removeprefix('left: ')}".rstrip(": "),
-            "changes": "; ".join(map(life.changed, agent.mutations)),
-            "fitness": life.plus(agent.best.score)
+            "changes": "; ".join(map(life.describe_change, agent.mutations)),
+            "fitness": life.format_score(agent.best.score)
             if agent.best
-            else life.idle(run, agent) or ("not finite" if agent.exams else "none"),
+            else life.explain_idle(run, agent) or ("not finite" if agent.exams else "none"),
             "steps": ", ".join([str(len(agent.train)), *(f"{len(at)} {what}" for what, at in agent.trouble.items())]),
             "trained": f"{int(tokens):,}" if math.isfinite(tokens := agent.tokens.get("trained", math.nan)) else "",
             "hyperparameters": _genes(agent.first_values()),
@@ -419,7 +423,13 @@ def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
             ],
             "events": [[event["generation"], event["sentence"]] for event in stories[index]],
             "exams": [
-                [exam.generation, exam.step, life.plus(exam.score), exam.score.n, places[exam.generation, index]]
+                [
+                    exam.generation,
+                    exam.step,
+                    life.format_score(exam.score),
+                    exam.score.n,
+                    places[exam.generation, index],
+                ]
                 for exam in agent.exams
             ],
         }
@@ -440,14 +450,14 @@ def phase_table(run: RunRecord) -> list[tuple[str, str, str]]:
 
 def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
     """Return {names, rows, settings, warning}: tables of results and of settings that differ."""
-    results = [facts(run) | {who: life.plus(result.score) for who, result in run.tests.items()} for run in runs]
+    results = [facts(run) | {who: life.format_score(result.score) for who, result in run.tests.items()} for run in runs]
     rows = []
     for key in (*_WHO, *_COMPARED):
         cells = [of_run.get(key, "") for of_run in results]
         if any(cells) or key in _COMPARED:
             rows.append((f"Test: {_WHO[key]}" if key in _WHO else key, cells))
-    differ = differences(runs)
-    follow = derived(runs, differ)
+    differ = find_differences(runs)
+    follow = find_derived(runs, differ)
     settings = [
         (n + " (derived)" * (n in follow), ["not set" if value is None else str(value) for value in differ[n]])
         for n in sorted(differ)

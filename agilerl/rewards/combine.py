@@ -8,7 +8,18 @@ from pydantic import Field
 from agilerl.checks.arguments import Name, checked, taken
 from agilerl.checks.validation import LARGEST_FLOAT32
 from agilerl.errors import ConfigError, RewardError
-from agilerl.rewards.grader import BaseGrader, Columns, Grade, Grader, Grades, close, grade, grader_name, rows_of, setup
+from agilerl.rewards.grader import (
+    BaseGrader,
+    Columns,
+    Grade,
+    Grader,
+    Grades,
+    close,
+    grade,
+    grader_name,
+    setup,
+    transpose,
+)
 from agilerl.rewards.waiting import WaitingGrader, waiting_parts
 
 Graders = Grader | Sequence[Any] | Mapping[str, Any]
@@ -66,7 +77,7 @@ class CombinedGrader(BaseGrader):
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Grade]:
         """Return the rewards only, as any grader does."""
-        return self.grade(completions, rows_of(columns, len(completions)), prompts).rewards
+        return self.grade(completions, transpose(columns, len(completions)), prompts).rewards
 
     def grade(
         self, completions: Sequence[str], rows: Sequence[Columns], prompts: Sequence[str] | None = None
@@ -95,7 +106,7 @@ class CombinedGrader(BaseGrader):
                 failures |= {f"{name}/{inside}": indices for inside, indices in part.failures.items()}
         # For its scores and failures alone: the rewards are the sums computed from them.
         grades = Grades([None] * len(completions), scores, failures)
-        return Grades(weighted(grades, self.weights), scores, failures, reasons)
+        return Grades(weigh(grades, self.weights), scores, failures, reasons)
 
     def waiting(self) -> list[WaitingGrader]:
         """Return those of the graders that may begin before a batch is complete."""
@@ -112,7 +123,7 @@ class CombinedGrader(BaseGrader):
             close(grader)
 
 
-def weighted(grades: Grades, weights: Mapping[str, float]) -> list[Grade]:
+def weigh(grades: Grades, weights: Mapping[str, float]) -> list[Grade]:
     """Return the weighted sums of the scores that ``weights`` names, [N].
 
     None if one of these graders failed, if none of them applies, or if the sum is beyond float32; graders of weight 0

@@ -187,7 +187,7 @@ class _Worker:
                 # Not stdout.read(), whose buffer could hold a line that the selector does not know of.
                 chunk = os.read(stdout.fileno(), 2**16)
                 if not chunk:
-                    raise EOFError(f"its process {_ended(contained.status())}")
+                    raise EOFError(f"its process {_describe_end(contained.status())}")
                 text += chunk
                 if len(text) > LONGEST_REPLY:
                     raise EOFError(f"expected a line from its process, found more than {LONGEST_REPLY:,} bytes")
@@ -200,7 +200,7 @@ class _Worker:
             self.contained = None
 
 
-def _ended(status: int | None) -> str:
+def _describe_end(status: int | None) -> str:
     """Describe how a process ended."""
     if status is None or status >= 0:
         return f"ended with status {status}"

@@ -25,8 +25,8 @@ from agilerl.rewards.grader import (
     conversation,
     grades_of,
     read_text,
-    rows_of,
     score_or_error,
+    transpose,
 )
 from agilerl.rewards.waiting import WaitingGrader
 from agilerl.safety.bounds import PATTERN_SECONDS, check_file, compiled_pattern
@@ -137,13 +137,13 @@ class JudgeGrader(WaitingGrader):
         """
         if not low < high:
             raise ConfigError(f"JudgeGrader: expected low < high, found {low} and {high}")
-        self.model, self.base_url, self.api_key_env = model, _checked_url(base_url), _checked_variable(api_key_env)
+        self.model, self.base_url, self.api_key_env = model, _check_url(base_url), _check_variable(api_key_env)
         self.system, self.low, self.high, self.name = system, low, high, name
         self.request = {"temperature": 0, **(request or {})}
         self.workers = self.concurrency = concurrency
         self.timeout, self.attempts, self.first_wait = timeout, attempts, first_wait
         self.cache = None if cache is None else Path(cache)
-        self._template = _compiled(template, self.judged)
+        self._template = _compile(template, self.judged)
         self._pattern = None if pattern is None else compiled_pattern(pattern, "JudgeGrader")
         if self._pattern is not None and not self._pattern.groups:
             raise ConfigError(f"JudgeGrader: expected a group around the score in the pattern {pattern!r}, found none")
@@ -203,9 +203,9 @@ class JudgeGrader(WaitingGrader):
         try:
             reply = self._replies.get(key)
             if reply is not None:
-                return self._parsed(reply)
+                return self._parse(reply)
             reply = self._server.ask("/chat/completions", question, shape=_Chat).choices[0].message.content
-            score = self._parsed(reply)
+            score = self._parse(reply)
         except RewardError as error:
             return error
         except RequestError as error:
@@ -214,7 +214,7 @@ class JudgeGrader(WaitingGrader):
         self._keep(key, reply)
         return score
 
-    def _parsed(self, reply: str) -> float:
+    def _parse(self, reply: str) -> float:
         kinds = (int, float) if self._pattern is None else str
         # JSON's true is no score, although a bool is an int in Python.
         verdicts = (
@@ -225,7 +225,7 @@ class JudgeGrader(WaitingGrader):
             score = float(next(verdicts, "nan"))
             if self.low <= score <= self.high:
                 return (score - self.low) / (self.high - self.low)
-        raise self._unexpected(f"a score from {self.low:g} to {self.high:g}", reply)
+        raise self._refuse(f"a score from {self.low:g} to {self.high:g}", reply)
 
     def _verdicts(self, reply: str) -> Iterator[Any]:
         """Yield the first group of the pattern's last match, or else the verdicts of JSON objects, the last one first.
@@ -244,7 +244,7 @@ class JudgeGrader(WaitingGrader):
             raise RewardTimeoutError(f"the pattern of the judge took more than {PATTERN_SECONDS:g} s") from error
         yield from (match[1] for match in matches[-1:])
 
-    def _unexpected(self, expected: str, reply: str) -> RewardError:
+    def _refuse(self, expected: str, reply: str) -> RewardError:
         return RewardError(
             f"expected {expected} in the reply of {self.model}, found {shown(self._server.without_key(reply))}"
         )
@@ -259,7 +259,7 @@ class JudgeGrader(WaitingGrader):
                     file.write(json.dumps({"key": key, "reply": reply}) + "\n")
 
 
-def _checked_url(base_url: str) -> str:
+def _check_url(base_url: str) -> str:
     url = httpx2.URL(base_url)
     # A user or a query may hold a key, and messages show the URL.
     blank, more = any(map(str.isspace, base_url)), url.userinfo or url.query or url.fragment
@@ -270,7 +270,7 @@ def _checked_url(base_url: str) -> str:
     return base_url.rstrip("/")
 
 
-def _checked_variable(name: str | None) -> str | None:
+def _check_variable(name: str | None) -> str | None:
     if name is not None and re.fullmatch("[A-Z_][A-Z0-9_]*", name) is None:
         raise ConfigError(
             "JudgeGrader: expected the name of an environment variable in capitals as api_key_env; what was found is "
@@ -279,7 +279,7 @@ def _checked_variable(name: str | None) -> str | None:
     return name
 
 
-def _compiled(template: str, judged: Sequence[str]) -> Template:
+def _compile(template: str, judged: Sequence[str]) -> Template:
     environment = ImmutableSandboxedEnvironment(undefined=StrictUndefined)
     try:
         compiled, read = environment.from_string(template), meta.find_undeclared_variables(environment.parse(template))
@@ -392,7 +392,7 @@ class PairwiseJudgeGrader(JudgeGrader):
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Mark]:
         """Return a score for each completion, or the error if it has none; a group is a prompt."""
-        return list(self._scores(completions, rows_of(columns, len(completions)), prompts))
+        return list(self._scores(completions, transpose(columns, len(completions)), prompts))
 
     def grade(
         self, completions: Sequence[str], rows: Sequence[Columns], prompts: Sequence[str] | None = None
@@ -442,12 +442,12 @@ class PairwiseJudgeGrader(JudgeGrader):
             pairs += [(group[min(two)], group[max(two)]) for two in sorted(met, key=sorted) if len(two) == 2]
         return pairs
 
-    def _parsed(self, reply: str) -> float:
+    def _parse(self, reply: str) -> float:
         """Return what the answer in the first place earns."""
         winner = next((value for value in self._verdicts(reply) if isinstance(value, str)), "")
         score = _SCORES.get(winner.strip().lower())
         if score is None:
-            raise self._unexpected('"A", "B" or "tie" as the winner', reply)
+            raise self._refuse('"A", "B" or "tie" as the winner', reply)
         return score
 
 

@@ -312,7 +312,7 @@ class SandboxGrader(WaitingGrader):
         if tests is None:
             return None
         try:
-            outcomes = self._outcomes(extract_code(completion), _checked_tests(tests))
+            outcomes = self._outcomes(extract_code(completion), _check_tests(tests))
             # The outcomes are a generator, so that no test runs after one that has failed.
             if self.score == "all":
                 return float(all(outcomes))
@@ -334,7 +334,7 @@ class SandboxGrader(WaitingGrader):
                 yield done.ok and mark in done.stdout
 
 
-def _checked_tests(tests: object) -> Sequence[Any]:
+def _check_tests(tests: object) -> Sequence[Any]:
     listed = list(tests) if isinstance(tests, Sequence) and not isinstance(tests, str) else [tests]
     for test in listed:
         printed = (

@@ -21,8 +21,8 @@ from agilerl.rewards.grader import (
     close,
     grader_name,
     read_text,
-    rows_of,
     setup,
+    transpose,
 )
 from agilerl.safety.custom_code import torch_restored
 
@@ -51,7 +51,7 @@ class WaitingGrader(BaseGrader):
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Mark]:
         """Return a score for each completion, or the error if it has none."""
         self.setup()
-        rows = rows_of(columns, len(completions))
+        rows = transpose(columns, len(completions))
         return self.answers([self.question(*arguments) for arguments in zip(completions, prompts, rows)])
 
     def question(self, completion: str, prompt: str, row: Columns) -> Any:
@@ -108,13 +108,13 @@ def waiting_parts(grader: object) -> list[WaitingGrader]:
     """
     kind = type(grader)
     if isinstance(grader, WaitingGrader):
-        return [grader] if speaks_for(kind, "question", "__call__", "grade") else []
-    if hasattr(grader, "waiting") and speaks_for(kind, "waiting", "__call__", "grade"):  # a grader that calls others
+        return [grader] if covers(kind, "question", "__call__", "grade") else []
+    if hasattr(grader, "waiting") and covers(kind, "waiting", "__call__", "grade"):  # a grader that calls others
         return list(grader.waiting())
     return []
 
 
-def speaks_for(kind: type, promise: str, *methods: str) -> bool:
+def covers(kind: type, promise: str, *methods: str) -> bool:
     """Return whether ``promise`` is defined where these methods are, or below: no subclass changed one without it."""
 
     def depth(name: str) -> int:

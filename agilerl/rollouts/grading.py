@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from agilerl.envs.core import Row, Task, grade_completions
 from agilerl.errors import RewardError, RewardTimeoutError
-from agilerl.rewards.combine import weighted
+from agilerl.rewards.combine import weigh
 from agilerl.rewards.grader import AllGradesFailedError, Grade
 from agilerl.rollouts.engine import Ask, Failure
 
@@ -54,6 +54,6 @@ def verdicts_of(task: Task, asks: Sequence[Ask], rows: Sequence[Row], texts: Seq
         return [verdicts[n] for n in numbers]
     # An agent's asks share one mapping of weights, so one sum over the batch for each mapping is enough.
     distinct = {id(ask.weights): ask.weights for ask in asks if ask.weights is not None}
-    sums = {key: weighted(grades, weights) for key, weights in distinct.items()}
+    sums = {key: weigh(grades, weights) for key, weights in distinct.items()}
     rewards = [sums.get(id(ask.weights), grades.rewards)[n] for n, ask in enumerate(asks)]
     return [Verdict(rewards[n], grades.scores_at(n), grades.failed_at(n), grades.reasons.get(n)) for n in numbers]

@@ -132,7 +132,7 @@ def remove_folder(folder: Path) -> None:
         shutil.rmtree(doomed)
 
 
-def listed(folder: Path) -> list[Path]:
+def list_files(folder: Path) -> list[Path]:
     """Return what is in a folder, in order; raises CheckpointError if it cannot be read."""
     with reading(folder):
         return sorted(folder.iterdir())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from agilerl.checks.arguments import checked
 from agilerl.errors import CheckpointError
-from agilerl.runs.atomic import commit_folder, listed, remove_folder, remove_leftovers, verify_folder
+from agilerl.runs.atomic import commit_folder, list_files, remove_folder, remove_leftovers, verify_folder
 
 STATE = "state.json"
 """Name of the population's own state inside a checkpoint."""
@@ -72,7 +72,7 @@ class CheckpointStore:
         """Return the numbers of the committed checkpoints, oldest first; they need not be intact."""
         if not self.root.is_dir():
             return []
-        return sorted(int(p.name) for p in listed(self.root) if _NUMBERED.fullmatch(p.name) and p.is_dir())
+        return sorted(int(p.name) for p in list_files(self.root) if _NUMBERED.fullmatch(p.name) and p.is_dir())
 
     def commit(self, number: int, write: Callable[[Path], None], *, keep: Collection[int] = ()) -> Path:
         """Save a checkpoint from the files that ``write(folder)`` writes to a temporary folder; return its folder.
@@ -110,17 +110,17 @@ class CheckpointStore:
         if not self.root.is_dir():
             return
         # Numbers of any length: a renamed checkpoint may lack the leading zeros.
-        folders = [p for p in listed(self.root) if re.fullmatch("[0-9]+", p.name) and p.is_dir()]
+        folders = [p for p in list_files(self.root) if re.fullmatch("[0-9]+", p.name) and p.is_dir()]
         numbers = {folder: number_in(folder) for folder in folders if not folder.is_symlink()}
         wrong = {folder: n for folder, n in numbers.items() if n is not None and folder != self.path(n)}
         # Through temporary names that no reader looks for, because two checkpoints may have been swapped.
-        moved = {_renamed(folder, f"{folder.name}.renamed"): (folder, n) for folder, n in wrong.items()}
+        moved = {_rename(folder, f"{folder.name}.renamed"): (folder, n) for folder, n in wrong.items()}
         for aside, (folder, number) in moved.items():
             target = self.path(number)
             if target.exists():
                 self.put_aside(aside, f"{folder} holds iteration {number}, like {target}.")
             else:
-                _renamed(aside, target.name)
+                _rename(aside, target.name)
                 self._report(f"The checkpoint {folder} holds iteration {number}; it was renamed to {target}.")
 
     @property
@@ -169,7 +169,7 @@ class CheckpointStore:
                 remove_folder(self.path(number))
 
 
-def _renamed(folder: Path, name: str) -> Path:
+def _rename(folder: Path, name: str) -> Path:
     target = _free(folder.with_name(name))
     try:
         return folder.rename(target)

@@ -26,7 +26,7 @@ from agilerl.checks.redaction import redacted
 from agilerl.errors import AgileRLError, CheckpointError, WriteError
 from agilerl.gone import remaining
 from agilerl.runs import strict_json
-from agilerl.runs.atomic import PLAIN_FILE, is_leftover, listed, remove_leftovers, write_json, writing
+from agilerl.runs.atomic import PLAIN_FILE, is_leftover, list_files, remove_leftovers, write_json, writing
 from agilerl.runs.journal import Closing, read_lines
 from agilerl.safety.bounds import check_links, memory_bytes
 
@@ -98,7 +98,7 @@ class RunLayout:
     def has_learned(self) -> bool:
         """Whether another start would lose anything: an iteration, a checkpoint or a result."""
         folders = [folder for folder in (self.checkpoints, self.completions) if folder.is_dir()]
-        if self.summary.exists() or self.elite.exists() or any(map(listed, folders)):
+        if self.summary.exists() or self.elite.exists() or any(map(list_files, folders)):
             return True
         try:
             return any(line.get("kind") == "train" for line in read_lines(self.metrics))
@@ -374,7 +374,7 @@ def check_not_in_use(root: Path) -> None:
 
 def _check_plain(root: Path) -> None:
     """Raise CheckpointError if a part of a run is a link: writing to it or truncating it would change another file."""
-    for path, mode in ((path, path.lstat().st_mode) for path in listed(root)):
+    for path, mode in ((path, path.lstat().st_mode) for path in list_files(root)):
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             raise CheckpointError(f"{path} is a link or device; a run directory may only hold plain files and folders.")
 
@@ -403,10 +403,10 @@ def check_vacant(root: Path, *, locked: bool = False, overwrite: bool = False) -
             check_not_in_use(root)
         resume = f"agilerl resume {shlex.quote(str(root))}"
         remedy = f"resume it with: {resume} - or choose another directory (train --overwrite deletes it)"
-        if not layout.checkpoints.is_dir() or not listed(layout.checkpoints):
+        if not layout.checkpoints.is_dir() or not list_files(layout.checkpoints):
             remedy = "it has no checkpoint, so nothing is lost if you start it again with train --overwrite"
         raise CheckpointError(f"{root} holds an unfinished run; {remedy}.")
-    if foreign := [path.name for path in listed(root) if not _is_of_interrupted_start(path)]:
+    if foreign := [path.name for path in list_files(root) if not _is_of_interrupted_start(path)]:
         raise CheckpointError(
             f"{root} is not empty (found {foreign[0]}) and not a run; choose a directory that is empty or new."
         )
@@ -418,7 +418,7 @@ def _check_deletable(root: Path, *, locked: bool) -> None:
         raise CheckpointError(f"{root} is a link; to overwrite the run that it leads to, give that directory.")
     read_run(root)
     _check_plain(root)
-    if foreign := [path.name for path in listed(root) if path.name not in _PARTS and not is_leftover(path)]:
+    if foreign := [path.name for path in list_files(root) if path.name not in _PARTS and not is_leftover(path)]:
         raise CheckpointError(
             f"{root} holds {shown(foreign[0])}, which is not part of a run, so the run is not overwritten; move that "
             "elsewhere, or choose another directory."
@@ -432,7 +432,7 @@ def delete_run(root: Path) -> None:
     if not (root / "run.json").exists():
         return
     _check_deletable(root, locked=True)
-    parts = [path for path in listed(root) if path.name not in (_LOCK, "run.json")]
+    parts = [path for path in list_files(root) if path.name not in (_LOCK, "run.json")]
     try:
         for path in [*parts, root / "run.json"]:
             if path.is_dir():
@@ -446,7 +446,7 @@ def delete_run(root: Path) -> None:
 def _is_of_interrupted_start(path: Path) -> bool:
     """Return True for the leftovers of a ``create`` that was killed before it wrote ``run.json``."""
     if path.name in ("completions", "checkpoints"):
-        return path.is_dir() and not path.is_symlink() and not listed(path)
+        return path.is_dir() and not path.is_symlink() and not list_files(path)
     return path.name == _LOCK or re.fullmatch(r"\.run\.json\.\d+\.tmp", path.name) is not None
 
 

@@ -81,12 +81,12 @@ def hacks_of_run(completions: Path) -> dict[int, list[Symptom]]:
     of_agents: dict[int, list[CompletionRow]] = defaultdict(list)
     for rows in last.values():
         for row in rows:
-            of_agents[row["agent"]].append(_checked(row))
-    base = [_checked(row) for row in before]
+            of_agents[row["agent"]].append(_check(row))
+    base = [_check(row) for row in before]
     return {index: hacks(rows, base) for index, rows in of_agents.items()}
 
 
-def _checked(row: CompletionRow) -> CompletionRow:
+def _check(row: CompletionRow) -> CompletionRow:
     """Return a row of a file, which may hold anything, without what cannot be compared."""
     reward = row["reward"]
     is_graded = isinstance(reward, int | float) and abs(reward) < _LARGEST

@@ -20,7 +20,7 @@ from agilerl.rollouts.engine import Rollout
 from agilerl.runs.atomic import MANIFEST, add_file, commit_folder, remove_folder
 from agilerl.runs.checkpoints import CheckpointStore
 from agilerl.runs.completions import discard_completions, write_completions
-from agilerl.runs.diagnosis import failed_grades
+from agilerl.runs.diagnosis import count_failed_grades
 from agilerl.runs.directory import RunDirectory
 from agilerl.runs.journal import Journal, JsonLines, read_lines
 from agilerl.runs.strict_json import dumps, read_json
@@ -122,7 +122,7 @@ class RunWriter:
             from agilerl.report.card import CARD, model_card
 
             add_file(self.run.elite, CARD, model_card(self.run.root, summary))
-        summary["failed_grades"] = failed_grades(read_lines(self.run.metrics))
+        summary["failed_grades"] = count_failed_grades(read_lines(self.run.metrics))
         summary["seconds"] = summary.pop("seconds")  # the last entry
         # From here on the run is finished; the report can be made again from its files.
         self.run.finish(summary)

@@ -19,7 +19,7 @@ from agilerl.envs.adapters.verifiers import make_taskset
 from agilerl.envs.answer_format import AnswerFormatTask
 from agilerl.envs.core import Message, Row, Task
 from agilerl.envs.curation import Purpose
-from agilerl.envs.datasets import PLAIN, CuratedTask, DatasetTask, Template, checked_template, filled
+from agilerl.envs.datasets import PLAIN, CuratedTask, DatasetTask, Template, check_template, fill_template
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.envs.examples import Mistake, PreferenceTask, SFTTask, UnpairedTask
 from agilerl.envs.graded import GradedTask, TaskGrader, check_parts
@@ -47,7 +47,7 @@ class _TemplateTask(ReasoningGymTask):
 
     def messages(self, row: Mapping[str, Any]) -> list[Message]:
         """Return the template with the question filled in."""
-        return filled(self.template, row)
+        return fill_template(self.template, row)
 
 
 def task(config: RunConfig, *, allow_code: bool = False, all_rows: bool = False) -> Task | EpisodeTask:
@@ -99,7 +99,7 @@ def _procedural(e: EnvironmentConfig, seed: int, name: str, second: int) -> _Tem
         curriculum=None if e.curriculum is None else Curriculum(**e.curriculum.model_dump()),
         shrink_panels=True,
     )
-    task.template = checked_template(e.conversation_template, ())
+    task.template = check_template(e.conversation_template, ())
     try:
         with warnings.catch_warnings():
             if second:  # too few for it need no warning if there are enough for the panels that the user asked for

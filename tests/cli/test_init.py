@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from agilerl.cli import main
-from agilerl.cli.init import proposed, sample_rows
+from agilerl.cli.init import propose, sample_rows
 from agilerl.config.manifest import load_manifest
 from agilerl.runs.completions import read_completions
 from tests.cli.outcome import Agilerl
@@ -63,11 +63,11 @@ PROPOSED = {
 @pytest.mark.parametrize("case", PROPOSED)
 def test_what_is_proposed_follows_from_the_answers(case: str) -> None:
     answers, (reward, asked) = PROPOSED[case]
-    proposal = proposed(answers, chats=True)
+    proposal = propose(answers, chats=True)
     assert proposal.reward == reward
     assert asked in "".join(proposal.form(reward))
     assert bool(asked) == bool(proposal.form(reward))
-    assert proposed(answers, chats=False).form(reward) == []  # the embedded model follows no instruction
+    assert propose(answers, chats=False).form(reward) == []  # the embedded model follows no instruction
     room = proposal.tokens - 128 * proposal.after
     assert max(map(len, answers)) / 2 < room <= max(map(len, answers)) / 2 + 12
 

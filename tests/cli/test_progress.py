@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agilerl.cli.output import genes_text, told_apart
-from agilerl.cli.progress import View, _print_answers, log, sample, sparkline, watch
+from agilerl.cli.output import genes_text, tell_apart
+from agilerl.cli.progress import View, _print_answers, describe_sample, log, sparkline, watch
 from agilerl.config.manifest import load_manifest
 from agilerl.hpo.fitness import Fitness
 from agilerl.runs.completions import CompletionRecord, read_completions
@@ -419,13 +419,13 @@ def test_genes_in_few_words() -> None:
 def test_texts_that_would_be_cut_to_the_same_are_told_apart(most: int) -> None:
     begin = "A long story that several questions begin with, "
     texts = ["What is 3?", f"{begin}and one apple more.", f"{begin}and two.", f"{begin}and two.", "x" * 40, "x" * 50]
-    found = told_apart(texts, most)
+    found = tell_apart(texts, most)
     assert found[0] == "What is 3?"
     assert found[1].startswith("...one ")
     assert found[2] == found[3] == "...two."
     assert found[4] != found[5]
     assert max(map(len, found)) <= most
-    assert told_apart(texts, 300) == texts
+    assert tell_apart(texts, 300) == texts
 
 
 def test_answers_are_shown_without_what_all_questions_share_if_they_are_long() -> None:
@@ -449,4 +449,4 @@ def test_answers_are_shown_without_what_all_questions_share_if_they_are_long() -
     nothing = {"text": "", "score": 0.0}
     _print_answers([{"question": "1 + 1", "answer": "2", "base": nothing, "elite": nothing}], console)
     assert console.file.getvalue().split().count("(empty)") == 2  # type: ignore[attr-defined]
-    assert sample(PreflightDone({}, "", answer="2"))[1] == ("answer", "2, no grade")
+    assert describe_sample(PreflightDone({}, "", answer="2"))[1] == ("answer", "2, no grade")

@@ -1,6 +1,6 @@
 import pytest
 
-from agilerl.envs.datasets import DatasetTask, filled
+from agilerl.envs.datasets import DatasetTask, fill_template
 from agilerl.errors import ConfigError, EnvError
 
 ROWS = [{"question": f"{i} + {i}", "answer": str(2 * i), "level": i % 2} for i in range(10)]
@@ -21,7 +21,7 @@ def test_panels_keep_their_order_and_their_columns():
 
 def test_braces_in_questions_and_templates_survive():
     row = {"question": "the set {answer} {x} {0}", "answer": "7"}
-    (message,) = filled([{"role": "user", "content": "{question} as {{json}} {}: {answer}"}], row)
+    (message,) = fill_template([{"role": "user", "content": "{question} as {{json}} {}: {answer}"}], row)
     assert message["content"] == "the set {answer} {x} {0} as {{json}} {}: 7"
 
 

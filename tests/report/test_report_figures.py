@@ -11,17 +11,17 @@ from agilerl.report.figures import (
     agent_colour,
     clock,
     curve_figure,
-    evenly,
     fitness_figure,
     hyperparameter_figure,
     hyperparameter_names,
     overlay_figure,
+    thin_out,
     throughput_figure,
     tree_figure,
     tree_width,
 )
 from agilerl.report.life import lives, short_value
-from agilerl.report.load import differences, load_run
+from agilerl.report.load import find_differences, load_run
 from agilerl.report.page import (
     comparison,
     configuration,
@@ -288,16 +288,16 @@ def test_tables_name_what_is_known(load):
     strategy, settings = {"name": "knockout", "tournament_size": 2}, {"environment": {"eval_prompts": 200}}
     decided = load(lineage=lone, config={**settings, "training": {"pop_size": 4}, "selection_strategy": strategy})
     assert facts(decided)["Population"] == "1"
-    assert differences([given, decided]) == {}
-    assert differences([given, halved])["training.pop_size"] == [1, 4]
+    assert find_differences([given, decided]) == {}
+    assert find_differences([given, halved])["training.pop_size"] == [1, 4]
     ungraded = load(lineage=[birth(0, None, 0), birth(4, 0, 1), fitness(0, 0, 0.5, n=51)], config=given.info["config"])
-    assert differences([given, ungraded]) == {"exam questions graded": [20, 51]}
+    assert find_differences([given, ungraded]) == {"exam questions graded": [20, 51]}
     # The ranges that applied, where all runs recorded them; else what was given.
     old = load(config={"mutation": {"rl_hp_selection": {"lr": {"min": None, "max": 0.1, "scale": None}}}})
     new, less = (load(config={"mutation": {"rl_hp_selection": {}}}) for _ in range(2))
-    assert list(differences([old, new])) == ["mutation.rl_hp_selection", "mutation.rl_hp_selection.lr.max"]
+    assert list(find_differences([old, new])) == ["mutation.rl_hp_selection", "mutation.rl_hp_selection.lr.max"]
     old.info["genes"], new.info["genes"], less.info["genes"] = {"lr": "[0.001, 0.1]"}, {"lr": "[0.001, 1]"}, {}
-    assert differences([old, new, less]) == {"mutation.rl_hp_selection.lr": ["[0.001, 0.1]", "[0.001, 1]", None]}
+    assert find_differences([old, new, less]) == {"mutation.rl_hp_selection.lr": ["[0.001, 0.1]", "[0.001, 1]", None]}
     assert facts(old)["Genes"] == "lr in [0.001, 0.1]"
     assert "lr: '[0.001, 0.1]'" in configuration(old)["Configuration"]
     other = load(config={"environment": {"task": "t"}, "a": {"b": 2}})
@@ -331,7 +331,7 @@ def test_ungraded_completions_are_shown_without_a_rank(tmp_path):
 @pytest.mark.parametrize(("count", "most"), [(3, 5), (10, 4), (10, 1), (0, 3)])
 def test_picking_evenly_keeps_both_ends(count, most):
     items = list(range(count))
-    found = evenly(items, most)
+    found = thin_out(items, most)
     assert len(found) == min(count, most)
     assert sorted(set(found)) == found
     if most > 1 and count:

@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 
-from agilerl.runs.diagnosis import WINDOW, Observer, advice, by_sentence, early_elite, failed_grades, symptoms
+from agilerl.runs.diagnosis import (
+    WINDOW,
+    Observer,
+    advice,
+    count_failed_grades,
+    early_elite,
+    group_by_sentence,
+    symptoms,
+)
 
 HEALTHY: dict[str, Any] = {
     "reward": 0.5,
@@ -127,7 +135,7 @@ def test_an_observer_sees_the_first_and_the_last_iterations() -> None:
         observer.add([rising, HEALTHY | {"agent": 3, "entropy": 0.0}])
     found = observer.symptoms([0, 3, 7])
     assert {index: [s.name for s in each] for index, each in found.items()} == {0: [], 3: ["no exploration"], 7: []}
-    (sentence,) = by_sentence({3: found[3], 5: found[3]})
+    (sentence,) = group_by_sentence({3: found[3], 5: found[3]})
     assert sentence.startswith("agents 3, 5: entropy is 0")
 
 
@@ -155,12 +163,14 @@ def test_failed_grades_of_a_run_are_counted_and_the_first_error_is_named() -> No
     lines = [HEALTHY | {"reward_errors/mine": count} for count in (0.0, 2.0, 1.0)]
     lines[1] |= {"reward_error": "it raised KeyError: 1 (graders.py:3)"}
     sentence = "mine gave no grade to 3 completions of the run, the first because it raised KeyError: 1 (graders.py:3)"
-    assert failed_grades(lines) == sentence
+    assert count_failed_grades(lines) == sentence
     assert list(advice({"failed_grades": sentence, "advice": ["early"]})) == [sentence, "early"]
-    assert failed_grades(lines[2:]) == "mine gave no grade to 1 completion of the run"
-    assert failed_grades(lines[:1]) == ""
+    assert count_failed_grades(lines[2:]) == "mine gave no grade to 1 completion of the run"
+    assert count_failed_grades(lines[:1]) == ""
     episodes = [line | {"env/episodes": 64.0, "env/errors": count} for line, count in zip(lines, (0.0, 5.0, 21.0))]
-    assert failed_grades(episodes).startswith("26 of 192 episodes failed, the first because it raised KeyError: 1")
+    assert count_failed_grades(episodes).startswith(
+        "26 of 192 episodes failed, the first because it raised KeyError: 1"
+    )
     (failing,) = symptoms([line | {"reward_errors/mine": 2.0} for line in lines])
     assert "to about 2 completions an iteration, for instance because it raised KeyError: 1 (gr" in failing.found
 

@@ -33,14 +33,14 @@ class GemEnv(Adapter):
         """Return the first observation with its suffix."""
         # GEM hands it to numpy's global generator, which takes 32 bits.
         observation, info = self.inner.reset(seed=seed % 2**32)
-        return _with_suffix(observation, info), info
+        return _add_suffix(observation, info), info
 
     def act(self, action: str) -> StepResult:
         """Return what the game answers, with its suffix."""
         observation, reward, terminated, truncated, info = self.inner.step(action)
         if not (terminated or truncated):
             # The suffix asks for the next action, of which a finished game has none.
-            observation = _with_suffix(observation, info)
+            observation = _add_suffix(observation, info)
         return observation, reward, terminated, truncated, info
 
 
@@ -77,7 +77,7 @@ def make_gem(name: str, **settings: Any) -> TextEnv:
         return GemEnv(gem.make(name, **settings))
 
 
-def _with_suffix(observation: str, info: dict[str, Any]) -> str:
+def _add_suffix(observation: str, info: dict[str, Any]) -> str:
     suffix = info.get("suffix", "")
     return f"{observation.rstrip()}\n{suffix}" if suffix else observation
 

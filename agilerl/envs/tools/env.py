@@ -101,7 +101,7 @@ class ToolEnv(TextEnv):
         """
         self._factory, self._plain_tools, self._timeout = environment_factory, tools, timeout
         self._make_tools()
-        self.task = _as_task(task, grader, _reward_of(self._environment))
+        self.task = _make_task(task, grader, _reward_of(self._environment))
         self.max_turns, self.max_result_chars = max_turns, max_result_chars
         self.observation_space, self.action_space = ConversationSpace(), AnyText()
         self._announce, self._instructions = announce, system_prompt
@@ -153,13 +153,13 @@ class ToolEnv(TextEnv):
         # What a template does is tried, not read: templates differ too much for a rule about their text.
         schemas = [tool.schema for tool in self._tools.values()]
         question = [{"role": "user", "content": "x"}]
-        with_tools = _rendered(tokenizer, question, schemas)
+        with_tools = _render(tokenizer, question, schemas)
         # Empty: the template refuses the tools. The same text: it ignores them.
-        self._in_template = self._announce == "auto" and with_tools not in ("", _rendered(tokenizer, question))
+        self._in_template = self._announce == "auto" and with_tools not in ("", _render(tokenizer, question))
         self.tools = schemas if self._in_template else ()
         results = [{"role": "tool", "name": "f", "content": _PROBE, "tool_call_id": f"call0000{n}"} for n in range(2)]
         turn = [*question, {"role": "assistant", "content": "y"}, *results]
-        self._tool_role = _PROBE in _rendered(tokenizer, turn)
+        self._tool_role = _PROBE in _render(tokenizer, turn)
         special = [str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values() if token.special]
         # Longest first, so that a spelling that begins with another one is found as a whole.
         spellings = sorted({*special, *(self._parser.tags if self._parser else ())}, key=len, reverse=True)
@@ -198,12 +198,12 @@ class ToolEnv(TextEnv):
         self._count_turn()
         calls = self._parser.parse(token_ids, action)
         if not calls:
-            return self._graded(action)
+            return self._grade(action)
         if self._turn >= self.max_turns:
-            graded = self._graded(action)[1] if self._environment is not None else 0.0
+            graded = self._grade(action)[1] if self._environment is not None else 0.0
             self._running = False
             return "", graded, False, True, {**self._info(), "success": graded >= 1.0}
-        results = self._answered(calls)
+        results = self._answer(calls)
         self._conversation += [{"role": "assistant", "content": action}, *as_messages(results)]
         return results, 0.0, False, False, self._info()
 
@@ -236,12 +236,12 @@ class ToolEnv(TextEnv):
             raise EnvError(f"expected {name} to return text or None, found {described(text)}")
         return text or ""
 
-    def _answered(self, calls: Sequence[ToolCall | MalformedCall]) -> Observation:
+    def _answer(self, calls: Sequence[ToolCall | MalformedCall]) -> Observation:
         messages = [
             {
                 "role": "tool",
                 "name": getattr(call, "name", "unknown"),
-                "content": self._called(call, number),
+                "content": self._call(call, number),
                 # Mistral's templates want an id of nine characters for each result.
                 "tool_call_id": getattr(call, "call_id", None) or f"call{number:05d}",
             }
@@ -255,7 +255,7 @@ class ToolEnv(TextEnv):
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    def _called(self, call: ToolCall | MalformedCall, number: int) -> str:
+    def _call(self, call: ToolCall | MalformedCall, number: int) -> str:
         result = self._result(call, number)
         self._counts["tool_calls"] += 1
         if result.error is not None:
@@ -266,7 +266,7 @@ class ToolEnv(TextEnv):
             self._counts["tool_truncated"] += 1
             text = f"{text[: self.max_result_chars]}... [cut: {len(text) - self.max_result_chars} more characters]"
         # Otherwise a result could end the turn of the environment, or speak for the assistant.
-        return self._forbidden.sub(_broken_up, text) if self._forbidden else text
+        return self._forbidden.sub(_break_up, text) if self._forbidden else text
 
     def _result(self, call: ToolCall | MalformedCall, number: int) -> ToolResult:
         if number >= MOST_CALLS:
@@ -278,7 +278,7 @@ class ToolEnv(TextEnv):
             return ToolResult(f"Error: unknown tool {shown(call.name)}; {hint}", "unknown_tool")
         return self._tools[call.name].call(call.arguments)
 
-    def _graded(self, action: str) -> StepResult:
+    def _grade(self, action: str) -> StepResult:
         self._running = False
         row = {**self._row, MESSAGES: self._conversation}
         if self._environment is not None:
@@ -317,7 +317,7 @@ def _reward_of(environment: Any) -> Callable[..., Any] | None:
     return grader
 
 
-def _as_task(task: Task | Sequence[Row], grader: Graders | None, of_environment: Callable[..., Any] | None) -> Task:
+def _make_task(task: Task | Sequence[Row], grader: Graders | None, of_environment: Callable[..., Any] | None) -> Task:
     if of_environment is not None:
         grader = of_environment if grader is None else [as_grader(grader), of_environment]
     if isinstance(task, Task):
@@ -334,12 +334,12 @@ def _as_task(task: Task | Sequence[Row], grader: Graders | None, of_environment:
     return task
 
 
-def _broken_up(tag: re.Match[str]) -> str:
+def _break_up(tag: re.Match[str]) -> str:
     # Still readable, but no longer the text of the token.
     return f"{tag[0][0]} {tag[0][1:]}" if len(tag[0]) > 1 else " "
 
 
-def _rendered(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+def _render(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """Return a conversation as the chat template writes it; nothing without one, or if it refuses the messages."""
     try:
         return render_text(tokenizer, messages, tools=tools) if has_template(tokenizer) else ""

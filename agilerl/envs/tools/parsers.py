@@ -72,7 +72,7 @@ def json_call(text: str) -> ToolCall | MalformedCall:
         return call_of(json.loads(text, object_pairs_hook=_distinct))
     except (ValueError, RecursionError) as error:
         why = "it is nested too deeply" if isinstance(error, RecursionError) else error
-        return _misread(f"{shown(text.strip())}, which is no JSON: {why}")
+        return _refuse(f"{shown(text.strip())}, which is no JSON: {why}")
 
 
 def call_of(value: Any) -> ToolCall | MalformedCall:
@@ -83,7 +83,7 @@ def call_of(value: Any) -> ToolCall | MalformedCall:
         if isinstance(arguments, dict):
             call_id = value.get("id")
             return ToolCall(value["name"], arguments, call_id if call_id and isinstance(call_id, str) else None)
-    return _misread(shown(value))
+    return _refuse(shown(value))
 
 
 def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _distinct(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def _misread(what: str) -> MalformedCall:
+def _refuse(what: str) -> MalformedCall:
     return MalformedCall(f'expected a call as {{"name": "...", "{KEYS[0]}": {{...}}}}, found {what}')
 
 
@@ -180,7 +180,7 @@ class HermesParser(TextTagParser):
 
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
         """Return the call between each pair of tag tokens."""
-        written = _written(self._tokenizer, token_ids, (OPEN, CLOSE, "<think>", "</think>"))
+        written = _write_ids(self._tokenizer, token_ids, (OPEN, CLOSE, "<think>", "</think>"))
         return super().parse(token_ids, _THINKING.sub("", contract_of(self._tokenizer).opened + written))
 
 
@@ -258,7 +258,7 @@ class TemplateParser:
 
     def parse(self, token_ids: Sequence[int], text: str) -> Calls:
         """Return the calls of the completion, or what prevents them from being read."""
-        written = _written(self._tokenizer, token_ids, self._spelled)
+        written = _write_ids(self._tokenizer, token_ids, self._spelled)
         try:
             parser = self._tokenizer.get_response_parser(self._template, prefix=self._prefix)
             events = parser.feed(written)
@@ -355,7 +355,7 @@ def _tokens_in(template: Any, tokenizer: Any) -> tuple[str, ...]:
     return tuple(sorted((tag for tag in tokenizer.get_added_vocab() if tag.strip() and tag in text), key=len)[::-1])
 
 
-def _written(tokenizer: Any, ids: Sequence[int], tags: Sequence[str]) -> str:
+def _write_ids(tokenizer: Any, ids: Sequence[int], tags: Sequence[str]) -> str:
     """Return the text of ids, special tokens included, in which a tag that other tokens spell has a mark in it."""
     names = {token: tag for tag, token in tokenizer.get_added_vocab().items()}
     spelled = re.compile("|".join(map(re.escape, tags)) or r"(?!)")
