@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from agilerl.checks.arguments import counted, nearest, shown
 from agilerl.envs.core import LEAST, Message, Split, apportion, shrink_panels
@@ -380,13 +380,6 @@ Converse = Callable[[Columns, Sample], Sequence[Message]]
 """From a row and its parsed sample to the conversation shown to the model."""
 
 
-class Sizes(NamedTuple):
-    """How many prompts the panels have."""
-
-    exam: int
-    test: int
-
-
 @dataclass(frozen=True, slots=True)
 class _Fit:
     """A row that can be used."""
@@ -404,7 +397,7 @@ class _Fit:
 def curate(
     sources: Mapping[Split, Rows],
     form: RowForm,
-    sizes: Sizes,
+    sizes: tuple[int, int],
     converse: Converse,
     *,
     tokenizer: Any = None,
@@ -412,7 +405,7 @@ def curate(
     bad_rows: BadRows = "raise",
     shrink: bool = False,
 ) -> tuple[dict[Split, Rows], dict[str, int]]:
-    """Check all rows, leave out what cannot be used, and fill the panels.
+    """Check all rows, leave out what cannot be used, and fill the panels: exam and test, of these ``sizes``.
 
     A panel takes its rows from its own dataset if ``sources`` has one, else from the training rows. Which rows it takes
     depends only on their text, not on their order or a seed: it takes the conversations with the smallest digests, the
@@ -451,7 +444,7 @@ def curate(
 
 
 def _divide(
-    sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]], sizes: Sizes, read: Counter[str]
+    sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]], sizes: tuple[int, int], read: Counter[str]
 ) -> tuple[dict[Split, Rows], dict[str, int]]:
     """Fill the panels from the usable rows, and leave to training what shares no prompt with them."""
     counts = Counter(read)
@@ -459,7 +452,8 @@ def _divide(
     sides: dict[Split, Rows] = {}
     of_training: set[int] = set()
     # The test first, so that an exam of another size leaves it as it is.
-    panels: tuple[tuple[Split, int], ...] = (("test", sizes.test), ("exam", sizes.exam))
+    exam, test = sizes
+    panels: tuple[tuple[Split, int], ...] = (("test", test), ("exam", exam))
     for split, size in panels:
         source: Split = split if split in sources else "train"
         panel = _panel(sources[source], fits[source], size, taken, split)
@@ -484,16 +478,18 @@ def _divide(
     empty = [part.name for part in sides["train"].parts if not len(part)]
     if empty:
         raise EnvError(
-            f"expected rows to train on in {empty[0]}, found none besides the exam ({sizes.exam}) and the test "
-            f"({sizes.test}); {_list_counts(counted)}; ask for fewer (eval_prompts, test_prompts), or give more rows"
+            f"expected rows to train on in {empty[0]}, found none besides the exam ({exam}) and the test "
+            f"({test}); {_list_counts(counted)}; ask for fewer (eval_prompts, test_prompts), or give more rows"
         )
     return sides, counted
 
 
-def _shrink(sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]], asked: Sizes) -> Iterator[Sizes]:
+def _shrink(
+    sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]], asked: tuple[int, int]
+) -> Iterator[tuple[int, int]]:
     """Yield sizes that may fit: all of a panel's own dataset, and half of the training rows; then a tenth less each."""
     distinct = {split: len({fit.key for fit in usable}) for split, usable in fits.items()}
-    exam, test = min(asked.exam, distinct.get("exam", asked.exam)), min(asked.test, distinct.get("test", asked.test))
+    exam, test = min(asked[0], distinct.get("exam", asked[0])), min(asked[1], distinct.get("test", asked[1]))
     rows = sources["train"]
     each = [len({fit.key for fit in fits["train"] if fit.part == number}) for number in range(len(rows.parts))]
     # A panel of n takes n * weight / total from each part, at most half of its prompts.
@@ -503,8 +499,8 @@ def _shrink(sources: Mapping[Split, Rows], fits: Mapping[Split, Sequence[_Fit]],
     else:
         exam = exam if "exam" in sources else min(exam, half)
         test = test if "test" in sources else min(test, half)
-    while exam >= min(asked.exam, LEAST) and test >= min(asked.test, LEAST):
-        yield Sizes(exam, test)
+    while exam >= min(asked[0], LEAST) and test >= min(asked[1], LEAST):
+        yield exam, test
         # A tenth, rounded up, so that small panels shrink as well.
         exam, test = exam - -(-exam // 10), test - -(-test // 10)
 

@@ -17,7 +17,6 @@ from agilerl.envs.curation import (
     RowFaultError,
     RowForm,
     Sample,
-    Sizes,
     check_rows,
     curate,
     form_of,
@@ -191,7 +190,7 @@ class CuratedTask(DatasetTask):
         }
         self._setup(sources, grader, conversation_template, purpose, seed)
         self.name = sources["train"].name
-        self._asked = self._announced = Sizes(exam_prompts, test_prompts)
+        self._asked = self._announced = (exam_prompts, test_prompts)
         self._curate = partial(
             curate, sources, self._form, self._asked, self._converse, bad_rows=bad_rows, shrink=shrink_panels
         )
@@ -202,7 +201,7 @@ class CuratedTask(DatasetTask):
         """Split the rows by the tokens that the model sees; leave out prompts of more than ``max_tokens`` tokens."""
         sides, self.counts = self._curate(tokenizer=tokenizer, max_tokens=max_tokens)
         self._use(sides)
-        sizes = Sizes(self.exam_prompts, self.test_prompts)
+        sizes = (self.exam_prompts, self.test_prompts)
         # fit() is called repeatedly, and warns of the same sizes once.
         if sizes != self._announced:
             self._announced = sizes

@@ -162,26 +162,16 @@ def _share(value: float, low: float, high: float) -> float:
     return (value / 2 - low / 2) / width if width > 0 else 0.5
 
 
-def _span_decades(values: Sequence[float]) -> bool:
-    return bool(values) and min(values) > 0 and max(values) / min(values) >= 10
-
-
 def _value_axis(values: Iterable[Any]) -> dict[str, Any]:
     """Return an axis of values: logarithmic with plain labels if numbers span a decade or more, names as they are."""
     numbers = [value for value in values if isinstance(value, int | float)]
     if not numbers:
         return {"type": "category"}
-    if not _span_decades(numbers):
+    if min(numbers) <= 0 or (ratio := max(numbers) / min(numbers)) < 10:
         return {}
-    ratio = max(numbers) / min(numbers)
     # Plotly would label all digits of a decade; D2 are 1, 2 and 5, and 1 is the powers of ten.
     ticks = {"dtick": "D2"} if ratio < 100 else {"dtick": 1} if ratio < 1e10 else {}
     return {"type": "log", "tickformat": "~g", **ticks}
-
-
-def _tick(last: int) -> int:
-    # Rounded up, so that there are at most 12 steps.
-    return max(1, -(-last // 12))
 
 
 def _drop_gaps(points: Iterable[Point]) -> list[Point]:
@@ -309,7 +299,8 @@ def hyperparameter_figure(run: RunRecord, name: str) -> Figure:
 
     last = max((generation for span in run.family.spans.values() for generation in span), default=1)
     values = [value for agent in run.agents.values() for _, value, _ in points(agent) if value is not None]
-    axes = {"xaxis": {"dtick": _tick(last)}, "yaxis": _value_axis(values)}
+    # Rounded up, so that there are at most 12 ticks.
+    axes = {"xaxis": {"dtick": max(1, -(-last // 12))}, "yaxis": _value_axis(values)}
     return _curves(
         run, points, f"<br>generation %{{x}}<br>{escape_label(name)} %{{y}}", ("generation", ""), height=260, **axes
     )

@@ -117,11 +117,6 @@ def describe_departure(reason: str) -> str:
     return reason if reason.startswith("left") else f"left: {reason}" if reason else "left"
 
 
-def parents(agent: AgentRecord) -> str:
-    """Return the index of the parent."""
-    return "founder" if agent.parent is None else str(agent.parent)
-
-
 def describe_change(mutation: Mapping[str, Any]) -> str:
     """Return what a mutation changed."""
     changes = [

@@ -402,7 +402,7 @@ def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
             "colour": agent_colour(index),
             "winning": index in run.family.line,
             "winner": index == run.family.winner,
-            "parent": life.parents(agent),
+            "parent": "founder" if agent.parent is None else str(agent.parent),
             "lived": f"{run.family.spans[index][0]} to {run.family.spans[index][-1]}",
             # A damaged lineage may give no reason: then the colon goes, too.
             "left": (why if index == elite else "")
@@ -414,7 +414,7 @@ def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
             else life.explain_idle(run, agent) or ("not finite" if agent.exams else "none"),
             "steps": ", ".join([str(len(agent.train)), *(f"{len(at)} {what}" for what, at in agent.trouble.items())]),
             "trained": f"{int(tokens):,}" if math.isfinite(tokens := agent.tokens.get("trained", math.nan)) else "",
-            "hyperparameters": _genes(agent.first_values()),
+            "hyperparameters": ", ".join(f"{name} {short_value(v)}" for name, v in agent.first_values().items()),
             "parents": [agent.parent] if agent.parent in run.agents else [],
             "children": [i for i, other in run.agents.items() if index == other.parent],
             "genes": [
@@ -435,10 +435,6 @@ def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
         }
         for index, agent in run.agents.items()
     ]
-
-
-def _genes(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {short_value(value)}" for name, value in values.items())
 
 
 def phase_table(run: RunRecord) -> list[tuple[str, str, str]]:
