@@ -180,7 +180,7 @@ def test_a_terminal_says_at_once_what_a_signal_does(session: Session) -> None:
     # The last line of a table without a signal is empty, so that the ^C of a terminal begins no other.
     view = View(session, screen)
     view.show(PhaseStarted("train"))
-    assert screen.render_lines(view._drawn(), pad=False)[-1] == []
+    assert screen.render_lines(view._draw(), pad=False)[-1] == []
 
 
 def test_progress_as_lines_of_json(session: Session, tmp_path: Path) -> None:

@@ -51,6 +51,6 @@ def tokenizer_without_system_role():
 def one_worker() -> Iterator[None]:
     """Keep the process of the scorers, once it is needed, from ending and starting again between tests."""
     holder = Scorers("n_queens", [{}], [])
-    holder._shared()
+    holder._share_worker()
     yield
     holder.close()

@@ -87,7 +87,7 @@ ANSWERS = [
 def one_worker() -> Iterator[None]:
     """Keep the worker from ending and starting again between tests."""
     holder = Scorers("n_queens", [{}], [])
-    holder._shared()
+    holder._share_worker()
     yield
     holder.close()
 
@@ -238,7 +238,7 @@ def test_time_and_memory_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("agilerl.envs.scorers.CPU_SECONDS", 1.0)
     monkeypatch.setattr("agilerl.envs.scorers._SHARED", type(_shared())())
     holder = Scorers("n_queens", [{}], [])
-    holder._shared()
+    holder._share_worker()
     for name, answer in BOMBS:
         task, row = made(name)
         mine = psutil.Process().memory_info().rss
