@@ -147,13 +147,11 @@ def check_same(info: Mapping[str, Any], wanted: Mapping[str, Any], set_now: Mapp
     with the learning rate, is in ``config`` of ``run.json`` but was not asked for; so the request is compared with the
     request.
     """
-    from agilerl.report.load import flatten_settings
+    from agilerl.report.load import flatten
     from agilerl.training.resolved import document_of
 
     request = document_of(RunConfig.from_dict(info.get("given") or info["config"]))
-    recorded, asked, now, was_set = (
-        dict(flatten_settings(part)) for part in (info["config"], request, wanted, set_now)
-    )
+    recorded, asked, now, was_set = (dict(flatten(part)) for part in (info["config"], request, wanted, set_now))
     different = [name for name in {**now, **asked} if now.get(name) not in (recorded.get(name), asked.get(name))]
     if different:
         # What was set comes before what follows from it, as the seed of the algorithm does.

@@ -444,7 +444,7 @@ def is_held_out(question: str) -> bool:
     return zlib.crc32(question.encode()) % HELD_OUT_EVERY == 0
 
 
-def shrink_panels(exam: int, test: int, available: int) -> tuple[int, int] | None:
+def fit_panels(exam: int, test: int, available: int) -> tuple[int, int] | None:
     """Return the sizes of smaller panels that ``available`` questions fill, or None if they would be too small.
 
     Each gets half of the questions; if one needs fewer, the rest goes to the other.

@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any, Literal
 
 from agilerl.checks.arguments import counted, nearest, shown
-from agilerl.envs.core import LEAST, Message, Split, apportion, shrink_panels
+from agilerl.envs.core import LEAST, Message, Split, apportion, fit_panels
 from agilerl.envs.prompts import HALF, check_opened, render_prompt
 from agilerl.envs.sources import Rows
 from agilerl.errors import EnvError
@@ -495,7 +495,7 @@ def _shrink(
     # A panel of n takes n * weight / total from each part, at most half of its prompts.
     half = int(min(count * sum(rows.weights) / weight for count, weight in zip(each, rows.weights))) // 2
     if "exam" not in sources and "test" not in sources:
-        exam, test = shrink_panels(exam, test, half) or (0, 0)  # (0, 0) ends the loop below
+        exam, test = fit_panels(exam, test, half) or (0, 0)  # (0, 0) ends the loop below
     else:
         exam = exam if "exam" in sources else min(exam, half)
         test = test if "test" in sources else min(test, half)

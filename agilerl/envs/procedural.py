@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, Literal
 
 from agilerl.checks.arguments import Count, Name, Seed, Whole, check_fields, checked, nearest
-from agilerl.envs.core import Row, Split, Task, is_held_out, shrink_panels, warn_of_fewer
+from agilerl.envs.core import Row, Split, Task, fit_panels, is_held_out, warn_of_fewer
 from agilerl.envs.scorers import Scorers
 from agilerl.envs.upstream import (
     build_dataset,
@@ -96,7 +96,7 @@ class Curriculum:
                 f"expected max_level to be at most {last}, the last level for {name}, found {self.max_level}"
             )
         highest = last if self.max_level is None else self.max_level
-        levels = [_raise_to_level(level, name, params, rising) for level in range(highest + 1)]
+        levels = [_set_level(level, name, params, rising) for level in range(highest + 1)]
         if all(level == levels[0] for level in levels):
             raised = sorted({param for member in rising for param in curriculum_params(member, 0, rising[member])})
             raise ConfigError(
@@ -107,9 +107,7 @@ class Curriculum:
         return levels
 
 
-def _raise_to_level(
-    level: int, name: str, params: Mapping[str, Any], rising: Mapping[str, Sequence[str]]
-) -> dict[str, Any]:
+def _set_level(level: int, name: str, params: Mapping[str, Any], rising: Mapping[str, Sequence[str]]) -> dict[str, Any]:
     def raised(member: str, fixed: Mapping[str, Any]) -> dict[str, Any]:
         return {**curriculum_params(member, level, rising[member]), **fixed}
 
@@ -313,7 +311,7 @@ class ReasoningGymTask(Task):
             kind = "distinct questions" if self.holdout == "any" else "distinct questions in its reserved fifth"
             # The reserved fifth is lost to training in any case; of all questions, half stays there.
             available = len(rows) if self.holdout == "reserved" else len(rows) // 2
-            smaller = shrink_panels(*asked, available) if self.shrink_panels else None
+            smaller = fit_panels(*asked, available) if self.shrink_panels else None
             if smaller is None:
                 other = "" if self.holdout == "any" else ", or set holdout to 'any', for panels of any questions"
                 raise EnvError(

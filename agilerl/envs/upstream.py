@@ -60,11 +60,7 @@ def check_params(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
     if name not in registry:
         raise ConfigError(
             f"expected the name of a reasoning_gym task, found {name!r}; {nearest(name, sorted(registry))}"
-            + (
-                ""
-                if _is_installed()
-                else f". Without reasoning_gym there are only {' and '.join(registry)}; run: {how}"
-            )
+            + ("" if _has_gym() else f". Without reasoning_gym there are only {' and '.join(registry)}; run: {how}")
         )
     parameters: dict[str, Field[Any]] = {f.name: f for f in fields(registry[name][1]) if f.name not in MANAGED}
     checked = {}
@@ -97,7 +93,7 @@ def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int)
         arguments["datasets"] = [_library().composite.DatasetSpec(**spec) for spec in params["datasets"]]
     try:
         with quiet():
-            create = _library().create_dataset if _is_installed() else arithmetic.create_dataset
+            create = _library().create_dataset if _has_gym() else arithmetic.create_dataset
             return create(name, seed=seed, size=size, **arguments)
     except Exception as error:  # whatever a foreign constructor raises, the user gets its reason in a sentence
         parameters = ", ".join(f"{k}={v!r}" for k, v in params.items()) or "its defaults"
@@ -107,7 +103,7 @@ def build_dataset(name: str, params: Mapping[str, Any], *, seed: int, size: int)
 
 def curricula() -> list[str]:
     """Return the datasets that reasoning_gym has a curriculum for; raises ConfigError if it is not installed."""
-    if not _is_installed():
+    if not _has_gym():
         raise ConfigError(f"a curriculum is reasoning_gym's, which is not installed; run: {how_to_install('tasks')}")
     return [name for name in known_tasks() if _library().factory.has_curriculum(name)]
 
@@ -163,12 +159,12 @@ def draw(dataset: Any, index: int, *, name: str, params: Mapping[str, Any], seed
 
 
 def _registry() -> Mapping[str, tuple[type, type]]:
-    registry: Mapping[str, tuple[type, type]] = _library().factory.DATASETS if _is_installed() else arithmetic.DATASETS
+    registry: Mapping[str, tuple[type, type]] = _library().factory.DATASETS if _has_gym() else arithmetic.DATASETS
     return registry
 
 
 @cache
-def _is_installed() -> bool:
+def _has_gym() -> bool:
     return find_spec("reasoning_gym") is not None
 
 

@@ -18,7 +18,7 @@ from agilerl.checks.redaction import without_keys
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.fitness import Fitness, paired_difference
 from agilerl.runs import RunLayout, read_lines, read_run
-from agilerl.runs.diagnosis import Symptom, advice, group_by_sentence, symptoms
+from agilerl.runs.diagnosis import Symptom, advice, merge, symptoms
 from agilerl.runs.directory import as_written
 from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.strict_json import read_json
@@ -206,7 +206,7 @@ def why_not_comparable(differ: Iterable[str]) -> str:
 
 def other_questions(runs: Sequence["RunRecord"], differ: Iterable[str]) -> list[str]:
     """Return the differences by which runs of one task were tested on different questions."""
-    settings, names = dict(flatten_settings(runs[0].info["config"])), ["environment.test_prompts"]
+    settings, names = dict(flatten(runs[0].info["config"])), ["environment.test_prompts"]
     # Rows for the test are set aside first, whatever the seed and the exam.
     if not settings.get("environment.dataset"):
         names.append("training.seed")
@@ -259,7 +259,7 @@ def load_run(path: Path) -> RunRecord:
             usual_rate = rate if math.isfinite(rate) else None
             agent.symptoms = [*alarms.get(agent.index, ()), *symptoms(agent.train, usual_rate)]
         living = {agent.index: agent.symptoms for agent in run.agents.values() if agent.died is None}
-        run.symptoms = advice(summary) | group_by_sentence(living)
+        run.symptoms = advice(summary) | merge(living)
         return run
 
 
@@ -285,18 +285,18 @@ def _given(runs: Iterable["RunRecord"]) -> set[str]:
 
 def _parts(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by name, those of each grader and each dataset as well: ``environment.graders.0.weight``."""
-    settings = dict(flatten_settings(config))
+    settings = dict(flatten(config))
     for name in [name for name, value in settings.items() if isinstance(value, list)]:
         if all(isinstance(entry, Mapping) for entry in settings[name]):
-            settings |= flatten_settings({str(i): entry for i, entry in enumerate(settings.pop(name))}, f"{name}.")
+            settings |= flatten({str(i): entry for i, entry in enumerate(settings.pop(name))}, f"{name}.")
     return settings
 
 
-def flatten_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield nested settings by the names of the command line: ``training.pop_size``."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
-            yield from flatten_settings(value, f"{prefix}{name}.")
+            yield from flatten(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

@@ -8,18 +8,7 @@ from pydantic import Field
 from agilerl.checks.arguments import Name, checked, taken
 from agilerl.checks.validation import LARGEST_FLOAT32
 from agilerl.errors import ConfigError, RewardError
-from agilerl.rewards.grader import (
-    BaseGrader,
-    Columns,
-    Grade,
-    Grader,
-    Grades,
-    close,
-    grade,
-    grader_name,
-    setup,
-    transpose,
-)
+from agilerl.rewards.grader import BaseGrader, Columns, Grade, Grader, Grades, close, grade, grader_name, setup, to_rows
 from agilerl.rewards.waiting import WaitingGrader, waiting_parts
 
 Graders = Grader | Sequence[Any] | Mapping[str, Any]
@@ -77,7 +66,7 @@ class CombinedGrader(BaseGrader):
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Grade]:
         """Return the rewards only, as any grader does."""
-        return self.grade(completions, transpose(columns, len(completions)), prompts).rewards
+        return self.grade(completions, to_rows(columns, len(completions)), prompts).rewards
 
     def grade(
         self, completions: Sequence[str], rows: Sequence[Columns], prompts: Sequence[str] | None = None

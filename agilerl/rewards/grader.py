@@ -235,7 +235,7 @@ def score_or_error(score: object, name: str) -> Mark:
         return error
 
 
-def transpose(columns: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:
+def to_rows(columns: Mapping[str, Sequence[Any]], count: int) -> list[dict[str, Any]]:
     """Return the rows that these columns are of."""
     return [{key: column[index] for key, column in columns.items()} for index in range(count)]
 

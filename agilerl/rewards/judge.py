@@ -26,7 +26,7 @@ from agilerl.rewards.grader import (
     grades_of,
     read_text,
     score_or_error,
-    transpose,
+    to_rows,
 )
 from agilerl.rewards.waiting import WaitingGrader
 from agilerl.safety.bounds import PATTERN_SECONDS, check_file, compiled_pattern
@@ -392,7 +392,7 @@ class PairwiseJudgeGrader(JudgeGrader):
 
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Mark]:
         """Return a score for each completion, or the error if it has none; a group is a prompt."""
-        return list(self._scores(completions, transpose(columns, len(completions)), prompts))
+        return list(self._scores(completions, to_rows(columns, len(completions)), prompts))
 
     def grade(
         self, completions: Sequence[str], rows: Sequence[Columns], prompts: Sequence[str] | None = None

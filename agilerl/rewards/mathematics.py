@@ -40,17 +40,13 @@ def math_accuracy(completion: str, answer: str, question: str = "") -> float | N
     if _is_plain(gold[-1]):
         if not (read and _is_plain(read[-1]) and _stands_alone(read[-1], extracted)):
             return 0.0
-    elif (
-        read
-        and _remove_spaces(read[-1]) in _remove_spaces(str(question))
-        and _remove_spaces(read[-1]) != _remove_spaces(answer)
-    ):
+    elif read and _unspace(read[-1]) in _unspace(str(question)) and _unspace(read[-1]) != _unspace(answer):
         return 0.0
     # In this order: math-verify does not treat its two sides alike where one is an assignment, x = 5.
     return float(verify(gold, read, timeout_seconds=None))
 
 
-def _remove_spaces(text: str) -> str:
+def _unspace(text: str) -> str:
     return re.sub(r"[\s$]|\\(?:left|right)\b|\\[,;: ]", "", text)
 
 

@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from agilerl.checks.arguments import Count, Name, Whole, checked
 from agilerl.errors import ConfigError, RewardError
 from agilerl.models.model_config import check_config, check_model_folder, check_size, check_tokenizer_parts
-from agilerl.rewards.grader import MESSAGES, BaseGrader, conversation, transpose
+from agilerl.rewards.grader import MESSAGES, BaseGrader, conversation, to_rows
 from agilerl.safety.addresses import is_out_of_reach
 from agilerl.text.templates import apply_chat_template
 
@@ -96,7 +96,7 @@ class RewardModelGrader(BaseGrader):
     ) -> list[float | Exception]:
         """Return the model's score of each completion as an answer to its conversation."""
         self.setup()
-        asked = transpose({key: columns[key] for key in (MESSAGES, "prompt") if key in columns}, len(completions))
+        asked = to_rows({key: columns[key] for key in (MESSAGES, "prompt") if key in columns}, len(completions))
         texts = zip(asked, prompts, completions)
         rows = [self._ids(conversation(row, prompt), completion) for row, prompt, completion in texts]
         limit = self.max_length or getattr(self._model.config, "max_position_embeddings", None)

@@ -22,7 +22,7 @@ from agilerl.rewards.grader import (
     grader_name,
     read_text,
     setup,
-    transpose,
+    to_rows,
 )
 from agilerl.safety.custom_code import torch_restored
 
@@ -51,7 +51,7 @@ class WaitingGrader(BaseGrader):
     def __call__(self, prompts: Sequence[str], completions: Sequence[str], **columns: Sequence[Any]) -> list[Mark]:
         """Return a score for each completion, or the error if it has none."""
         self.setup()
-        rows = transpose(columns, len(completions))
+        rows = to_rows(columns, len(completions))
         return self.answers([self.question(*arguments) for arguments in zip(completions, prompts, rows)])
 
     def question(self, completion: str, prompt: str, row: Columns) -> Any:

@@ -22,7 +22,7 @@ from agilerl.checks.arguments import checked, nearest, shown
 from agilerl.config.training import TRACKERS
 from agilerl.errors import CheckpointError, ConfigError, how_to_install
 from agilerl.report.life import sentence
-from agilerl.report.load import flatten_settings
+from agilerl.report.load import flatten
 from agilerl.runs.atomic import write_json
 from agilerl.runs.directory import RunLayout
 from agilerl.runs.strict_json import read_json
@@ -207,11 +207,7 @@ class Trackers:
         self._finished, self._run, self._resumed_at, self._last = False, run, resumed_at, resumed_at or 0
         self._trackers: dict[str, Any] = {}
         self._identities = {} if run is None else _read(run)
-        flattened = {
-            name: value
-            for name, value in flatten_settings(settings)
-            if not (value is None or isinstance(value, Mapping))
-        }
+        flattened = {name: v for name, v in flatten(settings) if not (v is None or isinstance(v, Mapping))}
         values = {name: value if isinstance(value, _PLAIN) else json.dumps(value) for name, value in flattened.items()}
         values |= {} if run is None else {"run": str(run.root)}
         for name, tracker in _named(wanted).items():

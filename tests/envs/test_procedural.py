@@ -6,7 +6,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 
-from agilerl.envs.core import is_held_out, score_completions, shrink_panels
+from agilerl.envs.core import fit_panels, is_held_out, score_completions
 from agilerl.envs.procedural import ReasoningGymTask
 from agilerl.envs.upstream import quiet
 from agilerl.errors import ConfigError, EnvError, RewardError
@@ -264,7 +264,7 @@ def test_panels_of_enough_questions_do_not_shrink():
     ],
 )
 def test_how_few_questions_are_divided(asked, available, found):
-    assert shrink_panels(*asked, available) == found
+    assert fit_panels(*asked, available) == found
 
 
 def test_a_panel_that_takes_every_question_leaves_no_training():

@@ -9,7 +9,7 @@ from threading import Lock, Thread
 from typing import Any, Self
 
 from agilerl.config.environment import AgentLimitsConfig
-from agilerl.envs.core import Row, Split, Task, TrainingOrder, shrink_panels, warn_of_fewer
+from agilerl.envs.core import Row, Split, Task, TrainingOrder, fit_panels, warn_of_fewer
 from agilerl.envs.programs import MODEL, AgentTask, client
 from agilerl.errors import AgileRLError, ConfigError, EnvError, how_to_install
 from agilerl.rewards.grader import Columns
@@ -46,7 +46,7 @@ class TasksetTask(Task):
         # An index would make equal tasks different.
         distinct = {task.with_data(idx=None).hash: task for task in islice(env.taskset, limit)}
         self._tasks = [distinct[key] for key in sorted(distinct)]
-        sizes = shrink_panels(exam, test, min(exam + test, len(self._tasks) // 2))
+        sizes = fit_panels(exam, test, min(exam + test, len(self._tasks) // 2))
         if sizes is None:
             raise EnvError(f"{name} has {len(self._tasks)} different tasks, too few for an exam and a test; 8 would do")
         self.exam_prompts, self.test_prompts = sizes
