@@ -1,4 +1,4 @@
-"""Compare what docs/comparison.md says of AgileRL's defaults with its packages: ``python docs/check_sources.py``.
+"""Compare what the pages say of other projects with their packages: ``python docs/check_sources.py``.
 
 Needs the package index. Nothing is installed or imported: wheels are downloaded, and their source is parsed.
 """
@@ -16,6 +16,18 @@ DOCS = Path(__file__).resolve().parent
 SOURCES = DOCS / "comparison.md"
 FILES = {"GRPO": "grpo", "PPO": "ppo_llm", "REINFORCE": "reinforce_llm", "DPO": "dpo", "SFT": "sft"}
 """Where AgileRL has the algorithms of the table."""
+STATEMENTS = (
+    ("trl", "1.16.0", "trl/trainer/grpo_config.py", r"use_bias_correction_kl: bool = field\(\s*default=True"),
+    ("trl", "1.16.0", "trl/trainer/grpo_config.py", r"learning_rate: float = field\(\s*default=1e-6"),
+    ("trl", "1.16.0", "trl/trainer/rloo_config.py", r"learning_rate: float = field\(\s*default=1e-6"),
+    ("trl", "1.16.0", "trl/trainer/dpo_config.py", r"learning_rate: float = field\(\s*default=1e-6"),
+    ("trl", "1.16.0", "trl/trainer/kto_config.py", r"learning_rate: float = field\(\s*default=1e-6"),
+    ("trl", "1.16.0", "trl/trainer/sft_config.py", r"learning_rate: float = field\(\s*default=2e-5"),
+    ("ray", "2.60.0", "ray/tune/schedulers/pbt.py", r"class PopulationBasedTrainingReplay\b"),
+    ("agilerl", "2.58.0", "agilerl/algorithms/ppo_llm.py", r"kl_clamp: float \| None = 10\.0"),
+    ("verl", "0.9.1", "verl/workers/config/engine.py", r"full_determinism: bool = False"),
+)
+"""What the pages say of other projects: the package, its version, a file in it, and a pattern that is found there."""
 
 
 def rows(text: str, heading: str) -> list[list[str]]:
@@ -45,6 +57,14 @@ def versions() -> list[str]:
     return re.findall(r"AgileRL (\d\S+)", text.split("| --- ", 1)[0])
 
 
+def wheel_of(project: str, version: str, folder: str) -> Path:
+    """Return the wheel of a project, downloaded unless it is there."""
+    if not list(Path(folder).glob(f"{project}-{version}-*.whl")):
+        wanted = [f"{project}=={version}", "--no-deps", "--dest", folder, "--quiet"]
+        subprocess.run([sys.executable, "-m", "pip", "download", *wanted], check=True)
+    return next(Path(folder).glob(f"{project}-{version}-*.whl"))
+
+
 def theirs(wheel: Path, algorithm: str) -> dict[str, Any]:
     """Return the defaults of an algorithm's arguments in a wheel of AgileRL."""
     tree = ast.parse(zipfile.ZipFile(wheel).read(f"agilerl/algorithms/{FILES[algorithm]}.py"))
@@ -55,24 +75,28 @@ def theirs(wheel: Path, algorithm: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print each default that is another one, and each argument of both that the table lacks; exit with 1 if any."""
+    """Print each default and statement that is wrong, and each argument of both that the table lacks.
+
+    Exits with 1 if there are any.
+    """
     import inspect
 
     from agilerl.algorithms import ALGORITHMS
 
     wrong, listed = [], defaults()
     with tempfile.TemporaryDirectory() as folder:
+        for project, version, file, pattern in STATEMENTS:
+            if not re.search(pattern, zipfile.ZipFile(wheel_of(project, version, folder)).read(file).decode()):
+                wrong.append(f"{project} {version}: {file} lacks {pattern}")
         for place, version in enumerate(versions()):
-            wanted = [f"agilerl=={version}", "--no-deps", "--dest", folder, "--quiet"]
-            subprocess.run([sys.executable, "-m", "pip", "download", *wanted], check=True)
-            wheel = next(Path(folder).glob(f"agilerl-{version}-*.whl"))
+            wheel = wheel_of("agilerl", version, folder)
             for algorithm in FILES:
                 own = inspect.signature(ALGORITHMS[algorithm]).parameters
                 for argument, default in theirs(wheel, algorithm).items():
                     known = listed.get((algorithm, argument))
                     if argument in own and default != (own[argument].default if known is None else known[place]):
                         wrong.append(f"AgileRL {version}: {algorithm}({argument}={default!r}), listed: {known}")
-    print("\n".join(wrong) or f"{len(listed)} defaults of AgileRL {' and '.join(versions())} are as listed")
+    print("\n".join(wrong) or f"{len(listed)} defaults of AgileRL and {len(STATEMENTS)} statements are as listed")
     sys.exit(bool(wrong))
 
 

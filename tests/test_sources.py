@@ -1,6 +1,7 @@
 """Statements about other projects: of which version each is, and when and where it was read (docs/comparison.md)."""
 
 import datetime
+import importlib.metadata
 import inspect
 import re
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from agilerl.algorithms import ALGORITHMS
-from docs.check_sources import SOURCES, defaults, sources
+from docs.check_sources import SOURCES, STATEMENTS, defaults, sources
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -48,6 +49,14 @@ def test_defaults_of_this_project_are_as_listed() -> None:
     for (algorithm, argument), (*_, here) in listed.items():
         found: Any = inspect.signature(ALGORITHMS[algorithm]).parameters[argument].default
         assert found == here, (algorithm, argument)
+
+
+@pytest.mark.parametrize(("project", "version", "file", "pattern"), [s for s in STATEMENTS if s[0] in ("trl", "ray")])
+def test_statements_about_installed_projects_hold(project: str, version: str, file: str, pattern: str) -> None:
+    if importlib.metadata.version(project) != version:
+        pytest.skip(f"{project} {version} is not installed")
+    text = Path(str(importlib.metadata.distribution(project).locate_file(file))).read_text(encoding="utf-8")
+    assert re.search(pattern, text)
 
 
 def test_the_tables_are_read_as_written() -> None:
