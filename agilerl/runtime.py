@@ -365,6 +365,8 @@ class Runtime:
         self.engine, self.options = engine, options
         if isinstance(torch_engine, TorchEngine) and self.base.flattens:
             torch_engine.prefill_tokens = self.pass_size.unsaved
+        if isinstance(engine, TorchEngine):
+            engine.check()
 
     @property
     def loaded(self) -> dict[str, Any]:

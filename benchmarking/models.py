@@ -114,8 +114,8 @@ def _small(config: Any) -> dict[str, Any]:
         if isinstance(value, float) and "softcap" in name:
             changes[name] = 2.0  # small enough to show
         elif isinstance(value, int):
-            most = next((most for pattern, most in SMALL if re.search(pattern, name)), value)
-            changes |= {name: most} if value > most else {}
+            limit = next((limit for pattern, limit in SMALL if re.search(pattern, name)), value)
+            changes |= {name: limit} if value > limit else {}
     ends = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "is_decoder": True}
     return changes | {name: value for name, value in ends.items() if name in fields and hasattr(config, name)}
 
@@ -205,8 +205,8 @@ def _logprobs(model: Any, prompt: Sequence[int], answer: Sequence[int]) -> torch
     return torch.log_softmax(logits, -1).gather(1, torch.tensor(answer)[:, None])[:, 0]
 
 
-def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
-    return float((one - other).abs().max())
+def _apart(first: torch.Tensor, second: torch.Tensor) -> float:
+    return float((first - second).abs().max())
 
 
 def _compared(agent: Any, by_hand: Any) -> dict[str, float]:

@@ -72,25 +72,25 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 CEILINGS = {
-    ".": 2_388,
+    ".": 2_390,
     "algorithms": 6_061,
     "checks": 695,
     "cli": 4_262,
-    "compat": 2_391,
+    "compat": 2_392,
     "config": 2_226,
     "data": 707,
-    "envs": 7_010,
+    "envs": 7_006,
     "functional": 1_545,
     "hpo": 2_562,
     "models": 4_180,
     "planning": 554,
     "report": 1_888,
     "rewards": 2_740,
-    "rollouts": 4_194,
+    "rollouts": 4_200,
     "runs": 2_151,
     "safety": 793,
-    "text": 558,
-    "training": 4_776,
+    "text": 557,
+    "training": 4_803,
     "utils": 40,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises

@@ -6,6 +6,7 @@ import pytest
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from agilerl.envs.prompts import render_prompt
 from agilerl.errors import ConfigError
 from agilerl.models.base import load_tokenizer
 from agilerl.text.templates import TemplateBrokenError, apply_chat_template, rendered, with_chat_template
@@ -19,10 +20,8 @@ def tokenizer() -> Any:
 @pytest.mark.parametrize("tail", ["yes", "yes ", " yes\n", "a CONTINUE", "ü"])
 def test_a_prefill_ends_where_transformers_ends_it(tail: str, tokenizer: Any) -> None:
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": tail}]
-    for tokenize in (True, False):
-        theirs = tokenizer.apply_chat_template(messages, tokenize=tokenize, continue_final_message=True)
-        ours = apply_chat_template(tokenizer, messages, tokenize=tokenize, continue_final_message=True)
-        assert ours == (theirs["input_ids"] if tokenize else theirs)
+    theirs = tokenizer.apply_chat_template(messages, continue_final_message=True)
+    assert render_prompt(tokenizer, messages) == theirs["input_ids"]
 
 
 def test_templates_get_tools_names_and_special_tokens(tokenizer: Any) -> None:
@@ -30,9 +29,7 @@ def test_templates_get_tools_names_and_special_tokens(tokenizer: Any) -> None:
         "{{ bos_token }}{{ tools | tojson }}{{ depth }}{% generation %}{{ messages[0].content }}{% endgeneration %}"
     )
     changed = with_chat_template(tokenizer, source=source, names={"depth": 3})
-    text = apply_chat_template(
-        changed, [{"role": "user", "content": "q"}], tools=[{"type": "function"}], tokenize=False
-    )
+    text = apply_chat_template(changed, [{"role": "user", "content": "q"}], tools=[{"type": "function"}])
     assert text == tokenizer.bos_token + '[{"type": "function"}]3q'
 
 
@@ -58,7 +55,7 @@ BROKEN = {
 def test_a_template_that_reaches_further_is_broken(name: str, tokenizer: Any) -> None:
     tokenizer.chat_template = BROKEN[name]
     try:
-        text = apply_chat_template(tokenizer, [{"role": "user", "content": "hi"}], tokenize=False)
+        text = apply_chat_template(tokenizer, [{"role": "user", "content": "hi"}])
     except (TemplateError, ValueError, TypeError):
         return
     assert text == "", text  # an attribute that the sandbox hides

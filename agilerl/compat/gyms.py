@@ -216,7 +216,8 @@ class ReasoningGym(Gym[list[Prompt]]):
         for prompt, ids in zip(prompts, completion_ids):
             start = prompt["input_ids"].shape[1]
             texts += decode_completions(self.tokenizer, ids[:, start:].tolist())
-            rows += [{**prompt["row"], **prompt_columns(self.task, self.tokenizer, prompt["row"])}] * ids.shape[0]
+            columns = prompt_columns(self.task.messages(prompt["row"]), self.tokenizer)
+            rows += [{**prompt["row"], **columns}] * ids.shape[0]
         scores = score_completions(self.task, rows, texts)
         rewards = torch.tensor([float("nan") if score is None else score for score in scores], dtype=torch.float32)
         return self._next(), rewards.reshape(len(completion_ids), -1)

@@ -185,7 +185,7 @@ class TokenObservationWrapper:
         if logps is not None and marked is not None and len(logps) != marked:
             raise EnvError(f"expected a log-prob for each of {marked} sampled tokens, found {len(logps)}")
         known = marked if logps is None else len(logps)
-        length = completion_length(tail, ends=self._ends, pad=self.pad_id, known=known)
+        length = completion_length(tail, ends=self._ends, pad=self.pad_id, sampled=known)
         if not length:
             raise EnvError("expected a completion of at least one token, found none")
         # More of the end token follows: it pads as well, and a cut cannot be told from an end.

@@ -9,9 +9,9 @@ from typing import Any, Literal, Self
 from agilerl.checks.arguments import Name, checked
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.envs.core import Message, TaskArgument, TaskWrapper, waiting_graders
-from agilerl.envs.prompts import text_ids
 from agilerl.rewards.grader import CLOSE, MESSAGES, OPEN, OPENING, Columns, GradedRow, Grades
 from agilerl.rewards.waiting import WaitingGrader
+from agilerl.text.contract import text_ids
 
 Format = Literal["whole", "tags", "last_number", "after", "boxed"]
 PHRASE = "The answer is"

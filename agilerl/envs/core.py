@@ -4,7 +4,7 @@ import warnings
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, count
 from types import MappingProxyType
@@ -62,6 +62,8 @@ class Place:
     """Number of rows that were too long and that this one replaces."""
     level: int | None = None
     """Level of the curriculum; None if there is none."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The conversation that the prompt was rendered from, so that it need not be made again; empty: not kept."""
 
 
 @dataclass(frozen=True)
@@ -197,15 +199,15 @@ class Task(ABC):
         a panel's prompt is too long, or those of all stand-ins are.
         """
 
-        def rendered(row: Row) -> list[int]:
+        def placed(row: Row) -> Place:
+            messages = self.messages(row)
             # At least one token is left for the completion.
-            return render_prompt(tokenizer, self.messages(row), max_tokens=context_length - 1)
+            return Place(row, render_prompt(tokenizer, messages, max_tokens=context_length - 1), messages=messages)
 
         if split == "train":
-            row, ids, skipped = self.first_that_fits(index, rendered)
-            return Place(row, ids, skipped, self.level(index))
-        row = self.row(split, index)
-        return Place(row, rendered(row))
+            _, fitting, skipped = self.first_that_fits(index, placed)
+            return replace(fitting, skipped=skipped, level=self.level(index))
+        return placed(self.row(split, index))
 
     def first_that_fits(self, position: int, render: Callable[[Row], Rendered]) -> tuple[Row, Rendered, int]:
         """Return a training row, ``render`` of it, and how many rows before it were too long."""
@@ -317,10 +319,9 @@ class TaskWithGraders(Task):
         super().close()
 
 
-def prompt_columns(task: Task, tokenizer: Any, row: Columns) -> dict[str, Any]:
-    """Return what graders are told of a row's prompt: its conversation, and what the template writes of an answer."""
-    messages, contract = task.messages(row), contract_of(tokenizer)
-    last = messages[-1] if messages else {}
+def prompt_columns(messages: Sequence[Mapping[str, Any]], tokenizer: Any) -> dict[str, Any]:
+    """Return what graders are told of a prompt: its conversation, and what the template writes of an answer."""
+    contract, last = contract_of(tokenizer), messages[-1] if messages else {}
     if last.get("role") != "assistant" or not last["content"]:
         return {MESSAGES: messages, OPENING: contract.left_open}
     if contract.left_open and not last["content"].lstrip().startswith(contract.left_open.strip()):

@@ -16,6 +16,8 @@ from agilerl.envs.prompts import HALF, check_opened, render_prompt
 from agilerl.envs.sources import Rows
 from agilerl.errors import EnvError
 from agilerl.rewards.grader import Columns
+from agilerl.text.contract import contract_of
+from agilerl.text.padding import has_template
 
 # -- the columns of the prompt, the response and the rejected one, as text or messages --------------------------------
 
@@ -539,20 +541,24 @@ def _select_usable(
     # An added token may be special without being one of all_special_tokens, which have a role.
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     special = {*getattr(tokenizer, "all_special_tokens", ()), *(token.content for token in added if token.special)}
+    special |= set() if tokenizer is None else set(contract_of(tokenizer).end_texts)
     # (?!) matches nothing, while an empty pattern matches everywhere.
     pattern = re.compile("|".join(map(re.escape, special)) or r"(?!)")
-    fits, first = [], ""
-    faults: Counter[str] = Counter()
-    counts: Counter[str] = Counter()
+    fits, faults, counts = [], Counter[str](), Counter[str]()
+    firsts: dict[str, str] = {}
+    """What is wrong with the first row that is left out for each reason."""
     for index, row in enumerate(rows):
         try:
             sample = form.read(row)
         except RowFaultError as fault:
             faults[fault.kind] += 1
-            first = first or f"{rows.where(index)}: {fault}"
+            firsts.setdefault("malformed", f"{rows.where(index)}: {fault}")
             continue
-        if any(pattern.search(text) for text in sample.texts()):
+        if token := next(filter(None, map(pattern.search, sample.texts())), None):
             counts["special_tokens"] += 1
+            why = f"{rows.where(index)} has the special token {token[0]!r} in {shown(token.string)}; remove it"
+            cure = ", as the chat template adds such tokens itself" if has_template(tokenizer) else ""
+            firsts.setdefault("special", why + cure)
             continue
         messages = [*converse(row, sample)]
         key = rank = _digest(json.dumps(messages))  # never the order or a seed: other runs get the same panels
@@ -563,6 +569,10 @@ def _select_usable(
             ids = render_prompt(tokenizer, messages)
             if max_tokens is not None and len(ids) > max_tokens:
                 counts["too_long"] += 1
+                why = (
+                    f"{rows.where(index)} has a prompt of {len(ids)} tokens, and {max_tokens} fit; raise max_model_len"
+                )
+                firsts.setdefault("too long", why)
                 continue
             # By tokens, which is what a model sees: different texts may become the same prompt.
             key = _digest(" ".join(map(str, ids)))
@@ -570,11 +580,13 @@ def _select_usable(
     if faults and bad_rows == "raise":
         others = sum(faults.values()) - 1
         more = f"; {others} more of {len(rows)} rows are malformed ({_list_counts(faults)})" if others else ""
-        raise EnvError(f"{first}{more}; fix the file, or leave such rows out with bad_rows: drop")
+        raise EnvError(f"{firsts['malformed']}{more}; fix the file, or leave such rows out with bad_rows: drop")
     counts += faults
     counts["read"] = len(rows)
     if not fits:
-        raise EnvError(f"expected usable rows in {rows.name}, found none; {_list_counts(counts)}")
+        raise EnvError(
+            "; ".join([f"expected usable rows in {rows.name}, found none: {_list_counts(counts)}", *firsts.values()])
+        )
     return fits, counts
 
 

@@ -19,12 +19,10 @@ from agilerl.envs.prompts import (
     prompt_text,
     render_prompt,
     render_text,
-    template_ids,
-    text_ids,
 )
 from agilerl.errors import ConfigError, EnvError
 from agilerl.streams import stream
-from agilerl.text.contract import MARK, contract_of, plain_ids
+from agilerl.text.contract import MARK, contract_of, plain_ids, template_ids, text_ids
 from agilerl.text.padding import has_template
 
 LossOn = Literal["completion", "assistant"]
@@ -131,7 +129,7 @@ def _render(
     check_tokenizer(tokenizer)
     template = f"the chat template of {type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')!r}"
     calls = [call for message in messages for call in message.get("tool_calls", ())]
-    names = {str((one.get("function") or one).get("name")) for one in (*calls, *tools)}
+    names = {str((item.get("function") or item).get("name")) for item in (*calls, *tools)}
     shown = render_text(tokenizer, messages, tools=tools) if names and has_template(tokenizer) else ""
     if missing := sorted(name for name in names if name not in shown):
         raise ConfigError(
@@ -154,16 +152,18 @@ def _render(
             marked = [*messages[:index], {**message, "content": MARK}, *messages[index + 1 : upto.stop]]
             rest = render_text(tokenizer, marked, tools=tools, prompts=following is not None).rpartition(MARK)[2]
             parts = _parts(tokenizer, before, after, response, rest, calls="tool_calls" in message)
-        if parts is not None and following is not None and contract_of(tokenizer).closing and not parts[2]:
-            parts = None  # earlier answers have another end than the last one
+        if parts is not None and following is not None and not parts[2]:
+            parts = None  # an earlier answer does not end with a token that ends answers
         if not before.startswith(text) or (parts is None and (following is not None or "tool_calls" in message)):
             raise ConfigError(
-                f"{template} changes earlier text when a message follows, so the assistant's tokens cannot be "
-                "identified; learn completions only, with single answers (loss_on='completion'), or use a template "
-                "that only appends"
+                f"{template} changes earlier text, or does not end an answer, when a message follows, so the "
+                "assistant's tokens cannot be identified; learn completions only, with single answers "
+                "(loss_on='completion'), or use a template that only appends"
             )
         # Where the template cuts the answer, it is the row's own behind the generation prompt.
-        lead, shown, closing = parts or ("", response, contract_of(tokenizer).closing)
+        lead, shown, closing = parts or ("", response, "")
+        # Some templates end an answer only once another turn follows.
+        closing = closing or contract_of(tokenizer).closing
         new = text_ids(tokenizer, before[len(text) :], text) if ids else template_ids(tokenizer, before)
         answer = _learned(tokenizer, response, closing, before, lead)
         ids += new + answer

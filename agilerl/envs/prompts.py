@@ -3,15 +3,17 @@
 import re
 from collections.abc import Collection, Mapping, Sequence
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 
 from agilerl.checks.arguments import Tokenizer, Whole, checked, described
 from agilerl.errors import ConfigError, EnvError
-from agilerl.text.contract import MARK, continuation_ids, contract_of, plain_ids, token_ids
+from agilerl.text.contract import CLOSED, MARK, contract_of, plain_ids, template_ids, text_ids
 from agilerl.text.padding import decoded, has_template
 from agilerl.text.templates import TemplateBrokenError, apply_chat_template
+
+ItemT = TypeVar("ItemT")
 
 
 class PromptTooLongError(EnvError):
@@ -65,8 +67,11 @@ def render_prompt(
     if not conversation:
         raise EnvError("expected at least one message with content in a prompt, found none")
     if use_template and has_template(tokenizer):
-        if any(message["role"] == "system" for message in conversation):
-            _check_system_role(tokenizer)
+        if any(message["role"] == "system" for message in conversation) and contract_of(tokenizer).drops_system:
+            raise ConfigError(
+                "the tokenizer's chat template drops system messages, so the model would never see this one; move its "
+                "text into the user message"
+            )
         ids = template_ids(tokenizer, prompt_text(tokenizer, conversation, tools))
     else:
         ids = plain_ids(tokenizer, "\n".join(message["content"] for message in conversation))
@@ -89,22 +94,22 @@ def end_token_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(contract_of(tokenizer).ends)
 
 
-def completion_length(ids: Sequence[int], *, ends: Collection[int], pad: int | None, known: int | None = None) -> int:
+def completion_length(ids: Sequence[int], *, ends: Collection[int], pad: int | None, sampled: int | None = None) -> int:
     """Return how many of the ids after a prompt are its completion, end token included.
 
-    ``known``, the number of tokens marked by an action mask or with log-probs, decides, because ids alone cannot
+    ``sampled``, the number of tokens marked by an action mask or with log-probs, decides, because ids alone cannot
     distinguish a sampled pad token from padding. Without it, a completion ends at its first token of ``ends``, or else
     before the trailing padding; a pad token followed by other tokens was sampled. Raises EnvError for fewer ids than
-    ``known``, or something other than padding after them.
+    ``sampled``, or something other than padding after them.
     """
-    if known is not None:
-        behind = set(ids[known:])
-        if known > len(ids) or not behind <= {pad, *ends}:
+    if sampled is not None:
+        behind = set(ids[sampled:])
+        if sampled > len(ids) or not behind <= {pad, *ends}:
             raise EnvError(
-                f"expected {known} sampled tokens (as many as log-probs or marked places in the action mask) and then "
-                f"padding, found {len(ids)} tokens after the prompt"
+                f"expected {sampled} sampled tokens (as many as log-probs or marked places in the action mask) and "
+                f"then padding, found {len(ids)} tokens after the prompt"
             )
-        return known
+        return sampled
     first = next((length for length, token in enumerate(ids, 1) if token in ends), None)
     return first or next((length for length in range(len(ids), 0, -1) if ids[length - 1] != pad), 0)
 
@@ -121,11 +126,11 @@ def decode_completions(tokenizer: Tokenizer, completions: Sequence[Sequence[int]
     for ids in completions:
         length = completion_length(ids, ends=ends, pad=tokenizer.pad_token_id)
         # An end token need not be a special one, and would then show in the text.
-        kept = list(ids[: length - 1] if length and ids[length - 1] in ends else ids[:length])
+        answer = list(ids[: length - 1] if length and ids[length - 1] in ends else ids[:length])
         try:
-            texts.append(decoded(tokenizer, kept, skip_special_tokens=True))
+            texts.append(decoded(tokenizer, answer, skip_special_tokens=True))
         except (TypeError, OverflowError) as error:
-            raise ConfigError(f"decode_completions: expected whole token ids, found {described(kept)}") from error
+            raise ConfigError(f"decode_completions: expected whole token ids, found {described(answer)}") from error
     return texts
 
 
@@ -135,33 +140,32 @@ def render_text(
     *,
     tools: Sequence[Mapping[str, Any]] = (),
     prompts: bool = True,
-    continues: bool = False,
 ) -> str:
     """Return a conversation as the chat template writes it, up to where the model continues it.
 
-    ``prompts=False`` omits the start of the model's message. With ``continues`` the last message stays open for the
-    model to continue. Raises ConfigError for a malformed message, or a template that refuses the messages.
+    ``prompts=False`` omits the start of the model's message. Raises ConfigError for a malformed message, or a template
+    that refuses the messages.
     """
-    conversation, roles = as_messages(messages), {"prompts": prompts, "continues": continues}
-    return str(_apply_template(tokenizer, conversation, tools, **roles))
-
-
-def _check_system_role(tokenizer: Any) -> None:
-    """Raise ConfigError if the chat template drops the system message."""
-    mark = "agilerl:the-system-speaks"
-    conversation = [{"role": "system", "content": mark}, {"role": "user", "content": "x"}]
-    if mark not in render_text(tokenizer, conversation):
+    conversation = as_messages(messages)
+    try:
+        return apply_chat_template(tokenizer, conversation, tools=tools, prompts=prompts)
+    except TemplateBrokenError as error:
         raise ConfigError(
-            "the tokenizer's chat template drops system messages, so the model would never see this one; move its "
-            "text into the user message"
-        )
+            f"the tokenizer's chat template cannot be used: {error}; get it from its original source"
+        ) from error
+    except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
+        roles = [message["role"] for message in conversation]
+        cure = "move its text into the user message" if "system" in roles else "check the roles and their order"
+        raise ConfigError(
+            f"the tokenizer's chat template does not accept a conversation of {', '.join(roles)}: {error}; {cure}"
+        ) from error
 
 
 def generation_prompt(tokenizer: Any) -> list[int]:
     """Return the tokens with which every prompt ends: what the chat template puts between a question and its answer."""
     first, second = (render_prompt(tokenizer, [{"role": "user", "content": text}])[::-1] for text in "12")
     # What two prompts that differ in nothing but their question end with alike.
-    ending = [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second))][::-1]
+    ending = _alike(first, second)[::-1]
     # Line breaks at the end may merge with those of a prefill into another token.
     while len(ending) > 1 and not tokenizer.decode(ending[-1:]).strip():
         ending.pop()
@@ -173,6 +177,11 @@ def generation_prompt(tokenizer: Any) -> list[int]:
     return ending
 
 
+def _alike(first: Sequence[ItemT], second: Sequence[ItemT]) -> list[ItemT]:
+    """Return what two sequences begin with alike."""
+    return [item for item, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second))]
+
+
 def check_opened(tokenizer: Any, *answers: str | None, where: str) -> None:
     """Raise EnvError, with the place of a row, as :func:`behind_opened` does for one of its answers."""
     try:
@@ -182,34 +191,37 @@ def check_opened(tokenizer: Any, *answers: str | None, where: str) -> None:
         raise EnvError(f"{where}: {error}") from None
 
 
-def template_ids(tokenizer: Any, text: str) -> list[int]:
-    """Return the tokens of what a chat template has written, which has all special tokens in it."""
-    return token_ids(tokenizer(text, add_special_tokens=False))
-
-
-def text_ids(tokenizer: Any, text: str, before: str = "") -> list[int]:
-    """Return the tokens of a text that continues another one, ``before``; no special tokens are added."""
-    return continuation_ids(tokenizer, before, text)
-
-
 def prompt_text(tokenizer: Any, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
     """Return a conversation as the chat template writes it, up to where the model continues it.
 
-    A last message of the assistant is a prefill. It stands behind the generation prompt wherever the template would
-    change it, and what the generation prompt has opened is not opened again.
+    A last message of the assistant is a prefill. It stands unchanged, whatever the template would make of it, and what
+    the generation prompt has opened is not opened again.
     """
     *before, last = messages
     if last["role"] != "assistant":
         return render_text(tokenizer, messages, tools=tools)
-    written = render_text(tokenizer, messages, tools=tools, prompts=False, continues=True)
-    if not before:
-        return written
-    prompt, prefill = render_text(tokenizer, before, tools=tools), str(last["content"])
-    new = behind_opened(tokenizer, prefill)
-    # What the template itself begins an answer with, such as thinking that is over.
-    added = written.removesuffix(prefill).removeprefix(prompt).split()[:1]
-    changed = new != prefill or not written.endswith(prefill)
-    return prompt + new if changed or (added and prefill.split()[:1] == added) else written
+    prefill = str(last["content"])
+
+    def written(answer: str) -> str:
+        return render_text(tokenizer, [*before, {**last, "content": answer}], tools=tools, prompts=False)
+
+    prompt, new = render_text(tokenizer, before, tools=tools) if before else "", behind_opened(tokenizer, prefill)
+    # The mark keeps blanks at the end of the prefill, which some templates would trim.
+    whole, mark, _ = written(prefill + MARK).rpartition(MARK)
+    shown = next((text for text in (prefill, prefill.lstrip()) if mark and whole.endswith(text)), None)
+    if shown is not None:
+        lead = whole[: len(whole) - len(shown)]
+        # What the template itself begins an answer with, such as thinking that is over.
+        words = lead.removeprefix(prompt).split()[:1]
+        changes = bool(words and prefill.split()[:1] == words)
+    else:
+        # What it writes before two answers that it may change as well; thinking that it closes is left to the prefill.
+        answers = written("a"), written("b")
+        lead = "".join(_alike(*answers))
+        added = lead.removeprefix(prompt)
+        thinks = bool(added.strip() and CLOSED.fullmatch(added))
+        changes = answers[0] == answers[1] or not lead.startswith(prompt) or thinks
+    return (prompt if changes or new != prefill else lead) + new
 
 
 def behind_opened(tokenizer: Any, answer: str) -> str:
@@ -230,36 +242,6 @@ def behind_opened(tokenizer: Any, answer: str) -> str:
             "network.chat_template_kwargs so that the template leaves it to the answer"
         )
     return answer
-
-
-def _apply_template(
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    tools: Sequence[Mapping[str, Any]],
-    *,
-    prompts: bool,
-    continues: bool,
-) -> Any:
-    try:
-        return apply_chat_template(
-            tokenizer,
-            messages,
-            # None, not an empty list: Llama 3's templates announce tools unless `tools` is none.
-            tools=[dict(tool) for tool in tools] or None,
-            tokenize=False,
-            add_generation_prompt=prompts,
-            continue_final_message=continues,
-        )
-    except TemplateBrokenError as error:
-        raise ConfigError(
-            f"the tokenizer's chat template cannot be used: {error}; get it from its original source"
-        ) from error
-    except (TemplateError, ValueError, TypeError, KeyError, IndexError) as error:
-        roles = [message["role"] for message in messages]
-        cure = "move its text into the user message" if "system" in roles else "check the roles and their order"
-        raise ConfigError(
-            f"the tokenizer's chat template does not accept a conversation of {', '.join(roles)}: {error}; {cure}"
-        ) from error
 
 
 # -- conversations that only grow: how a chat template continues one --------------------------------------------------
@@ -374,9 +356,11 @@ class ChatFormat:
             # With thinking and without it: some templates remove it from what is history.
             whole = [self._answered(before, answer, messages) for answer in (MARK, _THOUGHT + MARK)]
             behind = text_ids(self.tokenizer, whole[0].removeprefix(MARK), MARK)
-            # The end that a completion has would be one more than the template writes.
             grows = whole[0].startswith(MARK) and whole[1].startswith(_THOUGHT + MARK)
-            self._appended[roles] = grows and self._ending(behind) > 0
+            # Behind another token the end that a completion has would be one more than the template writes.
+            contract, ending = contract_of(self.tokenizer), self._ending(behind)
+            ends = (contract.end,) if contract.closing else contract.ends
+            self._appended[roles] = grows and ending > 0 and behind[ending - 1] in ends
         return not self.uses_template or self._appended[roles]
 
     def _answered(self, before: Sequence[Mapping[str, Any]], answer: str, messages: Sequence[Mapping[str, Any]]) -> str:

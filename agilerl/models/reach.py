@@ -95,11 +95,11 @@ def kinds_with_states(config: Any) -> set[str]:
 @contextmanager
 def narrowed(model: Any, limits: Mapping[str, int], size: int = 4) -> Iterator[None]:
     """Let windows and chunks be of so many tokens while the context is open, where a model reads them each time."""
-    places = [(model.config.get_text_config(), name) for name in limits]
-    places += [(module, name) for module in model.modules() for name in limits if name in vars(module)]
+    owners = [(model.config.get_text_config(), name) for name in limits]
+    owners += [(module, name) for module in model.modules() for name in limits if name in vars(module)]
     before = []
     try:
-        for owner, name in places:
+        for owner, name in owners:
             value = getattr(owner, name)
             if value == limits[name] and value is not True:
                 with suppress(ValueError, TypeError, RuntimeError):  # a configuration may refuse it, which shows

@@ -120,7 +120,7 @@ class RewardModelGrader(BaseGrader):
         if templated:
             messages = [*messages, {"role": "assistant", "content": completion}]
             try:
-                text = apply_chat_template(self._tokenizer, messages, tokenize=False)
+                text = apply_chat_template(self._tokenizer, messages)
             except (TemplateError, ValueError, TypeError, LookupError) as error:
                 raise ConfigError(f"the chat template of {self.model} does not accept an answer: {error}") from error
         # A template writes the special tokens itself.

@@ -126,7 +126,8 @@ def collect_answers(
     start = perf_counter()
     requests = [ask.generation(ask.place.prompt_ids, ask.samples) for ask in asks]
     graders = waiting_graders(task, exam=is_exam(asks))
-    prompts = [prompt_columns(task, tokenizer, ask.place.row) for ask in asks]
+    conversations = [ask.place.messages or task.messages(ask.place.row) for ask in asks]
+    prompts = [prompt_columns(messages, tokenizer) for messages in conversations]
     columns = dict.fromkeys(key for ask, prompt in zip(asks, prompts) for key in (*ask.place.row, *prompt, _IDS))
     with EarlyGrading(graders, columns) as grading:
         early = _Early(grading, task, tokenizer, asks, prompts)

@@ -139,15 +139,7 @@ class TorchEngine:
         Raises EngineError when a prompt is empty or leaves no room in the context, and for a base that cannot be
         decoded in this way.
         """
-        if not (self._decodes or (self.base.flattens and self.base.reaches == EVERYTHING)):
-            # Set first, because the check itself generates.
-            self._decodes = True
-            try:
-                with self.base.narrowed():
-                    self._check_decoding()
-            except EngineError:
-                self._decodes = False
-                raise
+        self.check()
         self._check_prompts(requests)
         self._eos = self._ends()
         # Not in parts if more may arrive: those are numbered on from all of these.
@@ -204,11 +196,23 @@ class TorchEngine:
                     "completion together"
                 )
 
-    def _check_decoding(self) -> None:
-        """Raise EngineError unless a few decoded tokens have the log-probs of a forward pass over them.
+    @torch.no_grad()
+    def check(self) -> None:
+        """Raise EngineError unless a few decoded tokens have the log-probs of a forward pass over them; tried out once.
 
         What a model makes of our masks, positions and caches is up to its code.
         """
+        if self._decodes or (self.base.flattens and self.base.reaches == EVERYTHING):
+            return
+        self._decodes = True  # first, because the check itself generates
+        try:
+            with self.base.narrowed():
+                self._check_decoding()
+        except EngineError:
+            self._decodes = False
+            raise
+
+    def _check_decoding(self) -> None:
         # Two lengths, so that the positions and masks of padded rows are tried as well.
         lengths, settings = (5, 11), SamplingSettings(4, temperature=0.0, min_new_tokens=4)
         if self.base.context_length < lengths[-1] + settings.max_new_tokens:

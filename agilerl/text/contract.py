@@ -11,6 +11,7 @@ from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,12 @@ from jinja2 import TemplateError
 from agilerl.text.padding import decoded, has_template
 from agilerl.text.templates import apply_chat_template, settings_of
 
-MARK = "agilerl:here-the-model-spoke"
-"""Placeholder for an answer while the text around it is determined."""
+MARK, _ASKED, _RULES = (f"agilerl:here-the-{speaker}-spoke" for speaker in ("model", "user", "system"))
+_PLACEHOLDERS = {"assistant": MARK, "user": _ASKED, "system": _RULES}
+"""What stands for the messages of a role while the text around them is determined."""
 _LARGEST_CONFIG = 1 << 20
 """Largest configuration to read, in bytes."""
-_CLOSED = re.compile(r"\A(?:\s*[<\[](\w+)[>\]].*?[<\[]/\1[>\]])*\s*", re.DOTALL)
+CLOSED = re.compile(r"\A(?:\s*[<\[](\w+)[>\]].*?[<\[]/\1[>\]])*\s*", re.DOTALL)
 """Pairs of tags, closed again, with what is in them."""
 _ENDS, _CONTRACT = "model_ends", "text_contract"
 """Attributes of a tokenizer: the end tokens of the base that it is used with; what was found of it."""
@@ -52,6 +54,8 @@ class TextContract:
     left_open: str
     """What of it graders read before a completion: no special tokens, and not what it has closed again, such as the
     empty thinking of a model that is not to think."""
+    drops_system: bool
+    """Whether the template leaves out system messages."""
     joins: bool
     """Whether texts tokenised one by one are the tokens of the whole text: no piece gets a space of its own."""
 
@@ -59,12 +63,12 @@ class TextContract:
 def contract_of(tokenizer: Any) -> TextContract:
     """Return what a tokenizer puts around prompts and answers; found once for each state of it."""
     # Not getattr, with which an attribute that a tokenizer of transformers lacks costs as much as rendering a message.
-    known, names = vars(tokenizer), ("chat_template", "bos_token", "eos_token", "name_or_path")
+    attributes, names = vars(tokenizer), ("chat_template", "bos_token", "eos_token", "name_or_path")
     state = [getattr(tokenizer, name, None) for name in names]
-    key = *state, known.get(_ENDS), repr(settings_of(tokenizer)["chat_template_kwargs"])
-    result = known.get(_CONTRACT)
+    key = *state, attributes.get(_ENDS), repr(settings_of(tokenizer)["chat_template_kwargs"])
+    result = attributes.get(_CONTRACT)
     if result is None or result[0] != key:
-        result = key, _found(tokenizer)
+        result = key, _read(tokenizer)
         setattr(tokenizer, _CONTRACT, result)
     contract: TextContract = result[1]
     return contract
@@ -87,13 +91,13 @@ def stated_ends(generation: Any, *configs: Any) -> tuple[Any, ...]:
     values = [generation, *configs]
     if generation not in (None, []):
         values[1:] = [value for value in configs if isinstance(value, list | tuple)]
-    ids = [one for value in values for one in (value if isinstance(value, list | tuple) else [value])]
-    return tuple(dict.fromkeys(one for one in ids if one is not None))
+    ids = (end for value in values for end in (value if isinstance(value, list | tuple) else [value]))
+    return tuple(dict.fromkeys(end for end in ids if end is not None))
 
 
 def unstated_ends(tokenizer: Any) -> list[int]:
     """Return the end tokens that only its chat template writes: neither its files nor the tokenizer name them."""
-    stated = {tokenizer.eos_token_id, *_ends_beside(str(getattr(tokenizer, "name_or_path", None) or ""))}
+    stated = {tokenizer.eos_token_id, *_ends_beside(tokenizer)}
     return [end for end in contract_of(tokenizer).ends if end not in stated]
 
 
@@ -102,7 +106,8 @@ def token_ids(encoded: Any) -> list[int]:
     return [int(token) for token in (encoded["input_ids"] if isinstance(encoded, Mapping) else encoded)]
 
 
-def _pieces(tokenizer: Any, text: str) -> list[int]:
+def template_ids(tokenizer: Any, text: str) -> list[int]:
+    """Return the tokens of a text that has all special tokens in it, such as what a chat template has written."""
     return token_ids(tokenizer(text, add_special_tokens=False))
 
 
@@ -110,24 +115,24 @@ def plain_ids(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of a text that is no conversation and may be continued: begun once, and not ended."""
     contract, start = contract_of(tokenizer), getattr(tokenizer, "bos_token", None)
     if start and text.startswith(start):
-        return _pieces(tokenizer, text)
+        return template_ids(tokenizer, text)
     ids, behind = token_ids(tokenizer(text)), list(contract.behind)
     return ids[: -len(behind)] if behind and ids[-len(behind) :] == behind else ids
 
 
-def continuation_ids(tokenizer: Any, before: str, text: str) -> list[int]:
+def text_ids(tokenizer: Any, text: str, before: str = "") -> list[int]:
     """Return the tokens of a text that continues another one, as a model would produce them; no special tokens.
 
     Where a tokenizer gives each piece a space of its own, the piece is read behind what precedes it.
     """
     if contract_of(tokenizer).joins:
-        return _pieces(tokenizer, text)
+        return template_ids(tokenizer, text)
     # Where both ends of the seam become one token, behind something that becomes none with the text.
     for start in (*([before] if before else []), *"\n:a"):
-        first, whole = _pieces(tokenizer, start), _pieces(tokenizer, start + text)
+        first, whole = template_ids(tokenizer, start), template_ids(tokenizer, start + text)
         if whole[: len(first)] == first:
             return whole[len(first) :]
-    return _pieces(tokenizer, text)
+    return template_ids(tokenizer, text)
 
 
 def named_tokens(tokenizer: Any, ids: Sequence[int], between: str = " ") -> str:
@@ -159,36 +164,42 @@ def readings(tokenizer: Any) -> tuple[str, str, bool]:
 # -- how it is found ---------------------------------------------------------------------------------------------------
 
 
-def _found(tokenizer: Any) -> TextContract:
+def _read(tokenizer: Any) -> TextContract:
     begins, behind = _around(tokenizer)
     usual = getattr(tokenizer, "eos_token_id", None)
-    stated = *vars(tokenizer).get(_ENDS, ()), *_ends_beside(str(getattr(tokenizer, "name_or_path", None) or ""))
-    ends = dict.fromkeys((*stated, *(() if usual is None else (int(usual),))))
-    closing, end = _closing(tokenizer)
+    stated = *vars(tokenizer).get(_ENDS, ()), *_ends_beside(tokenizer), usual
+    ends = dict.fromkeys(token for token in stated if token is not None)
+    prompt, followed = _rendered(tokenizer, "user", prompts=True), _rendered(tokenizer, "user", "assistant", "user")
+    closings = _closings(tokenizer, prompt, followed)
     # The tokenizer's own, if the template writes none.
-    end = (usual if usual is not None else next(iter(ends), None)) if end is None else end
-    both = decoded(tokenizer, [*_pieces(tokenizer, "a"), *_pieces(tokenizer, "b")])
-    ends = ends if end is None else {**ends, int(end): None}
+    closing, end = closings[0] if closings else ("", usual if usual is not None else next(iter(ends), None))
+    ends |= dict.fromkeys(token for token in (end, *(token for _, token in closings)) if token is not None)
     texts = _added(tokenizer, ends) or [text for text in [getattr(tokenizer, "eos_token", None)] if text]
-    starts = tuple(_pieces(tokenizer, _rendered(tokenizer, "user", prompts=True))[: max(len(begins), 1)]) or begins
-    opened = _opened(tokenizer)
+    before, _, _ = prompt.partition(_ASKED)
+    starts = template_ids(tokenizer, before + "x")[: max(len(begins), 1)] if before else []
+    header, mark, _ = followed.partition(MARK)
+    opened = unspecial = prompt[len(header) :] if mark and prompt.startswith(header) else ""
+    for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
+        unspecial = unspecial.replace(token.content, "") if token.special else unspecial
+    ruled = _rendered(tokenizer, "system", "user")
     return TextContract(
         begins=begins,
-        starts=starts,
+        starts=tuple(starts) if prompt else begins,
         behind=behind,
         ends=tuple(ends),
         end_texts=tuple(texts),
         end=end,
         closing=closing,
         opened=opened,
-        left_open=_left_open(tokenizer, opened),
-        joins=both == "ab",
+        left_open=CLOSED.sub("", unspecial, count=1),
+        drops_system=bool(ruled) and _RULES not in ruled,
+        joins=decoded(tokenizer, [*template_ids(tokenizer, "a"), *template_ids(tokenizer, "b")]) == "ab",
     )
 
 
 def _around(tokenizer: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return what a tokenizer puts before and behind a text."""
-    bare, whole = _pieces(tokenizer, "a"), token_ids(tokenizer("a"))
+    bare, whole = template_ids(tokenizer, "a"), token_ids(tokenizer("a"))
     for start in range(len(whole) - len(bare) + 1):
         if whole[start : start + len(bare)] == bare:
             return tuple(whole[:start]), tuple(whole[start + len(bare) :])
@@ -199,19 +210,31 @@ def _rendered(tokenizer: Any, *roles: str, prompts: bool = False) -> str:
     """Return a conversation as the template writes it, ``MARK`` for answers; empty without one or if it refuses it."""
     # Some templates want a system text.
     for names in (roles, ("system", *roles)) if has_template(tokenizer) else ():
-        messages = [{"role": role, "content": MARK if role == "assistant" else "x"} for role in names]
+        messages = [{"role": role, "content": _PLACEHOLDERS[role]} for role in names]
         with suppress(TemplateError, ValueError, TypeError, LookupError, AttributeError):
-            return str(apply_chat_template(tokenizer, messages, tokenize=False, add_generation_prompt=prompts))
+            return apply_chat_template(tokenizer, messages, prompts=prompts)
     return ""
 
 
-def _closing(tokenizer: Any) -> tuple[str, int | None]:
-    """Return what the template writes behind an answer up to its end token, and that token."""
-    _, mark, after = _rendered(tokenizer, "user", "assistant").rpartition(MARK)
-    for token in _pieces(tokenizer, after) if mark else ():
-        for text in _added(tokenizer, [token]):
-            return after.partition(text)[0] + text, token
-    return "", None
+def _closings(tokenizer: Any, prompt: str, followed: str) -> list[tuple[str, int]]:
+    """Return what the template writes behind the last answer, and behind one that a turn follows, up to its end token.
+
+    With that token each; an answer that it does not end is left out.
+    """
+    closings = list[tuple[str, int]]()
+    for written in (_rendered(tokenizer, "user", "assistant"), followed):
+        before, mark, after = written.rpartition(MARK)
+        after = after.partition(_ASKED)[0]
+        end = next((token for token in template_ids(tokenizer, after) if mark and _added(tokenizer, [token])), None)
+        start = template_ids(tokenizer, before.partition(_ASKED)[0])
+        # What conversations begin with is the next turn's.
+        if end is None or (written is followed and end in takewhile(lambda token: _added(tokenizer, [token]), start)):
+            continue
+        # Models that write headers themselves end several messages of an answer.
+        if not closings or prompt.startswith(before.rstrip()):
+            (text,) = _added(tokenizer, [end])
+            closings.append((after.partition(text)[0] + text, end))
+    return closings
 
 
 def _added(tokenizer: Any, ids: Iterable[int]) -> list[str]:
@@ -220,22 +243,13 @@ def _added(tokenizer: Any, ids: Iterable[int]) -> list[str]:
     return [text for token in ids if token in added and (text := str(added[token].content)).strip()]
 
 
-def _opened(tokenizer: Any) -> str:
-    """Return what the generation prompt writes beyond the header that an answer has in a conversation."""
-    prompt = _rendered(tokenizer, "user", prompts=True)
-    header, mark, _ = _rendered(tokenizer, "user", "assistant", "user").partition(MARK)
-    return prompt[len(header) :] if mark and prompt.startswith(header) else ""
-
-
-def _left_open(tokenizer: Any, opened: str) -> str:
-    for token in getattr(tokenizer, "added_tokens_decoder", {}).values():
-        opened = opened.replace(token.content, "") if token.special else opened
-    return _CLOSED.sub("", opened, count=1)
+def _ends_beside(tokenizer: Any) -> tuple[int, ...]:
+    """Return the end tokens that the configurations state which are beside a tokenizer's files, or cached with them."""
+    return _ends_of(str(getattr(tokenizer, "name_or_path", None) or ""))
 
 
 @lru_cache(maxsize=64)
-def _ends_beside(name: str) -> tuple[int, ...]:
-    """Return the end tokens that the configurations in a folder, or of a cached hub name, state."""
+def _ends_of(name: str) -> tuple[int, ...]:
     # By type, since JSON has true, and a bool is an int.
     generation, config = (_settings(name, file) for file in ("generation_config.json", "config.json"))
     text = config.get("text_config")

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -132,41 +133,28 @@ def apply_chat_template(
     tokenizer: Any,
     messages: Sequence[Mapping[str, Any]],
     *,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-    tokenize: bool = True,
-    add_generation_prompt: bool = False,
-    continue_final_message: bool = False,
-    **names: Any,
-) -> Any:
-    """Do what ``tokenizer.apply_chat_template`` does, for text or ids, with the date of the run.
+    tools: Sequence[Mapping[str, Any]] = (),
+    prompts: bool = False,
+) -> str:
+    """Return the text of ``tokenizer.apply_chat_template`` with the date of the run; ``prompts`` adds the start of an
+    answer.
 
     Raises:
         TemplateError: the template rejects the messages, or fails.
-        ValueError: there is no template, or its output does not contain the last message.
-        ValueError, TypeError, LookupError: the messages are not what the template expects.
+        ValueError, TypeError, LookupError: there is no template, or the messages are not what it expects.
     """
-    if not _uses_jinja(tokenizer):
-        # Only what is asked for: a tokenizer of another kind may know nothing of the rest.
-        asked = {"tools": tools, "continue_final_message": continue_final_message}
-        asked = {name: value for name, value in asked.items() if value}
-        names = {**vars(tokenizer).get(_NAMES, {}), **names, **asked}
-        return tokenizer.apply_chat_template(
-            messages, tokenize=tokenize, add_generation_prompt=add_generation_prompt, **names
-        )
     if not messages:
         raise ValueError("expected at least one message in a conversation, found none")
-    text: str = _called(
-        lambda: tokenizer.apply_chat_template(
-            list(messages),
-            tools=None if tools is None else list(tools),
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            strftime_now=strftime_now,  # before transformers' own, which is the wall clock
-            **{**vars(tokenizer).get(_NAMES, {}), **names},
-        )
-    )
-    return tokenizer(text, add_special_tokens=False)["input_ids"] if tokenize else text
+    # None, not an empty list: Llama 3's templates announce tools unless `tools` is none.
+    described, names = [dict(tool) for tool in tools] or None, vars(tokenizer).get(_NAMES, {})
+    if _uses_jinja(tokenizer):
+        # Before transformers' own, which is the wall clock.
+        names = {"strftime_now": strftime_now, "tools": described, **names}
+    elif described:  # a tokenizer of another kind may know nothing of tools
+        names = {"tools": described, **names}
+    render = tokenizer.apply_chat_template
+    call = partial(render, list(messages), tokenize=False, add_generation_prompt=prompts, **names)
+    return str(_called(call) if _uses_jinja(tokenizer) else call())
 
 
 def _uses_jinja(tokenizer: Any) -> bool:

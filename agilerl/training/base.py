@@ -1,5 +1,6 @@
 """The base of a run: loaded, and checked against the machine and its tokenizer; or merged with an adapter."""
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from torch import Tensor
 from agilerl.algorithms.codec import warn_of_another_base
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.run import RunConfig
-from agilerl.envs.prompts import generation_prompt, text_ids
+from agilerl.envs.prompts import generation_prompt
 from agilerl.errors import AgileRLError, CheckpointError, ConfigError, lacks_memory
 from agilerl.models.adapters import (
     WEIGHTS_FILE,
@@ -38,7 +39,7 @@ from agilerl.models.slots import AdapterStore, LinearShape, Route
 from agilerl.planning.footprint import bank_bytes
 from agilerl.runtime import Runtime
 from agilerl.safety.addresses import is_out_of_reach
-from agilerl.text.contract import contract_of, with_ends
+from agilerl.text.contract import contract_of, text_ids, with_ends
 from agilerl.training.memory import adapter_numbers, adapter_slots, check_memory, check_weights
 from agilerl.training.resolved import Resolved, resolve
 
@@ -164,11 +165,17 @@ _PROMPT = torch.arange(1, 17)[None]
 
 @torch.no_grad()
 def _logits(model: Any) -> Tensor:
-    logits: Tensor = model(input_ids=_PROMPT % model.get_output_embeddings().weight.shape[0], use_cache=False).logits
+    head = model.get_output_embeddings().weight
+    logits: Tensor = model(input_ids=_PROMPT.to(head.device) % head.shape[0], use_cache=False).logits
     return logits.float()
 
 
 @torch.no_grad()
+def _slot_logits(base: BaseModel, store: AdapterStore, slot: int) -> Tensor:
+    with store.routed(Route((slot,), None)):
+        return base.logits(base.hidden(_PROMPT.to(base.device) % base.vocabulary_size)[0])[None]
+
+
 def _trained(folder: Path, base: BaseModel, scope: str | None) -> tuple[list[LinearShape], Tensor]:
     """Return the layers of the adapter in a PEFT folder, and the logits of the policy that was trained.
 
@@ -182,8 +189,7 @@ def _trained(folder: Path, base: BaseModel, scope: str | None) -> tuple[list[Lin
     store.load_adapter(slot, factors)
     attach(base.model, store)
     try:
-        with store.routed(Route((slot,), None)):
-            return layers, base.logits(base.hidden(_PROMPT % base.vocabulary_size)[0])[None]
+        return layers, _slot_logits(base, store, slot)
     finally:
         detach(base.model, store)
 
@@ -206,7 +212,6 @@ def check_exported(folder: Path, name: str, options: SharedOptions) -> None:
     """
     from huggingface_hub import constants
 
-    peft = imported_peft()
     if read_config(folder).alora_invocation_tokens:
         return  # acts on a part of a prompt alone
     offline = constants.HF_HUB_OFFLINE
@@ -217,10 +222,31 @@ def check_exported(folder: Path, name: str, options: SharedOptions) -> None:
     finally:
         constants.HF_HUB_OFFLINE = offline
     _, expected = _trained(folder, base, options.lora_target_scope)
-    written = set(read_tensors(folder / WEIGHTS_FILE))
+    _check_loaded(folder, base.model, expected)
+
+
+def check_elite(folder: Path, runtime: Runtime, slot: int) -> None:
+    """Raise CheckpointError as :func:`check_exported` does, for an adapter that was just written from a slot.
+
+    Not for bases whose forwards agree only roughly, or that other processes hold a part of.
+    """
+    base, store = runtime.base, runtime.store
+    if not base.decodes_exactly or runtime.processes.size > 1 or runtime.invocation:
+        return
+    expected = _slot_logits(base, store, slot)
+    # The run's weights with modules of their own, which PEFT changes.
+    shared = {id(part): part for part in (store, *base.model.parameters(), *base.model.buffers())}
+    model = copy.deepcopy(base.model, shared)
+    detach(model, store)
+    _check_loaded(folder, model, expected)
+
+
+def _check_loaded(folder: Path, model: Any, expected: Tensor) -> None:
+    """Raise CheckpointError unless PEFT computes these logits from an adapter folder, with all its tensors."""
+    peft, written = imported_peft(), set(read_tensors(folder / WEIGHTS_FILE))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what it warns of is an error here
-        model = peft.PeftModel.from_pretrained(base.model, str(folder)).eval()
+        model = peft.PeftModel.from_pretrained(model, str(folder)).eval()
     advice = "agilerl merge writes one model, which needs no PEFT"
     if unused := sorted(written - set(peft.get_peft_model_state_dict(model, save_embedding_layers=False))):
         raise CheckpointError(

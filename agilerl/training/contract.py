@@ -19,7 +19,10 @@ from agilerl.text.contract import contract_of, readings
 
 QUESTION, THOUGHT = [{"role": "user", "content": "2 + 2 ="}], "<think>\nTwo and two.\n</think>\n\n4"
 
-_REFUSED = "several turns are refused, unless strict_chat_template_boundary=False renders each anew"
+_REFUSED = (
+    "episodes of several turns are refused, unless strict_chat_template_boundary=False renders each turn anew, and so "
+    "is loss_on: assistant where an answer would change; single answers are learned"
+)
 
 
 @dataclass(frozen=True)
@@ -30,14 +33,6 @@ class Line:
     text: str
     """What holds, or what does not."""
     holds: bool = True
-
-
-def _begin(runtime: Runtime) -> str:
-    return readings(runtime.tokenizer)[0]
-
-
-def _end(runtime: Runtime) -> str:
-    return readings(runtime.tokenizer)[1]
 
 
 def _whole(runtime: Runtime) -> str:
@@ -120,8 +115,8 @@ def _shape(runtime: Runtime) -> str:
 
 
 CHECKS: tuple[tuple[str, Callable[[Runtime], str]], ...] = (
-    ("begin", _begin),
-    ("end", _end),
+    ("begin", lambda runtime: readings(runtime.tokenizer)[0]),
+    ("end", lambda runtime: readings(runtime.tokenizer)[1]),
     ("whole", _whole),
     ("joint", _joint),
     ("turns", _turns),

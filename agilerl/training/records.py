@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.codec import write_state, write_tokenizer
 from agilerl.checks.redaction import without_keys
 from agilerl.config.training import TrainingConfig
+from agilerl.errors import CheckpointError
 from agilerl.hpo import lineage
 from agilerl.hpo.selection import RESTART
 from agilerl.population import Population
@@ -24,6 +26,7 @@ from agilerl.runs.diagnosis import count_failed_grades
 from agilerl.runs.directory import RunDirectory
 from agilerl.runs.journal import Journal, JsonLines, read_lines
 from agilerl.runs.strict_json import dumps, read_json
+from agilerl.training.base import check_elite
 from agilerl.training.checkpoint import CLOCK, Positions, SavedCheckpoint, write_checkpoint
 from agilerl.training.events import Event, Evolved, ExamDone, HeldOutTest, IterationDone, PreflightDone, RunStarted
 from agilerl.training.progress import Progress
@@ -110,6 +113,10 @@ class RunWriter:
         if self.run.elite.exists():  # left by a process that died while finishing the run
             remove_folder(self.run.elite)
         commit_folder(self.run.elite, write)
+        try:
+            check_elite(self.run.elite, runtime, agent.slot)
+        except CheckpointError as error:
+            warnings.warn(str(error), stacklevel=2)  # the run ends as others do, and `agilerl export` refuses
 
     def finish(self, summary: dict[str, Any], elite: int | None) -> None:
         """Add the elite's lineage to the summary, and write the elite's model card, the summary and the report."""

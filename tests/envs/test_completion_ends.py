@@ -220,13 +220,13 @@ def test_end_tokens_are_the_models(tmp_path: Path) -> None:
     ],
 )
 def test_length(ids: list[int], known: int | None, found: int) -> None:
-    assert completion_length(ids, ends={1}, pad=0, known=known) == found
+    assert completion_length(ids, ends={1}, pad=0, sampled=known) == found
 
 
 @pytest.mark.parametrize(("ids", "known"), [([5, 6], 3), ([5, 6, 7], 2)])
 def test_a_length_that_does_not_fit(ids: list[int], known: int) -> None:
     with pytest.raises(EnvError):
-        completion_length(ids, ends={1}, pad=0, known=known)
+        completion_length(ids, ends={1}, pad=0, sampled=known)
 
 
 @pytest.mark.parametrize(

@@ -230,8 +230,16 @@ def test_hardly_any_row_is_refused() -> None:
 
 
 def test_nothing_left_is_told(tokenizer) -> None:
-    with pytest.raises(EnvError, match="found none; too long 40, read 40"):
+    with pytest.raises(EnvError, match=r"none: too long 40, read 40; row 0 of .* a prompt of 7 tokens, and 3 fit; "):
         made(fit=tokenizer, most=3)
+    rows = [{**row, "question": f"<user>{row['question']}<end>"} for row in ROWS]
+    why = (
+        r"none: special tokens 40, read 40; row 0 of .* special token '<user>' in '<user>0\+.*; remove it, as the chat"
+    )
+    with pytest.raises(EnvError, match=why):
+        made(rows, fit=tokenizer)
+    with pytest.raises(EnvError, match=r"too long 40, empty 1, read 41; row 0 of .* 3 fit; .*; row 40 of .* text"):
+        made([*ROWS, {"question": " ", "answer": "1"}], fit=tokenizer, most=3, bad_rows="drop")
     with pytest.raises(EnvError, match=r"37 .*exam .*, found 34"):
         made(exam_prompts=37)
     with pytest.raises(EnvError, match=r"found none .*exam \(34\)"):

@@ -1,24 +1,20 @@
 """Gemma-3-270m, pretrained, of another family: windows, tied embeddings, normalised queries, no chat template."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agilerl import GRPO, Population, Runtime
-from agilerl.cli.fetch import run_fetch
 from agilerl.envs import DatasetTask
-from tests.real.commands import CAPITALS, ROOT, done, logits
+from tests.real.commands import ROOT, done, same_when_merged, talk
 
 pytestmark = [pytest.mark.real, pytest.mark.processes, pytest.mark.timeout(900)]
 
-FOLDER = ROOT / "build/gemma3-270m"
+NAME, FOLDER = "gemma3-270m", ROOT / "build/gemma3-270m"
+ROW = ("The capital of {} is", " {}")
 TEXT = (
     "The capital of France is Paris, which is also its largest city. The river Seine flows through it, and millions of "
     "people visit the Eiffel Tower each year."
@@ -27,32 +23,13 @@ SETTINGS = (
     f"network.pretrained_model_name_or_path={FOLDER}",
     *("algorithm.name=SFT", "environment.env_type=sft", "environment.dataset=rows.jsonl", "algorithm.batch_size=2"),
     *("environment.data_batch_size_per_gpu=2", "environment.eval_prompts=2", "environment.test_prompts=2"),
-    *("algorithm.lr=1e-3", "training.pop_size=1", "training.max_steps=32", "training.evo_steps=8"),
+    *("algorithm.lr=1e-3", "training.pop_size=1", "training.evo_steps=8"),
 )
+STEPS = ("training.max_steps=32",)
 REWARDED = (
     *(part for part in SETTINGS if not part.startswith(("algorithm.", "environment.env_type"))),
     *("environment.reward=exact", "algorithm.group_size=2", "algorithm.batch_size=2"),
 )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def folder() -> Path:
-    run_fetch("gemma3-270m", FOLDER, quiet=True)
-    return FOLDER
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("gemma")
-    rows = [{"question": f"The capital of {country} is", "answer": f" {city}"} for country, city in CAPITALS.items()]
-    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
-    return place
-
-
-@pytest.fixture(scope="module")
-def run(place: Path) -> Path:
-    done(place, "train", *SETTINGS, "--out", "run")
-    return place / "run"
 
 
 def nats(model: torch.nn.Module, ids: list[int], first: int = 1) -> torch.Tensor:
@@ -96,14 +73,10 @@ def test_log_probs_are_those_of_transformers(folder: Path) -> None:
 
 
 def test_it_learns_and_plain_libraries_load_what_it_learned(run: Path, place: Path, folder: Path) -> None:
-    done(place, "merge", "run", "merged")
     done(place, "export", "run", "exported")
-    base = AutoModelForCausalLM.from_pretrained(folder)
-    before = logits(base)
-    adapted = logits(PeftModel.from_pretrained(base, place / "exported"))
+    before, adapted = same_when_merged(place, folder, place / "exported")
     assert (adapted - before).abs().max() > 0.1
     merged = AutoModelForCausalLM.from_pretrained(place / "merged")
-    torch.testing.assert_close(logits(merged), adapted, rtol=1e-3, atol=1e-3)
     tokenizer = AutoTokenizer.from_pretrained(place / "merged")
     ids = tokenizer("The capital of Spain is", return_tensors="pt")
     answer = merged.generate(**ids, max_new_tokens=6, do_sample=False)[0, ids["input_ids"].shape[1] :]
@@ -112,16 +85,7 @@ def test_it_learns_and_plain_libraries_load_what_it_learned(run: Path, place: Pa
 
 
 def test_it_is_talked_to(run: Path, place: Path) -> None:
-    talk = subprocess.run(
-        [sys.executable, "-m", "agilerl", "chat", "run", "--temperature", "0", "--json"],
-        cwd=place,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        input="The capital of Spain is\n",
-        capture_output=True,
-        text=True,
-    )
-    assert talk.returncode == 0, talk.stderr
-    assert json.loads(talk.stdout.splitlines()[-1])["adapter"] == " Madrid"
+    assert talk(place, "The capital of Spain is")["adapter"] == " Madrid"
 
 
 def test_an_agent_is_rewarded_and_examined(place: Path, folder: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,42 +12,21 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agilerl.cli.fetch import MODELS, run_fetch, unpack
+from agilerl.cli.fetch import MODELS, unpack
 from agilerl.models.base import load_base
-from tests.real.commands import CAPITALS, ROOT, agilerl, done, logits
+from tests.real.commands import ROOT, agilerl, done, logits, same_when_merged, talk
 
 pytestmark = [pytest.mark.real, pytest.mark.processes, pytest.mark.timeout(900)]
 
-FOLDER = ROOT / "build/smollm2"
+NAME, FOLDER = "smollm2", ROOT / "build/smollm2"
+ROW = ("Name the capital of {}.", "{}")
 SETTINGS = (
     f"network.pretrained_model_name_or_path={FOLDER}",
     *("environment.dataset=rows.jsonl", "environment.reward=exact", "environment.data_batch_size_per_gpu=2"),
     *("environment.eval_prompts=2", "environment.test_prompts=2", "algorithm.group_size=2", "algorithm.batch_size=2"),
     *("algorithm.max_output_tokens=4", "training.pop_size=2", "training.evo_steps=1", "training.checkpoint_steps=1"),
 )
-
-
-@pytest.fixture(scope="session", autouse=True)
-def folder() -> Path:
-    run_fetch("smollm2", FOLDER, quiet=True)
-    return FOLDER
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("real")
-    rows = [{"question": f"Name the capital of {country}.", "answer": city} for country, city in CAPITALS.items()]
-    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows * 2))
-    return place
-
-
-@pytest.fixture(scope="module")
-def run(place: Path) -> Path:
-    """A run of one iteration for each agent."""
-    start = time.perf_counter()
-    done(place, "train", *SETTINGS, "training.max_steps=8", "--out", "run")
-    print(f"one iteration took {time.perf_counter() - start:.0f} s")
-    return place / "run"
+STEPS = ("training.max_steps=8",)
 
 
 def test_the_folder_is_the_model(folder: Path) -> None:
@@ -71,11 +49,8 @@ def test_the_file_is_the_folder(folder: Path, place: Path, monkeypatch: pytest.M
 def test_it_trains_and_its_elite_loads_with_peft(run: Path, folder: Path) -> None:
     summary = json.loads((run / "summary.json").read_text())
     assert summary["iterations"] == 1
-    base = AutoModelForCausalLM.from_pretrained(folder)
-    before = logits(base)
-    model = PeftModel.from_pretrained(base, run / "elite")
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), run / "elite")
     assert torch.isfinite(logits(model)).all()
-    assert before.shape == logits(model).shape
     assert "license: apache-2.0" in (run / "elite/README.md").read_text()
 
 
@@ -106,22 +81,9 @@ def test_a_killed_run_resumes(place: Path) -> None:
 
 
 def test_it_is_merged_and_talked_to(run: Path, place: Path, folder: Path) -> None:
-    done(place, "merge", "run", "merged")
-    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), run / "elite")
-    torch.testing.assert_close(
-        logits(AutoModelForCausalLM.from_pretrained(place / "merged")), logits(adapted), rtol=1e-3, atol=1e-3
-    )
+    same_when_merged(place, folder, run / "elite")
     question = "What is the capital of France?"
-    talk = subprocess.run(
-        [sys.executable, "-m", "agilerl", "chat", "run", "--temperature", "0", "--json"],
-        cwd=place,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        input=f"{question}\n",
-        capture_output=True,
-        text=True,
-    )
-    assert talk.returncode == 0, talk.stderr
-    assert json.loads(talk.stdout.splitlines()[-1])["user"] == question
+    assert talk(place, question)["user"] == question
 
 
 def test_it_is_examined_and_handed_on(run: Path, place: Path) -> None:

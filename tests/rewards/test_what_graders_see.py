@@ -218,13 +218,14 @@ def test_functions_of_trl_read_messages_from_their_beginning() -> None:
 
 
 def test_a_prefill_behind_what_the_template_has_opened_is_read_with_it() -> None:
-    """The template would trim the prefill, so that it stands behind the generation prompt."""
-    trims = THINKS.replace("{{ m.content }}", "{{ m.content | trim }}")
+    """The template would change the prefill, so that it stands behind the generation prompt."""
+    trims, lowers = (THINKS.replace("{{ m.content }}", f"{{{{ m.content | {how} }}}}") for how in ("trim", "lower"))
     for text, template, whole in (
-        ("So ", trims, "<think>\nSo a"),
+        ("So ", lowers, "<think>\nSo a"),
+        ("So ", trims, "So a"),
         ("So", trims, "Soa"),
         ("So ", THINKS, "So a"),
-        ("<think>So ", trims, "<think>So a"),
+        ("<think>So ", lowers, "<think>So a"),
     ):
         seen, row = Seen(), {"prompt": [PREFILLED[0], {"role": "assistant", "content": text}]}
         graded(seen, "a", template=template, **row)

@@ -204,17 +204,16 @@ def test_attention_to_other_than_the_cache_is_left_to_the_model(config: object) 
             ),
             "differ by",
         ),
-        (BloomConfig(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4), "BloomForCausalLM"),
-        (MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=8), "MambaForCausalLM"),
+        (BloomConfig(vocab_size=VOCABULARY, hidden_size=64, n_layer=2, n_head=4), ""),
+        (MambaConfig(vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=2, state_size=8), "keep a state"),
     ],
     ids=["windows of its own", "positions from the mask", "no attention"],
 )
-def test_a_base_that_cannot_be_decoded_is_refused_by_name(config: object, reason: str) -> None:
-    runtime = make_runtime(config)
-    for _ in range(2):
-        with pytest.raises(EngineError, match=reason) as found:
-            runtime.engine.generate(requests())
-        assert type(runtime.base.model).__name__ in str(found.value)
+def test_a_base_that_cannot_be_decoded_is_refused_when_it_is_loaded(config: object, reason: str) -> None:
+    with pytest.raises(
+        EngineError, match=f"{type(config).__name__.removesuffix('Config')}ForCausalLM cannot .*{reason}"
+    ):
+        make_runtime(config)
 
 
 @pytest.mark.parametrize("layout", ["reversed", "one at a time", "two rows in flight", "small units", "twins"])

@@ -12,6 +12,12 @@ CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+KIND = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}"
+BETWEEN = "{% if add_generation_prompt or not loop.last %}<|im_end|>\n{% endif %}"
+CHATML_BETWEEN = KIND + CHATML.replace("<|im_end|>\n{% endfor", BETWEEN + "{% endfor")
+CHATML_LAST = CHATML.replace(
+    "<|im_end|>\n{% endfor", "{{ '<|im_end|>\n' if add_generation_prompt or not loop.last else eos_token }}{% endfor"
+)
 LLAMA3 = (
     "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
     "{{ m.content | trim }}<|eot_id|>{% endfor %}"
@@ -213,6 +219,33 @@ SHAPES = [
         config="<|im_end|> <|endoftext|>",
         start="<|im_start|>",
     ),
+    Shape(
+        "chatml, ends between turns",
+        byte_level(IM),
+        "<|endoftext|> <|im_end|>",
+        CHATML_BETWEEN,
+        "<|endoftext|>",
+        start="<|im_start|>",
+    ),
+    Shape(
+        "chatml, another end behind the last answer",
+        byte_level(IM),
+        "<|endoftext|> <|im_end|>",
+        CHATML_LAST,
+        "<|endoftext|>",
+        start="<|im_start|>",
+        grows=(False, False),
+    ),
+    Shape(
+        "mistral, ends between turns",
+        byte_level(INST + " <|end|>", "<s> $A"),
+        "<|end|> </s>",
+        MISTRAL.replace("{{ eos_token }}", "{{ '<|end|>' if not loop.last }}"),
+        "</s>",
+        "<s>",
+        grows=(True, None),
+        start="<s>",
+    ),
     Shape("chatml, no eos", byte_level(IM), "<|im_end|>", CHATML, pad="<|endoftext|>", start="<|im_start|>"),
     Shape(
         "chatml, tokens added but not special",
@@ -335,6 +368,15 @@ SHAPES = [
         "<|endoftext|>",
         generation="<|endoftext|> <|user|>",
         start="<|user|>",
+    ),
+    Shape(
+        "glm, no end is stated",
+        byte_level("<|endoftext|> <|user|> <|assistant|> <|system|>"),
+        "<|endoftext|>",
+        GLM,
+        "<|endoftext|>",
+        start="<|user|>",
+        grows=(False, False),
     ),
     Shape(
         "harmony",

@@ -14,6 +14,8 @@ from tests.text.shapes import CHATML, IM, SHAPES, Shape, byte_level
 ASK = [{"role": "user", "content": "2+2="}]
 RULES = {"role": "system", "content": "Add."}
 THOUGHT = "<think>\nso\n</think>\n\nyes"
+ENDLESS = ("harmony", "alpaca, no end", "chatml, spelled by text", "glm, no end is stated")
+"""Templates that do not end an earlier answer with a token that ends answers."""
 Load = Callable[[Shape], Any]
 
 
@@ -141,14 +143,14 @@ def test_a_conversation_has_the_tokens_of_the_template_on_the_whole(shape: Shape
 
 def test_a_conversation_that_only_grows_is_learned_as_the_template_writes_it(shape: Shape, tokenizer: Any) -> None:
     talk = [*ASK, {"role": "assistant", "content": "4"}, *ASK, {"role": "assistant", "content": "four"}]
-    if shape.template is None or shape.opened or shape.name == "harmony":  # with another end in history
+    if shape.template is None or shape.opened or shape.name in ENDLESS:
         with pytest.raises(ConfigError, match="chat template"):
             render_conversation(tokenizer, talk)
         return
     example = render_conversation(tokenizer, talk)
     whole = tokenizer.apply_chat_template(talk)["input_ids"]
-    if contract_of(tokenizer).closing:
-        assert whole[: len(example.ids)] == example.ids
+    assert whole[: len(example.ids) - 1] == example.ids[:-1]
+    assert example.ids[-1] == contract_of(tokenizer).end
     assert sum(token in contract_of(tokenizer).ends for token in learned(example)) == 2
 
 

@@ -24,7 +24,7 @@ from agilerl.rollouts.engine import Ask
 from agilerl.runtime import Runtime
 from agilerl.text.contract import contract_of, with_ends
 from tests.envs.scripted import Echo
-from tests.text.shapes import CHATML, GLM, MISTRAL_SYSTEM_LAST, QWEN3, byte_level
+from tests.text.shapes import CHATML, GLM, HARMONY, LLAMA2, MISTRAL, MISTRAL_SYSTEM_LAST, QWEN3, byte_level
 from tests.tiny_models import llama, random_model
 
 SAMPLING = SamplingSettings(6, temperature=0.0)
@@ -197,6 +197,27 @@ def test_blanks_of_a_response_are_learned_once_though_the_template_trims(prefill
     example = render_completion(tokenizer, messages, response)
     learned = [token for token, marked in zip(example.ids, example.learned) if marked]
     assert tokenizer.decode(learned) == f"{response}<|im_end|>"
+
+
+LEADS = {
+    LLAMA2: "<s>[INST] 1+1 [/INST] ",
+    MISTRAL: "<s>[INST] 1+1 [/INST]",
+    HARMONY: "<|start|>user<|message|>1+1<|end|><|start|>assistant<|channel|>final<|message|>",
+}
+
+
+@pytest.mark.parametrize("prefill", ["The answer is ", "The answer is", "A:\n\n", "a </think> B"])
+@pytest.mark.parametrize("change", ["", " | trim", " | lower", " | replace('e', 'i')", "[:3]", " | upper"])
+@pytest.mark.parametrize("template", LEADS, ids=["llama2", "mistral", "harmony"])
+def test_a_prefill_stands_as_it_is_whatever_the_template_makes_of_it(template: str, change: str, prefill: str) -> None:
+    tokenizer = tokenizer_of(template.replace("m.content", f"(m.content{change})"), "[INST] </s> <s> [/INST]")
+    tokenizer.bos_token = "<s>"
+    messages = [{"role": "user", "content": "1+1"}, {"role": "assistant", "content": prefill}]
+    prompt = render_prompt(tokenizer, messages)
+    assert tokenizer.decode(prompt) == LEADS[template] + prefill
+    ids = render_completion(tokenizer, messages, "two").ids
+    assert ids[: len(prompt)] == prompt
+    assert tokenizer.decode(ids[len(prompt) :]) in ("two</s>", "two </s>")  # as the template ends an answer
 
 
 def test_a_merged_model_ends_where_it_was_taught_to(tmp_path: Path) -> None:

@@ -1,17 +1,21 @@
 """The elite of a run loads with its algorithm and with PEFT, and is the same policy."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError
+from agilerl.models.adapters import WEIGHTS_FILE
 from agilerl.models.tiny import tiny_model_path
+from agilerl.training.base import check_elite
 from agilerl.training.loop import train
 from agilerl.training.setup import build
 
@@ -63,6 +67,12 @@ def test_the_elite_of_a_run_loads_with_its_algorithm_and_with_peft(tmp_path: Pat
     assert agent.fitness
     assert agent.lora_config.lora_alpha == 8
     assert len(AutoTokenizer.from_pretrained(root / "elite")) == len(agent.runtime.tokenizer)
+    check_elite(root / "elite", agent.runtime, agent.slot)
+    damaged = shutil.copytree(root / "elite", tmp_path / "damaged")
+    weights = damaged / WEIGHTS_FILE
+    save_file({key: 1.1 * tensor for key, tensor in load_file(weights).items()}, weights)
+    with pytest.raises(CheckpointError, match="PEFT computes something else"):
+        check_elite(damaged, agent.runtime, agent.slot)
     if name == "PPO":
         assert agent.runtime.store.read_head(agent.critic_slot)[0].abs().sum() > 0
     # Another agent may start from it, and the run itself is told where its elite is.

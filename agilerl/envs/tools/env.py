@@ -15,7 +15,7 @@ from agilerl.checks.arguments import Positive, Whole, checked, described, neares
 from agilerl.envs.adapters.base import AnyText
 from agilerl.envs.core import Row, Split, Task, score_completions
 from agilerl.envs.datasets import DatasetTask
-from agilerl.envs.prompts import as_messages, render_text, text_ids
+from agilerl.envs.prompts import as_messages, render_text
 from agilerl.envs.text_env import Begun, Observation, ResetOptions, StepResult, TextEnv
 from agilerl.envs.tools.parsers import (
     MalformedCall,
@@ -30,6 +30,7 @@ from agilerl.envs.tools.tool import Tool, ToolResult
 from agilerl.errors import ConfigError, EnvError, RewardError
 from agilerl.rewards.combine import Graders, as_grader
 from agilerl.rewards.grader import MESSAGES, select
+from agilerl.text.contract import text_ids
 from agilerl.text.padding import has_template
 
 Announcement = Literal["auto", "system", "none"]
