@@ -42,10 +42,10 @@ from agilerl.hpo.fitness import Fitness, probability_better, ranking
 from agilerl.hpo.mutation import LEARNING_RATES
 from agilerl.planning.footprint import peak
 from agilerl.population import Population
-from agilerl.report.life import show_score
+from agilerl.report.life import format_score
 from agilerl.report.load import Gain, load_run, measure_gain, number, read_tests
 from agilerl.runs import RunLayout, read_lines
-from agilerl.runs.diagnosis import Observer, Symptom, advice, merge
+from agilerl.runs.diagnosis import Observer, Symptom, advice, name_agents
 from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.stopping import AFTER_ITERATION, StopRequest
 from agilerl.text.contract import readings
@@ -334,7 +334,7 @@ def watch(
     gain = _gain(summary, view.out)
     if gain is not None and gain.verdict == "better":  # something was learned: only alarms count
         symptoms = {index: [s for s in each if s.samples] for index, each in symptoms.items()}
-    parts = {"About the run as a whole": advice(summary), "What may keep agents from learning": merge(symptoms)}
+    parts = {"About the run as a whole": advice(summary), "What may keep agents from learning": name_agents(symptoms)}
     for heading, sentences in parts.items():
         if not sentences:
             continue
@@ -365,7 +365,7 @@ def log(
             case PhaseStarted():
                 tell(json_line("phase", phase=event.name))
             case RunFinished():
-                sentences = advice(event.summary) | merge(_symptoms(observer, session, event.out))
+                sentences = advice(event.summary) | name_agents(_symptoms(observer, session, event.out))
                 for sentence, symptom in sentences.items():
                     tell(json_line("advice", text=sentence, samples=symptom.samples))
                 tell(json_line("finish", out=event.out, **event.summary))
@@ -487,7 +487,7 @@ class View:
                 self.bars.update(self.phase, visible=False)  # what follows it has no phase
                 first = ranking(event.fitness)[0]
                 self.best = first if event.fitness[first].is_finite else None
-                scores = ", ".join(f"{index}: {show_score(f)}" for index, f in event.fitness.items())
+                scores = ", ".join(f"{index}: {format_score(f)}" for index, f in event.fitness.items())
                 self._log(f"generation {event.generation}: exam {scores}")
                 self._note_symptoms()
             case Evolved():
@@ -585,8 +585,8 @@ class View:
         shown = self.shown_symptoms
         new = {index: [s for s in each if (index, s.name) not in shown] for index, each in symptoms.items()}
         self.shown_symptoms |= {(index, symptom.name) for index, each in new.items() for symptom in each}
-        self.notes = [Text(sentence) for sentence in merge(symptoms)]
-        for sentence in merge(new):
+        self.notes = [Text(sentence) for sentence in name_agents(symptoms)]
+        for sentence in name_agents(new):
             self._log(sentence)
 
     def explain_mark(self, elite: Mapping[str, Any]) -> str:
@@ -624,7 +624,7 @@ class View:
             "genes": [genes_text(row.genes, 2) or "-" for _, row in agents],
             self.what: [_cell(row.rewards[-1] if row.rewards else None, ".3f") for _, row in agents],
             "trend": [sparkline(row.rewards, *ends) for _, row in agents],
-            "exam": ["-" if row.fitness is None else show_score(row.fitness) for _, row in agents],
+            "exam": ["-" if row.fitness is None else format_score(row.fitness) for _, row in agents],
             "failures": [", ".join(f"{n} {what}" for what, n in row.failures.items()) for _, row in agents],
             "event": [row.event for _, row in agents],
         }

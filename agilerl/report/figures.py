@@ -230,7 +230,7 @@ def fitness_figure(run: RunRecord) -> Figure | None:
             bands.append(_band(points, agent.index, agent=agent.index, winning=agent.index in run.family.line))
     if bands and "base" in run.tests and (score := run.tests["base"].score).is_finite:
         steps = [step for line in figure["data"] for step in line["x"] if step is not None]
-        hover = f"the base on the test: {life.show_score(score, '.4f')}<extra></extra>"
+        hover = f"the base on the test: {life.format_score(score, '.4f')}<extra></extra>"
         names = {"name": "base", "text": ["base", ""], "textposition": "top right", "hovertemplate": hover}
         line = {"color": _GREY, "width": 2, "dash": "dash"}
         bands.append(_scatter("lines+text", [(0, score.mean), (max(steps), score.mean)], line=line, **names))
@@ -453,7 +453,7 @@ def _circles(run: RunRecord) -> list[Trace]:
             if exam is not None and exam.score.is_finite:
                 fill, fitness = _share(exam.score.mean, low, high), f"{exam.score.mean:.3f}"
                 ink = "#fff" if fill < 0.6 else "#111"  # the scale is dark at its lower end
-            exact = [] if exam is None else [f"fitness {life.show_score(exam.score, '.4f')}, n {exam.score.n}"]
+            exact = [] if exam is None else [f"fitness {life.format_score(exam.score, '.4f')}, n {exam.score.n}"]
             story = [f"<b>agent {index}</b>, generation {generation}", *exact, escape_label(birth)]
             # What happened to it since the circle before.
             story += [escape_label(sentence) for moment, sentence in later if before < moment <= generation]

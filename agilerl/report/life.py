@@ -71,11 +71,11 @@ def _add_exams(
         rank = ranks[exam.generation, agent.index]
         alike = [i for i in sorted(scores) if ranks[exam.generation, i] == rank and i != agent.index]
         best = min(scores, key=lambda i: (ranks[exam.generation, i], i))
-        ahead = f"; the best, agent {best}, had {show_score(scores[best])}" * (rank > 1)
+        ahead = f"; the best, agent {best}, had {format_score(scores[best])}" * (rank > 1)
         tie = f" (a tie with agent{'s' * (len(alike) > 1)} {', '.join(map(str, alike))})" * bool(alike)
         places = f"places {rank} to {rank + len(alike)}" if alike else f"place {rank}"
         where = f", {places} of {len(scores)}{tie}{ahead}" * (len(scores) > 1)
-        exams.append((exam.generation, f"exam {show_score(exam.score)}{where}"))
+        exams.append((exam.generation, f"exam {format_score(exam.score)}{where}"))
     yield birth
     # An exam comes before what the selection after it did. Both parts are in order, and sorting keeps it.
     yield from sorted([*exams, *rest], key=lambda event: event[0])
@@ -133,7 +133,7 @@ def short_value(value: Any, *, digits: int = 3) -> str:
     return str(value)
 
 
-def show_score(score: Fitness, form: str = ".3f") -> str:
+def format_score(score: Fitness, form: str = ".3f") -> str:
     """Return a score with its standard error."""
     if not score.is_finite:
         return "not finite"

@@ -18,7 +18,7 @@ from agilerl.checks.redaction import without_keys
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.fitness import Fitness, paired_difference
 from agilerl.runs import RunLayout, read_lines, read_run
-from agilerl.runs.diagnosis import Symptom, advice, merge, symptoms
+from agilerl.runs.diagnosis import Symptom, advice, name_agents, symptoms
 from agilerl.runs.directory import as_written
 from agilerl.runs.hacks import hacks_of_run
 from agilerl.runs.strict_json import read_json
@@ -259,7 +259,7 @@ def load_run(path: Path) -> RunRecord:
             usual_rate = rate if math.isfinite(rate) else None
             agent.symptoms = [*alarms.get(agent.index, ()), *symptoms(agent.train, usual_rate)]
         living = {agent.index: agent.symptoms for agent in run.agents.values() if agent.died is None}
-        run.symptoms = advice(summary) | merge(living)
+        run.symptoms = advice(summary) | name_agents(living)
         return run
 
 

@@ -307,10 +307,9 @@ def verdict(run: RunRecord) -> dict[str, Any]:
 
 def _sentence(run: RunRecord, accuracy: bool) -> str:
     if (gain := measure_gain(run.tests)) is None:
-        best = run.agents[run.family.winner].best if run.family.winner is not None else None
-        so_far = (
-            f" So far agent {run.family.winner} leads with a fitness of {life.show_score(best.score)}." if best else ""
-        )
+        winner = run.family.winner
+        best = None if winner is None else run.agents[winner].best
+        so_far = f" So far agent {winner} leads with a fitness of {life.format_score(best.score)}." if best else ""
         missing = "The elite has not been tested yet." if "base" in run.tests else "There are no test results yet."
         return missing + so_far
     who = "The elite" + ("" if (agent := run.tests["elite"].agent) is None else f", agent {agent},")
@@ -407,7 +406,7 @@ def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
             if agent.died is None
             else f"after generation {agent.died}: {agent.reason.removeprefix('left: ')}".rstrip(": "),
             "changes": "; ".join(map(life.describe_change, agent.mutations)),
-            "fitness": life.show_score(agent.best.score)
+            "fitness": life.format_score(agent.best.score)
             if agent.best
             else life.explain_idle(run, agent) or ("not finite" if agent.exams else "none"),
             "steps": ", ".join([str(len(agent.train)), *(f"{len(at)} {what}" for what, at in agent.trouble.items())]),
@@ -421,14 +420,8 @@ def lineage_table(run: RunRecord) -> list[dict[str, Any]]:
             ],
             "events": [[event["generation"], event["sentence"]] for event in stories[index]],
             "exams": [
-                [
-                    exam.generation,
-                    exam.step,
-                    life.show_score(exam.score),
-                    exam.score.n,
-                    places[exam.generation, index],
-                ]
-                for exam in agent.exams
+                [e.generation, e.step, life.format_score(e.score), e.score.n, places[e.generation, index]]
+                for e in agent.exams
             ],
         }
         for index, agent in run.agents.items()
@@ -444,7 +437,7 @@ def phase_table(run: RunRecord) -> list[tuple[str, str, str]]:
 
 def comparison(runs: Sequence[RunRecord], names: Sequence[str]) -> dict[str, Any]:
     """Return {names, rows, settings, warning}: tables of results and of settings that differ."""
-    results = [facts(run) | {who: life.show_score(result.score) for who, result in run.tests.items()} for run in runs]
+    results = [facts(run) | {who: life.format_score(result.score) for who, result in run.tests.items()} for run in runs]
     rows = []
     for key in (*_WHO, *_COMPARED):
         cells = [of_run.get(key, "") for of_run in results]

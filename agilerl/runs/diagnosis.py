@@ -265,7 +265,7 @@ class Observer:
         return {index: symptoms(self._lines.get(index, ()), self.usual_rate) for index in agents}
 
 
-def merge(seen: Mapping[int, Iterable[Symptom]]) -> dict[str, Symptom]:
+def name_agents(seen: Mapping[int, Iterable[Symptom]]) -> dict[str, Symptom]:
     """Return the symptom of the first agent that has it by a sentence that names all of these agents."""
     by_name: dict[str, list[tuple[int, Symptom]]] = {}
     for index, each in seen.items():
@@ -311,7 +311,7 @@ def early_elite(elite: Mapping[str, Any], iterations: int) -> list[str]:
 
 
 def advice(summary: Mapping[str, Any]) -> dict[str, Symptom]:
-    """Return what the summary of a run says of the run as a whole, in the form of :func:`merge`."""
+    """Return what the summary of a run says of the run as a whole, in the form of :func:`name_agents`."""
     elite = summary.get("elite") or {}
     texts = [elite.get("constant_answer"), summary.get("failed_grades"), *summary.get("advice", ())]
     return {text: Symptom("of the run", text, "") for text in texts if text}

@@ -10,7 +10,7 @@ from agilerl.runs.diagnosis import (
     advice,
     count_failed_grades,
     early_elite,
-    merge,
+    name_agents,
     symptoms,
 )
 
@@ -135,7 +135,7 @@ def test_an_observer_sees_the_first_and_the_last_iterations() -> None:
         observer.add([rising, HEALTHY | {"agent": 3, "entropy": 0.0}])
     found = observer.symptoms([0, 3, 7])
     assert {index: [s.name for s in each] for index, each in found.items()} == {0: [], 3: ["no exploration"], 7: []}
-    (sentence,) = merge({3: found[3], 5: found[3]})
+    (sentence,) = name_agents({3: found[3], 5: found[3]})
     assert sentence.startswith("agents 3, 5: entropy is 0")
 
 
