@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
@@ -135,7 +135,7 @@ class EarlyGrading:
         self.graders = list({id(grader): grader for grader in graders}.values())
         self.columns = tuple(columns)
         # Completions that have ended before an earlier one, for graders that need the order of the rows.
-        self._held: dict[int, tuple[str, str, Mapping[str, Any]]] = {}
+        self._held: dict[int, tuple[str, str, Columns]] = {}
         self._next = 0
         self._stack = ExitStack()
 
@@ -223,7 +223,7 @@ class ThreadedGrader(WaitingGrader):
         cause = outcome.__cause__ if isinstance(outcome, Exception) else None
         return cause if isinstance(cause, Exception) else outcome  # its name is put before it when the batch is graded
 
-    def key(self, question: tuple[str, str, Mapping[str, Any]]) -> Hashable:
+    def key(self, question: tuple[str, str, Columns]) -> Hashable:
         """Return the texts and which objects are in the row: unlike JSON, that holds for values of any kind."""
         completion, prompt, row = question
         return completion, prompt, frozenset((key, id(value)) for key, value in row.items())

@@ -236,9 +236,7 @@ class TorchEngine:
                 why = f"its log-probs differ by {apart:.2g} from those of a forward pass"
                 raise EngineError(_UNDECODABLE.format(name, why))
 
-    def _units(
-        self, requests: Sequence[GenerationRequest], rows: Sequence[RowKey], *, apart: bool = False
-    ) -> list[_Unit]:
+    def _units(self, requests: Sequence[GenerationRequest], rows: list[RowKey], *, apart: bool = False) -> list[_Unit]:
         """Cut the rows of each slot into units: the first ones of all slots, then the second ones, and so on.
 
         With ``apart`` units are filled up, so that a row is multiplied alike in a unit of any size.
