@@ -92,11 +92,12 @@ def test_what_cannot_be_probed_is_exit_code_2(arguments: tuple[str, ...], words:
 
 def test_a_run_without_a_signal_stops_unless_it_is_forced(agilerl: Agilerl, tmp_path: Path) -> None:
     silent = ("environment.task=reasoning_gym:mini_sudoku", "environment.eval_prompts=2", "environment.test_prompts=2")
-    silent = (*silent, "training.pop_size=2", "training.max_seconds=1", "training.evo_steps=1")
+    silent = (*silent, "training.pop_size=2", "training.max_steps=2560", "training.evo_steps=1")
     done = agilerl("train", *silent, "--out", "run")
     assert (done.code, list(tmp_path.iterdir())) == (2, [])
     assert done.errors.startswith("error: nothing could be learned: all 512 answers to 64 training questions")
-    small = ("environment.data_batch_size_per_gpu=2", "algorithm.group_size=2", "algorithm.batch_size=4")
+    small = ("environment.data_batch_size_per_gpu=160", "algorithm.group_size=2", "algorithm.batch_size=320")
+    small = (*small, "algorithm.max_output_tokens=1", "training.max_steps=640")
     forced = agilerl("train", *silent, *small, "--out", "run", "--force")
     assert forced.code == 0, forced.errors
     assert "Preflight: reward 0.000, 0% of groups differ" in forced.output
