@@ -79,8 +79,6 @@ def main() -> None:
 
     Exits with 1 if there are any.
     """
-    import inspect
-
     from agilerl.algorithms import ALGORITHMS
 
     wrong, listed = [], defaults()
@@ -91,10 +89,10 @@ def main() -> None:
         for place, version in enumerate(versions()):
             wheel = wheel_of("agilerl", version, folder)
             for algorithm in FILES:
-                own = inspect.signature(ALGORITHMS[algorithm]).parameters
+                own = ALGORITHMS[algorithm].defaults()
                 for argument, default in theirs(wheel, algorithm).items():
                     known = listed.get((algorithm, argument))
-                    if argument in own and default != (own[argument].default if known is None else known[place]):
+                    if argument in own and default != (own[argument] if known is None else known[place]):
                         wrong.append(f"AgileRL {version}: {algorithm}({argument}={default!r}), listed: {known}")
     print("\n".join(wrong) or f"{len(listed)} defaults of AgileRL and {len(STATEMENTS)} statements are as listed")
     sys.exit(bool(wrong))

@@ -2,10 +2,8 @@
 
 import datetime
 import importlib.metadata
-import inspect
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -47,7 +45,7 @@ def test_defaults_of_this_project_are_as_listed() -> None:
     listed = defaults()
     assert len(listed) > 20
     for (algorithm, argument), (*_, here) in listed.items():
-        found: Any = inspect.signature(ALGORITHMS[algorithm]).parameters[argument].default
+        found = ALGORITHMS[algorithm].defaults()[argument]
         assert found == here, (algorithm, argument)
 
 

@@ -1,18 +1,18 @@
 """Algorithms: one a file, all on the shared base."""
 
 from agilerl.algorithms.agent import LLMAlgorithm
-from agilerl.algorithms.cispo import CISPO, CISPOConfig
+from agilerl.algorithms.cispo import CISPOConfig
 from agilerl.algorithms.config import CosineLRScheduleConfig
 from agilerl.algorithms.custom_loss import PolicyLoss
 from agilerl.algorithms.dpo import DPO, DPOConfig
-from agilerl.algorithms.dppo import DPPO, DPPOConfig
-from agilerl.algorithms.grpo import GRPO, GRPOConfig
-from agilerl.algorithms.gspo import GSPO, GSPOConfig
+from agilerl.algorithms.dppo import DPPOConfig
+from agilerl.algorithms.grpo import CISPO, DPPO, FAMILY, GRPO, GSPO, REINFORCE, RLOO, GRPOConfig, MaxRL
+from agilerl.algorithms.gspo import GSPOConfig
 from agilerl.algorithms.kto import KTO, KTOConfig
-from agilerl.algorithms.maxrl import MaxRL, MaxRLConfig
+from agilerl.algorithms.maxrl import MaxRLConfig
 from agilerl.algorithms.ppo import PPO, PPOConfig
-from agilerl.algorithms.reinforce import REINFORCE, REINFORCEConfig
-from agilerl.algorithms.rloo import RLOO, RLOOConfig
+from agilerl.algorithms.reinforce import REINFORCEConfig
+from agilerl.algorithms.rloo import RLOOConfig
 from agilerl.algorithms.sft import SFT, SFTConfig
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "GSPOConfig",
     "CosineLRScheduleConfig",
     "EvolvableAlgorithm",
+    "FAMILY",
     "GRPOConfig",
     "KTO",
     "KTOConfig",
@@ -54,7 +55,5 @@ LLMPPO = PPO
 LLMREINFORCE = REINFORCE
 """The documented other name of REINFORCE."""
 
-ALGORITHMS: dict[str, type[LLMAlgorithm]] = {
-    cls.__name__: cls for cls in (GRPO, GSPO, CISPO, RLOO, MaxRL, DPPO, REINFORCE, PPO, DPO, KTO, SFT)
-}
+ALGORITHMS: dict[str, type[LLMAlgorithm]] = {**FAMILY, **{cls.__name__: cls for cls in (PPO, DPO, KTO, SFT)}}
 """Algorithms by the name that a manifest uses; to add one, pass your class where a name is expected."""

@@ -7,14 +7,12 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from difflib import get_close_matches
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 import torch
-from pydantic import BaseModel, Field
+from pydantic import Field
 from torch import Tensor
 
 from agilerl import hooks
@@ -73,13 +71,6 @@ from agilerl.runtime import Runtime
 from agilerl.text.padding import padding_id
 
 
-# Each new agent sets a dozen attributes of its own.
-@lru_cache(maxsize=1000)
-def _close_to(config: type[BaseModel], name: str) -> list[str]:
-    """Return the hyperparameter that a name may be meant for, if any."""
-    return get_close_matches(name, config.model_fields, n=1, cutoff=0.8)
-
-
 class LLMAlgorithm(Learner):
     """One agent of a population: hyperparameters and a slot of a shared :class:`Runtime`.
 
@@ -98,8 +89,8 @@ class LLMAlgorithm(Learner):
     """How the agent learns. It may change, so ask for ``agent.algorithm.name``, not for the class."""
     Config: ClassVar[type[AlgorithmConfig]] = LLMConfig
     """Hyperparameters of the algorithm that a new agent of this class has."""
-    Options: ClassVar[type[BaseModel]] = SharedOptions
-    """Keywords besides the hyperparameters: settings that agents share."""
+    attributes_of: ClassVar[tuple[type[AlgorithmConfig], ...]] = ()
+    """Hyperparameters of further algorithms that an agent may take."""
     config: LLMConfig
     _learned: "weakref.ref[Tensor] | None" = None
     """Token ids of the last batch that ``learn`` trained on."""
@@ -108,15 +99,14 @@ class LLMAlgorithm(Learner):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        _declare(cls)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute; a new one with nearly the name of a hyperparameter is set as well, with a warning."""
-        known = name.startswith("_") or name in self.__dict__ or hasattr(type(self), name)
-        if not known and (close := _close_to(self.Config, name)):
-            hint = f"did you mean {close[0]!r}?"
-            warnings.warn(f"{name} is not a hyperparameter, so setting it changes nothing; {hint}", stacklevel=2)
-        super().__setattr__(name, value)
+        if "algorithm" in vars(cls):
+            cls.Config = cls.algorithm.Config
+        else:
+            cls.algorithm = replace(cls.algorithm, name=cls.__name__, Config=cls.Config)
+        for config in (cls.Config, *cls.attributes_of):
+            for name, field in config.model_fields.items():
+                if not hasattr(cls, name):
+                    setattr(cls, name, Hyperparameter(name, field.description))
 
     @checked
     def __init__(
@@ -199,8 +189,7 @@ class LLMAlgorithm(Learner):
     def _merge(cls, config: AlgorithmConfig | None, keywords: Mapping[str, Any]) -> AlgorithmConfig:
         for name in keywords:
             if name not in cls.Config.model_fields:
-                known = dict.fromkeys([*cls.Config.model_fields, *inspect.signature(cls).parameters])
-                raise ConfigError(f"{cls.__name__} has no argument {name!r}; {nearest(name, known)}")
+                raise ConfigError(f"{cls.__name__} has no argument {name!r}; {nearest(name, cls.defaults())}")
         if config is not None and not isinstance(config, cls.Config):
             raise ConfigError(
                 f"{cls.__name__}(config=...): expected a {cls.Config.__name__}, found {described(config)}; give the "
@@ -208,6 +197,14 @@ class LLMAlgorithm(Learner):
             )
         given = {} if config is None else config.model_dump(exclude_unset=True)
         return validated(cls.Config, {**given, **keywords})
+
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Return the arguments of the constructor with their defaults: hyperparameters, its own, the base's options."""
+        parameters = list(inspect.signature(LLMAlgorithm.__init__).parameters.values())[1:-1]  # self ... **arguments
+        fields = cls.Config.model_fields | SharedOptions.model_fields
+        values = {name: field.get_default(call_default_factory=True) for name, field in fields.items()}
+        return values | {parameter.name: parameter.default for parameter in parameters}
 
     def __repr__(self) -> str:
         genes = ", ".join(f"{name}={_short(value)}" for name, value in self.hyperparameters.items())
@@ -764,40 +761,8 @@ def _route(slot: int | None) -> Route | None:
     return None if slot is None else Route((slot,), None)
 
 
-def _declare(cls: type[LLMAlgorithm]) -> None:
-    """Give a class of agents its algorithm, an attribute for each hyperparameter, and a signature with all of them."""
-    if "algorithm" in cls.__dict__:
-        cls.Config = cls.algorithm.Config
-    else:
-        cls.algorithm = replace(cls.algorithm, name=cls.__name__, Config=cls.Config)
-    for name, field in cls.Config.model_fields.items():
-        if not hasattr(cls, name):
-            setattr(cls, name, Hyperparameter(name, field.description))
-    cls.__signature__ = _signature(cls)  # type: ignore[attr-defined]
-
-
-def _signature(cls: type[LLMAlgorithm]) -> inspect.Signature:
-    """Return the constructor's signature with every hyperparameter spelled out."""
-    # The constructors' own arguments, the most derived ones first; then a keyword for each hyperparameter.
-    parameters: dict[str, inspect.Parameter] = {}
-    for base in cls.__mro__:  # the most derived first
-        init = base.__dict__.get("__init__")
-        if init is None or not issubclass(base, LLMAlgorithm):
-            continue
-        for name, parameter in inspect.signature(init).parameters.items():
-            if name != "self" and parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-                parameters.setdefault(name, parameter)
-    for name, field in (cls.Config.model_fields | cls.Options.model_fields).items():
-        parameters[name] = inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=field.get_default(call_default_factory=True)
-        )
-    # inspect wants the kinds in order; sorting is stable, so the names of one kind keep theirs.
-    return inspect.Signature(sorted(parameters.values(), key=lambda p: p.kind))
-
-
 def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-_declare(LLMAlgorithm)
 hooks.extend(LLMAlgorithm)

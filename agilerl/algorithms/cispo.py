@@ -1,12 +1,10 @@
 """CISPO (MiniMax-M1, arXiv 2506.13585): the importance weight is clipped, not the update, so no token is left out."""
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Unpack
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig, check_weight_bounds
-from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
-from agilerl.algorithms.keywords import CISPOKeywords
 from agilerl.functional import LOSS_NORM_ALIASES, LossNorm
 from agilerl.hpo.parameters import Evolve
 
@@ -35,16 +33,3 @@ class CISPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     def clip_range(self) -> tuple[float, float]:
         """Lower and upper bound of the detached importance weight."""
         return (self.clip_min or 0.0, self.clip_max) if self.clip_coef is None else super().clip_range
-
-
-class CISPO(GRPO):
-    """Policy gradient ``-sg(clamp(rho, clip_min, clip_max)) A log pi`` on GRPO's advantages.
-
-    Advantages and objective are GRPO's, with ``loss_type="cispo"``.
-    """
-
-    algorithm = PolicyAlgorithm("CISPO", CISPOConfig)
-
-    if TYPE_CHECKING:  # at run time the keywords are what ``CISPOConfig`` declares
-
-        def __init__(self, *given: Any, **keywords: Unpack[CISPOKeywords]) -> None: ...

@@ -1,12 +1,10 @@
 """DPPO (arXiv 2602.04879): a trust region around the policy instead of bounds of each token's ratio."""
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Unpack
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig
-from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
-from agilerl.algorithms.keywords import DPPOKeywords
 from agilerl.algorithms.objective import PolicyParts
 from agilerl.functional import Divergence
 from agilerl.hpo.parameters import Evolve
@@ -38,16 +36,3 @@ def dppo_parts(c: DPPOConfig, kl_coef: float) -> PolicyParts:
     """Return the objective's parts: tokens that moved too far do not count, and no bound stops a ratio."""
     bounds = {"divergence": c.divergence, "divergence_limit": c.divergence_limit, "weight_max": c.weight_max}
     return PolicyParts.of(c, kl_coef, ratio="token", surrogate="dppo", aggregation=c.loss_norm, **bounds)
-
-
-class DPPO(GRPO):
-    """Policy gradient ``-M sg(min(rho, weight_max)) A log pi`` on GRPO's advantages; M leaves out what went too far.
-
-    A rare token may multiply its probability, a frequent one may not move far; ratio bounds do the opposite.
-    """
-
-    algorithm = PolicyAlgorithm("DPPO", DPPOConfig, parts=dppo_parts)
-
-    if TYPE_CHECKING:  # at run time the keywords are what ``DPPOConfig`` declares
-
-        def __init__(self, *given: Any, **keywords: Unpack[DPPOKeywords]) -> None: ...

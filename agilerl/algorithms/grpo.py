@@ -9,13 +9,27 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from agilerl.algorithms.agent import LLMAlgorithm
-from agilerl.algorithms.base import Algorithm, AlgorithmConfig, Hyperparameter
+from agilerl.algorithms.base import Algorithm, AlgorithmConfig
+from agilerl.algorithms.cispo import CISPOConfig
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig, check_weight_bounds
 from agilerl.algorithms.credit import group_credit, shaped_advantages, shaped_rewards
 from agilerl.algorithms.custom_loss import LossFunction, check_loss
-from agilerl.algorithms.keywords import GRPOKeywords
+from agilerl.algorithms.dppo import DPPOConfig, dppo_parts
+from agilerl.algorithms.gspo import GSPOConfig
+from agilerl.algorithms.keywords import (
+    CISPOKeywords,
+    DPPOKeywords,
+    GRPOKeywords,
+    GSPOKeywords,
+    MaxRLKeywords,
+    REINFORCEKeywords,
+    RLOOKeywords,
+)
 from agilerl.algorithms.learner import Experience, PolicyLearner, is_off_policy, sampled_logprobs, temperature_of
+from agilerl.algorithms.maxrl import MaxRLConfig
 from agilerl.algorithms.objective import PolicyParts, Surrogate, policy_objective
+from agilerl.algorithms.reinforce import REINFORCEConfig, reinforce_credit
+from agilerl.algorithms.rloo import RLOOConfig
 from agilerl.algorithms.state import AgentState
 from agilerl.checks.arguments import checked, nearest
 from agilerl.checks.validation import Needs, validated
@@ -97,8 +111,7 @@ class GRPO(PolicyLearner, LLMAlgorithm):
     """
 
     algorithm: PolicyAlgorithm = PolicyAlgorithm("GRPO", GRPOConfig)
-    _relatives: ClassVar[dict[str, "type[GRPO]"]] = {}
-    """The family by name; each member adds itself when its class is defined."""
+    attributes_of = (GRPOConfig, GSPOConfig, CISPOConfig, DPPOConfig, REINFORCEConfig)
     config: GRPOConfig
 
     if TYPE_CHECKING:  # at run time the keywords are what ``GRPOConfig`` declares
@@ -187,20 +200,6 @@ class GRPO(PolicyLearner, LLMAlgorithm):
 
     # -- one family -----------------------------------------------------------------------------------------------
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if GRPO in cls.__bases__:
-            GRPO._relatives[cls.__name__] = cls
-        for name, attribute in cls.__dict__.items():
-            # An agent that takes another algorithm gets that algorithm's hyperparameters as attributes too.
-            if isinstance(attribute, Hyperparameter) and name not in GRPO.__dict__:
-                setattr(GRPO, name, attribute)
-
-    @classmethod
-    def family(cls) -> dict[str, "type[GRPO]"]:
-        """Return GRPO and its relatives by name: what the gene ``algorithm`` chooses among."""
-        return {"GRPO": GRPO, **GRPO._relatives}
-
     @checked
     def set_hyperparameters(self, values: Mapping[str, Any]) -> None:
         """Change some hyperparameters together; ``algorithm`` names the relative whose algorithm this agent takes.
@@ -212,12 +211,9 @@ class GRPO(PolicyLearner, LLMAlgorithm):
         if name == self.algorithm.name:
             super().set_hyperparameters({key: value for key, value in values.items() if key != "algorithm"})
             return
-        family = self.family()
-        if name not in family:
-            raise ConfigError(f"{self.algorithm.name} cannot become {name!r}; {nearest(str(name), family)}")
-        for cls in (type(self), family[name]):
-            _check_movable(cls)
-        algorithm = family[name].algorithm
+        if name not in FAMILY or type(self) not in FAMILY.values():
+            raise ConfigError(f"{self.algorithm.name} cannot become {name!r}; {nearest(str(name), FAMILY)}")
+        algorithm = FAMILY[name].algorithm
         # What was set moves along; everything else takes the defaults of the other algorithm.
         kept = with_changes(self.config.model_dump(exclude_unset=True), values)
         del kept["algorithm"]
@@ -235,7 +231,7 @@ class GRPO(PolicyLearner, LLMAlgorithm):
     @checked
     def from_state(cls, state: AgentState, runtime: Runtime, loss: LossFunction | None = None) -> Self:
         """Build the agent of a state, with the algorithm that the state names, whichever class this is called on."""
-        member = cls.family().get(state.algorithm, cls)
+        member = FAMILY.get(state.algorithm, cls)
         if member is cls:
             return super().from_state(state, runtime, loss)
         return member.from_state(state, runtime, loss)  # type: ignore[return-value]
@@ -249,12 +245,107 @@ class GRPO(PolicyLearner, LLMAlgorithm):
         return super()._merge(config, keywords)
 
 
-def _check_movable(cls: type[GRPO]) -> None:
-    """Raise ConfigError if an agent's class overrides how its algorithm learns: the gene would not carry that over."""
-    methods = {"credit", "objective", "prepare", "window_denominator"}
-    custom = sorted(methods & {name for c in cls.__mro__[: cls.__mro__.index(GRPO)] for name in vars(c)})
-    if custom:
-        raise ConfigError(
-            f"{cls.__name__} overrides {custom[0]}(), which a change of the algorithm does not carry; give its credit "
-            "or parts to algorithm = PolicyAlgorithm(name, Config, credit=..., parts=...) instead"
-        )
+class GSPO(GRPO):
+    """GRPO with the ratio ``exp(mean_t (pi - old))`` of the trajectory: all tokens of a completion clip together.
+
+    Advantages and objective are GRPO's, with ``loss_type="gspo"``.
+    """
+
+    algorithm = PolicyAlgorithm("GSPO", GSPOConfig)
+
+    if TYPE_CHECKING:  # at run time the keywords are what ``GSPOConfig`` declares
+
+        def __init__(self, *given: Any, **keywords: Unpack[GSPOKeywords]) -> None: ...
+
+
+class CISPO(GRPO):
+    """Policy gradient ``-sg(clamp(rho, clip_min, clip_max)) A log pi`` on GRPO's advantages.
+
+    Advantages and objective are GRPO's, with ``loss_type="cispo"``.
+    """
+
+    algorithm = PolicyAlgorithm("CISPO", CISPOConfig)
+
+    if TYPE_CHECKING:  # at run time the keywords are what ``CISPOConfig`` declares
+
+        def __init__(self, *given: Any, **keywords: Unpack[CISPOKeywords]) -> None: ...
+
+
+class RLOO(GRPO):
+    """Clipped surrogate with the ratio ``exp(sum_t (pi - old))`` of the completion and the advantage
+    ``r - mean of the others' r``, with ``beta`` times the k1 estimate of the KL subtracted from ``r``.
+
+    Advantages (``adv_norm="rloo"``) and objective are GRPO's.
+    """
+
+    algorithm = PolicyAlgorithm("RLOO", RLOOConfig)
+
+    if TYPE_CHECKING:  # at run time the keywords are what ``RLOOConfig`` declares
+
+        def __init__(self, *given: Any, **keywords: Unpack[RLOOKeywords]) -> None: ...
+
+
+class MaxRL(GRPO):
+    """GRPO with the advantage ``(r - mean_g) / mean_g``, the group's mean instead of its standard deviation.
+
+    With rewards of 0 and 1 and G samples this is the gradient of log p truncated at its G-th order: the rarer the
+    success, the larger the step. A group whose mean is not above 0 teaches nothing, so rewards should not be negative.
+    """
+
+    algorithm = PolicyAlgorithm("MaxRL", MaxRLConfig)
+
+    if TYPE_CHECKING:  # at run time the keywords are what ``MaxRLConfig`` declares
+
+        def __init__(self, *given: Any, **keywords: Unpack[MaxRLKeywords]) -> None: ...
+
+
+class DPPO(GRPO):
+    """Policy gradient ``-M sg(min(rho, weight_max)) A log pi`` on GRPO's advantages; M leaves out what went too far.
+
+    A rare token may multiply its probability, a frequent one may not move far; ratio bounds do the opposite.
+    """
+
+    algorithm = PolicyAlgorithm("DPPO", DPPOConfig, parts=dppo_parts)
+
+    if TYPE_CHECKING:  # at run time the keywords are what ``DPPOConfig`` declares
+
+        def __init__(self, *given: Any, **keywords: Unpack[DPPOKeywords]) -> None: ...
+
+
+class REINFORCE(GRPO):
+    """Clipped policy gradient on returns that are normalised over the whole batch; no group and no critic is needed.
+
+    The objective is GRPO's; what differs is the credit.
+    """
+
+    algorithm = PolicyAlgorithm("REINFORCE", REINFORCEConfig, credit=reinforce_credit)
+
+    if TYPE_CHECKING:  # at run time the keywords are what ``REINFORCEConfig`` declares
+
+        def __init__(self, *given: Any, **keywords: Unpack[REINFORCEKeywords]) -> None: ...
+
+    @classmethod
+    def plus_plus(cls, **arguments: Unpack[REINFORCEKeywords]) -> Self:
+        """REINFORCE++: one reward a completion less the KL (k1) token by token, whitened returns."""
+        keywords: REINFORCEKeywords = {
+            "advantage_estimator": "reinforce++",
+            "kl_placement": "reward",
+            "kl_estimator": "k1",
+            **arguments,
+        }
+        return cls(**keywords)
+
+    @classmethod
+    def plus_plus_baseline(cls, **arguments: Unpack[REINFORCEKeywords]) -> Self:
+        """REINFORCE++ with the mean of the prompt's completions as the baseline, and the KL (k2) in the loss."""
+        keywords: REINFORCEKeywords = {
+            "advantage_estimator": "reinforce++-baseline",
+            "kl_placement": "loss",
+            "kl_estimator": "k2",
+            **arguments,
+        }
+        return cls(**keywords)
+
+
+FAMILY: dict[str, type[GRPO]] = {cls.__name__: cls for cls in (GRPO, GSPO, CISPO, RLOO, MaxRL, DPPO, REINFORCE)}
+"""What the gene ``algorithm`` chooses among, by name."""

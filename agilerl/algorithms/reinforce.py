@@ -1,6 +1,6 @@
 """REINFORCE (Williams, 1992) on batch-normalised returns (arXiv 2510.01051), and REINFORCE++ (arXiv 2501.03262)."""
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Unpack
+from typing import Annotated, ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, model_validator
@@ -14,8 +14,6 @@ from agilerl.algorithms.credit import (
     shaped_advantages,
     shaped_rewards,
 )
-from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
-from agilerl.algorithms.keywords import REINFORCEKeywords
 from agilerl.data import RolloutBatch
 from agilerl.functional import (
     broadcast_rows,
@@ -120,38 +118,3 @@ def _returns(c: REINFORCEConfig, rewards: Tensor, batch: RolloutBatch, penalty: 
         return broadcast_turns(cells, batch.turn_ids)
     whole = by_turn.nansum(dim=1, keepdim=True)  # (rows, 1): a trajectory is one cell
     return broadcast_rows(rebn(whole, torch.ones_like(whole, dtype=torch.bool), c.gamma)[:, 0], mask)
-
-
-class REINFORCE(GRPO):
-    """Clipped policy gradient on returns that are normalised over the whole batch; no group and no critic is needed.
-
-    The objective is GRPO's; what differs is the credit.
-    """
-
-    algorithm = PolicyAlgorithm("REINFORCE", REINFORCEConfig, credit=reinforce_credit)
-
-    if TYPE_CHECKING:  # at run time the keywords are what ``REINFORCEConfig`` declares
-
-        def __init__(self, *given: Any, **keywords: Unpack[REINFORCEKeywords]) -> None: ...
-
-    @classmethod
-    def plus_plus(cls, **arguments: Unpack[REINFORCEKeywords]) -> Self:
-        """REINFORCE++: one reward a completion less the KL (k1) token by token, whitened returns."""
-        keywords: REINFORCEKeywords = {
-            "advantage_estimator": "reinforce++",
-            "kl_placement": "reward",
-            "kl_estimator": "k1",
-            **arguments,
-        }
-        return cls(**keywords)
-
-    @classmethod
-    def plus_plus_baseline(cls, **arguments: Unpack[REINFORCEKeywords]) -> Self:
-        """REINFORCE++ with the mean of the prompt's completions as the baseline, and the KL (k2) in the loss."""
-        keywords: REINFORCEKeywords = {
-            "advantage_estimator": "reinforce++-baseline",
-            "kl_placement": "loss",
-            "kl_estimator": "k2",
-            **arguments,
-        }
-        return cls(**keywords)

@@ -1,12 +1,10 @@
 """REINFORCE Leave-One-Out (arXiv 2402.14740): a completion is one action, the others of its prompt are its baseline."""
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, Unpack
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import model_validator
 
 from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfig, SurrogateConfig
-from agilerl.algorithms.grpo import GRPO, PolicyAlgorithm
-from agilerl.algorithms.keywords import RLOOKeywords
 from agilerl.checks.validation import Needs
 from agilerl.functional import KLEstimator, PoolingLevel
 
@@ -42,17 +40,3 @@ class RLOOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     def pooling(self) -> Literal["sum"]:
         """How a unit's log-ratios are pooled: summed, so that the ratio is that of the completions' probabilities."""
         return "sum"
-
-
-class RLOO(GRPO):
-    """Clipped surrogate with the ratio ``exp(sum_t (pi - old))`` of the completion and the advantage
-    ``r - mean of the others' r``, with ``beta`` times the k1 estimate of the KL subtracted from ``r``.
-
-    Advantages (``adv_norm="rloo"``) and objective are GRPO's.
-    """
-
-    algorithm = PolicyAlgorithm("RLOO", RLOOConfig)
-
-    if TYPE_CHECKING:  # at run time the keywords are what ``RLOOConfig`` declares
-
-        def __init__(self, *given: Any, **keywords: Unpack[RLOOKeywords]) -> None: ...

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
+from agilerl.algorithms import ALGORITHMS, FAMILY, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.checks.arguments import checked, nearest, shown
 from agilerl.checks.validation import grouped, idle, unknown_key, validated
@@ -250,16 +250,15 @@ def _algorithms(written: str, env_type: str) -> tuple[type[LLMAlgorithm], ...]:
     Raises ConfigError for an unknown name, a choice among algorithms that cannot turn into one another, and an
     environment that offers something else to learn from.
     """
-    family = GRPO.family()
     choice = re.fullmatch(r"\s*choice\[(.*)\]\s*", written)
     names = [written] if choice is None else [name.strip() for name in choice[1].split(",")]
     for name in names:
         if name not in ALGORITHMS:
             raise ConfigError(f"algorithm.name={shown(name)} is unknown; {nearest(name, ALGORITHMS)}")
-        if choice is not None and name not in family:
+        if choice is not None and name not in FAMILY:
             raise ConfigError(
                 f"algorithm.name={shown(written)}: an agent cannot switch to or from {name}; choose among "
-                f"{', '.join(family)}"
+                f"{', '.join(FAMILY)}"
             )
     if choice is not None and (len(names) < 2 or len(set(names)) < len(names)):
         raise ConfigError(f"algorithm.name={shown(written)}: a choice needs at least two different algorithms")

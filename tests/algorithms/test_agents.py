@@ -1,7 +1,6 @@
 """One agent: constructor, clone, checkpoint, PEFT, mutation, the documented calls."""
 
 import gc
-import inspect
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -46,8 +45,7 @@ def test_keywords_and_config_mean_the_same() -> None:
     mixed = GRPO(runtime=runtime, pad_token_id=PAD, config=GRPO.Config(lr=1e-2, group_size=3), lr=5e-6)
     assert flat.config == grouped.config == mixed.config
     assert flat.lr == 5e-6
-    assert "lr=1e-05" in str(inspect.signature(GRPO))
-    assert inspect.signature(GRPO).parameters["group_size"].default == 8
+    assert (GRPO.defaults()["lr"], GRPO.defaults()["group_size"], GRPO.defaults()["runtime"]) == (1e-5, 8, None)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ first that differs ends the comparison. A new argument without an entry fails.
 """
 
 import hashlib
-import inspect
 import re
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -410,7 +409,7 @@ def cases() -> list[Any]:
     """Return every argument of every algorithm, those that are tried with another one already as nightly ones."""
     found = []
     for algorithm, cls in ALGORITHMS.items():
-        for name in [n for n in inspect.signature(cls).parameters if n not in SharedOptions.model_fields]:
+        for name in [n for n in cls.defaults() if n not in SharedOptions.model_fields]:
             first = algorithm == "GRPO" or name in OWN.get(algorithm, {}) or name not in AGENT
             marks = () if first else (pytest.mark.nightly,)
             found.append(pytest.param(algorithm, name, marks=marks, id=f"{algorithm}-{name}"))

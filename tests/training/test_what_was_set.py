@@ -9,7 +9,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from agilerl.algorithms import ALGORITHMS, GRPO, LLMAlgorithm
+from agilerl.algorithms import ALGORITHMS, FAMILY, GRPO, LLMAlgorithm
 from agilerl.algorithms.codec import packed, read_state, unpacked, write_state
 from agilerl.compat.trainer import LocalTrainer
 from agilerl.config.manifest import load_manifest
@@ -218,7 +218,7 @@ def test_the_gene_algorithm_carries_what_was_set_and_no_default(runtime: Runtime
         given = {"max_output_tokens": 60, field: value}
         if refused(lambda given=given: GRPO.Config(**given)):  # type: ignore[misc]
             continue
-        for name in GRPO.family():
+        for name in FAMILY:
             agent = GRPO(runtime=runtime, **given)
             why = refused(lambda: agent.set_hyperparameters({"algorithm": name}))  # noqa: B023
             assert not why or field in why  # it does not use the setting
