@@ -190,7 +190,7 @@ def test_classes_aliases_and_inheritance() -> None:
     for name, cls in ALGORITHMS.items():
         assert getattr(algorithms, name) is getattr(agilerl, name) is cls
         assert (cls.__name__, issubclass(cls, LLMAlgorithm), issubclass(cls, EvolvableAlgorithm)) == (name, True, True)
-        assert cls.__module__ == f"agilerl.algorithms.{name.lower()}"
+        assert cls.__module__ == f"agilerl.algorithms.{'grpo' if name in algorithms.FAMILY else name.lower()}"
     assert algorithms.LLMPPO is agilerl.LLMPPO is algorithms.PPO
     assert algorithms.LLMREINFORCE is agilerl.LLMREINFORCE is algorithms.REINFORCE
 
