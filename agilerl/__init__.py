@@ -29,7 +29,6 @@ if TYPE_CHECKING:
         MaxRL,
         PolicyLoss,
     )
-    from agilerl.compat.trainer import LocalTrainer
     from agilerl.envs.episode_task import EpisodeTask
     from agilerl.envs.examples import PreferenceTask, SFTTask, UnpairedTask
     from agilerl.envs.procedural import ReasoningGymTask
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
     from agilerl.run import Run, train
     from agilerl.runtime import Runtime
     from agilerl.training.saved import load
+    from agilerl.training.trainer import LocalTrainer
 
     HAS_ARENA_DEPENDENCIES: bool
     HAS_DEEPSPEED: bool
@@ -92,7 +92,7 @@ __all__ = [
 _HOMES = {
     "EpisodeTask": "agilerl.envs.episode_task",
     "HyperparameterConfig": "agilerl.hpo.parameters",
-    "LocalTrainer": "agilerl.compat.trainer",
+    "LocalTrainer": "agilerl.training.trainer",
     "Mutations": "agilerl.hpo.mutation",
     "Population": "agilerl.population",
     "PreferenceTask": "agilerl.envs.examples",

@@ -13,7 +13,7 @@ from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.distillation import teacher_of
 from agilerl.algorithms.exams import AnyTask, Exams
 from agilerl.algorithms.learner import own_weights
-from agilerl.algorithms.objective import record_batch
+from agilerl.algorithms.metrics import record_batch
 from agilerl.algorithms.state import AgentState
 from agilerl.algorithms.update import learn_together
 from agilerl.checks.arguments import Count, Hint, NotNegative, Seed, Share, Tokenizer, Whole, checked

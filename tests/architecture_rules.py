@@ -19,19 +19,19 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("models", "envs", "rewards"),
     ("rollouts", "runs"),
     ("runtime",),
+    ("compat",),
     ("algorithms",),
     ("population",),
-    ("training", "distributed", "report"),
-    ("compat",),
-    (
-        *("cli", "__main__", "run", "llm_envs", "utils", "algorithms.core"),
-        *("training.config", "training.llm", "training.train_llm", "training.trainer"),
-    ),
+    ("training", "report"),
+    ("cli", "__main__", "run", "llm_envs", "utils"),
 )
-"""A file imports from its own row and the rows above it; ``agilerl/__init__`` only names what the others hold.
+"""A file imports from its own row and the rows above it; ``agilerl/__init__`` only names what the others hold."""
 
-So no part of the core imports ``compat``: what the core asks of it goes through ``hooks``.
-"""
+DOCUMENTED = (
+    *("compat", "utils", "llm_envs", "algorithms.agent"),
+    *("training.loops", "training.local_trainer", "training.llm", "training.train_llm", "training.trainer"),
+)
+"""What may import ``compat`` and what stands on it: agents inherit a class of it, the others AgileRL documents."""
 
 FORBIDDEN: dict[str, tuple[str, ...]] = {
     "functional": ("agilerl.",),
@@ -168,15 +168,14 @@ def part_of(name: str, part: str) -> bool:
 ROWS = {part: row for row, parts in enumerate(LAYERS) for part in parts}
 
 
-def entry(name: str) -> str:
-    """The longest entry of LAYERS that a module is part of; empty for ``agilerl`` itself."""
-    inside = name.removeprefix("agilerl").lstrip(".")
-    return max((part for part in ROWS if part_of(inside, part)), key=len, default="")
+def package_of(name: str) -> str:
+    """The package, or the file beside the packages, that a module is part of; empty for ``agilerl`` itself."""
+    return name.removeprefix("agilerl").lstrip(".").partition(".")[0]
 
 
 def layer(name: str) -> int | None:
-    """Row of a module's entry; None for ``agilerl`` itself."""
-    return ROWS.get(entry(name))
+    """Row of a module's package; None for ``agilerl`` itself."""
+    return ROWS.get(package_of(name))
 
 
 def layers(module: Module) -> Iterator[str]:
@@ -198,6 +197,14 @@ def forbidden_imports(module: Module) -> Iterator[str]:
                 inside = found.target == GROUND or part_of(found.target, f"agilerl.{part}")
                 if not inside and any(part_of(found.target, target) for target in targets):
                     yield f"{module.name}: {found.target} (line {found.line})"
+
+
+def documented_apart(module: Module) -> Iterator[str]:
+    """No part of the core but :data:`DOCUMENTED` imports what only AgileRL's programs need."""
+    if module.name != "agilerl" and not any(part_of(module.name, f"agilerl.{part}") for part in DOCUMENTED):
+        for found in module.imports:
+            if any(part_of(found.target, f"agilerl.{part}") for part in DOCUMENTED if part != "algorithms.agent"):
+                yield f"{module.name}: {found.target} (line {found.line})"
 
 
 def positional(module: Module) -> Iterator[str]:
@@ -272,6 +279,7 @@ RULES: dict[str, Callable[[Module], Iterator[str]]] = {
     for rule in (
         layers,
         forbidden_imports,
+        documented_apart,
         positional,
         unsafe,
         dynamic_imports,
@@ -302,16 +310,12 @@ def cycles(modules: Mapping[str, Module]) -> list[list[str]]:
 
 
 def two_way(modules: Mapping[str, Module]) -> list[str]:
-    """Entries of LAYERS that import each other, in functions and for types included."""
-
-    def package(name: str) -> str:
-        return entry(name) or name
-
+    """Packages that import each other: in functions, for types and by documented import paths included."""
     arrows: dict[tuple[str, str], str] = {}
     for name, module in modules.items():
         for found in module.imports:
-            ends = package(name), package(found.target)
-            if found.target in modules and ends[0] != ends[1]:
+            ends = package_of(name), package_of(found.target)
+            if found.target in modules and all(ends) and ends[0] != ends[1]:
                 arrows.setdefault(ends, f"{name} -> {found.target}")
     return sorted(f"{arrows[a, b]}, {arrows[b, a]}" for a, b in arrows if a < b and (b, a) in arrows)
 

@@ -10,7 +10,6 @@ import pytest
 
 import agilerl
 from agilerl import Population
-from agilerl.compat.trainer import LocalTrainer
 from agilerl.config.manifest import load_manifest
 from agilerl.errors import AgileRLError, CheckpointError, ConfigError, EngineError
 from agilerl.models.base import load_tokenizer
@@ -22,6 +21,7 @@ from agilerl.training.records import RunWriter
 from agilerl.training.saved import open_run
 from agilerl.training.setup import Session, build
 from agilerl.training.trackers import Trackers
+from agilerl.training.trainer import LocalTrainer
 from tests.faults.small_populations import make_population
 from tests.faults.unfinished import Unfinished, change_json, leave_unfinished
 from tests.training.small_runs import SMALL

@@ -4,31 +4,19 @@ import copy
 import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
-import numpy as np
 import torch
 from pydantic import Field
 from torch import Tensor
 
-from agilerl import hooks
 from agilerl.algorithms.base import Algorithm, AlgorithmConfig, Hyperparameter
 from agilerl.algorithms.codec import actor_folder, read_state, save_folder, write_state
 from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig
 from agilerl.algorithms.custom_loss import LossFunction, check_loss, check_restored, tangent_loss
-from agilerl.algorithms.experiences import (
-    ActionResult,
-    Environment,
-    action_result,
-    examine,
-    of_all,
-    prompt_ids,
-    to_batch,
-)
 from agilerl.algorithms.learner import KEPT, MEASURES, Experience, Learner
 from agilerl.algorithms.state import (
     AgentState,
@@ -43,6 +31,7 @@ from agilerl.algorithms.state import (
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
 from agilerl.checks.arguments import Count, Hint, Location, Name, Positive, Whole, checked, described, nearest
 from agilerl.checks.validation import validated
+from agilerl.compat.agents import DocumentedSurface, translated
 from agilerl.config.base_model import SharedOptions
 from agilerl.data import RolloutBatch
 from agilerl.data.batch import union
@@ -63,15 +52,14 @@ from agilerl.hpo.parameters import (
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models import adapters
 from agilerl.models.operators import resize
-from agilerl.models.slots import Route
-from agilerl.rollouts import GenerationRequest, SamplingSettings
+from agilerl.rollouts import SamplingSettings
 from agilerl.rollouts.engine import Outcome
 from agilerl.runs.strict_json import read_json
 from agilerl.runtime import Runtime
 from agilerl.text.padding import padding_id
 
 
-class LLMAlgorithm(Learner):
+class LLMAlgorithm(Learner, DocumentedSurface):
     """One agent of a population: hyperparameters and a slot of a shared :class:`Runtime`.
 
     Give exactly one of ``runtime`` (a base that is loaded already), ``actor_network`` (a plain pretrained model; agents
@@ -94,8 +82,6 @@ class LLMAlgorithm(Learner):
     config: LLMConfig
     _learned: "weakref.ref[Tensor] | None" = None
     """Token ids of the last batch that ``learn`` trained on."""
-    _selected: str = "actor"
-    """The adapter that the agent's answers and log-probs are of; ``base`` is the base model alone."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -131,7 +117,7 @@ class LLMAlgorithm(Learner):
         **arguments: Any,
     ) -> None:
         # Settings: the agent's own, and those of the base that it shares.
-        keywords = hooks.keywords(arguments)
+        keywords = translated(arguments)
         options = validated(SharedOptions, {n: keywords.pop(n) for n in SharedOptions.model_fields if n in keywords})
         self.config = self._merge(config, keywords)  # type: ignore[assignment]
         self.hp_config = hp_config
@@ -279,59 +265,6 @@ class LLMAlgorithm(Learner):
         self._lease()
         self.slot, self._lease = slot, self._lease_of(slot)
 
-    # -- which adapter is read ------------------------------------------------------------------------------------
-
-    @checked
-    def use_adapter(self, adapter_name: str) -> None:
-        """Read from this agent's ``actor`` or ``reference`` adapter from here on (``critic`` too, if it has one).
-
-        ``logprobs``, ``get_action``, ``generate``, ``test``, ``actor(...)``, a population's ``evaluate`` and direct
-        calls of the base model read from the selected adapter. ``learn``, a population's ``rollout`` and everything
-        that is saved are always of the actor. A reference without a slot is the base model alone.
-        """
-        if adapter_name not in self._adapters:
-            known = " or ".join(f"'{name}'" for name in self._adapters)
-            raise ConfigError(f"expected the adapter {known}, found {adapter_name!r}")
-        self._select(adapter_name, _route(self._adapters[adapter_name]))
-
-    def select_adapter(self, adapter_name: str) -> AbstractContextManager[object]:
-        """Read from an adapter as :meth:`use_adapter` does; as a context (``with``), only while it is open."""
-        # It acts at once, and undoes it only if the caller enters it as a context.
-        after = ExitStack()
-        after.callback(self._select, self._selected, self.runtime.store.route)
-        self.use_adapter(adapter_name)
-        return after
-
-    def _select(self, adapter_name: str, route: Route | None) -> None:
-        self._selected, self.runtime.store.route = adapter_name, route
-
-    @property
-    def selected_slot(self) -> int | None:
-        """Slot of the selected adapter; None: the base model alone."""
-        return self._adapters.get(self._selected)
-
-    @property
-    def selected_route(self) -> Route | None:
-        """How the base reads the selected adapter; None: the base model alone."""
-        return _route(self.selected_slot)
-
-    @property
-    def _adapters(self) -> dict[str, int | None]:
-        """The slots that can be selected, by name."""
-        slots = {"actor": self.slot, "reference": self.reference_slot}
-        return slots if self.critic_slot is None else {**slots, "critic": self.critic_slot}
-
-    @contextmanager
-    def reading(self, name: str) -> Iterator[None]:
-        """Select an adapter, or ``base``; then select again what was selected before."""
-        before, self._selected = self._selected, name
-        store = self.runtime.store
-        try:
-            with store.routed(None if name == "base" else store.route):
-                yield
-        finally:
-            self._selected = before
-
     # -- acting ---------------------------------------------------------------------------------------------------
 
     def sampling(self, prompt_length: int, *, greedy: bool = False) -> SamplingSettings:
@@ -352,34 +285,6 @@ class LLMAlgorithm(Learner):
     def context_length(self) -> int:
         """Most tokens of prompt and completion together."""
         return min(self.config.max_model_len or self.runtime.base.context_length, self.runtime.base.context_length)
-
-    @checked
-    def get_action(
-        self, obs: Any, training: bool = True, repeat_prompts: bool = True, *args: Any, **kwargs: Any
-    ) -> ActionResult:
-        """Sample completions: ``group_size`` a prompt when training, one greedy completion a prompt otherwise.
-
-        ``obs`` is a list of prompt dicts with ``input_ids`` [1, P] (or one such dict); tokens that an
-        ``attention_mask`` [1, P] leaves out are not part of a prompt. ``repeat_prompts=False`` samples once a prompt,
-        for batches that are expanded already. Raises ConfigError for anything else, and for ids beyond the vocabulary.
-        """
-        ids = prompt_ids(obs, self.runtime.base.vocabulary_size)
-        samples = self.config.group_size if training and repeat_prompts else 1  # type: ignore[attr-defined]
-        requests = [
-            GenerationRequest(
-                self.selected_slot,
-                prompt,
-                samples,
-                self.sampling(len(prompt), greedy=not training),
-                purpose="rollout" if training else "act",
-                key=(self.index, self.rollouts, number),
-            )
-            for number, prompt in enumerate(ids, self.runtime.first_number(len(ids)))  # of all processes together
-        ]
-        self.rollouts += 1
-        groups = self.runtime.complete(requests)
-        self.tokens["generated"] += sum(len(c.token_ids) for group in groups for c in group)
-        return action_result(ids, groups, self.pad_token_id)
 
     @checked
     def generate(
@@ -404,55 +309,19 @@ class LLMAlgorithm(Learner):
             self.selected_slot, prompts, self.context_length, max_new_tokens=limit, temperature=temperature, seed=seed
         )
 
-    @checked
-    def test(self, env: Environment, loop: Count = 1, *args: Any, **kwargs: Any) -> np.ndarray:
-        """Return the rewards of greedy completions on the environment's test set; their mean joins ``fitness``.
-
-        If the agent is ``sick``, NaN joins instead, whatever its rewards: selection then replaces it.
-
-        For a multi-turn environment they are the returns of ``loop`` episodes (times its batch) with seeds that
-        training never reaches. An environment with ``examine(agent, loop)`` gives an exam of its own.
-        """
-        scores = of_all(self.runtime.processes, examine(self, env, loop))
-        self.fitness.append(float("nan") if self.sick else float(scores.mean()))
-        return scores
-
     # -- learning: gradients are accumulated, then an optimizer step spends them ----------------------------------
 
-    def learn(
-        self, experiences: Any, turn_ids: Any = None, sampling_logps: Sequence[Tensor | None] | None = None
-    ) -> dict[str, float]:
-        """Update the adapter from ``(completion_ids, action_masks, rewards)``, or from a :class:`RolloutBatch`.
+    def learn_batch(self, batch: RolloutBatch, identity: Tensor | None = None) -> dict[str, float]:
+        """Update the adapter from a batch; returns the metrics of the update, ``mean_loss`` and ``mean_kl`` among them.
 
-        ``rewards`` is one number a row, in row order (any shape), or ``[rows, turns]`` together with ``turn_ids``
-        ``[rows, T-1]``. Stacked ``completion_ids`` [rows, T] hold groups of ``group_size`` consecutive rows. Returns
-        the metrics of the update, ``mean_loss`` and ``mean_kl`` among them. If several processes train the agent,
-        each passes what it has sampled, and the update is that of all rows together. Raises ConfigError if the parts
-        do not fit each other, or if a setting works by turn and there are no ``turn_ids``.
-
-        ``sampling_logps``, one tensor a row, are the log-probs of the sampled tokens. They are the old log-probs of the
-        importance ratio in an update of several optimizer steps (``update_epochs``, or more rows than ``batch_size``),
-        and if the same tensors are learned from a second time in a row. The only step of a first update takes the
-        current policy as the sampling one, whatever they are: the ratio is 1. So does the first step of any update
-        without them, or if sampling is not exact (a base in 16 bits, quantised or compiled; vLLM); for further steps
-        the old log-probs are then computed. Several calls of ``accumulate`` do not count as learning again.
+        If several processes train the agent, each passes what it has sampled, and the update is that of all rows
+        together. ``identity`` is the tensor by which a batch that is learned from twice in a row is recognised.
         """
-        if isinstance(experiences, RolloutBatch):
-            batch, ids = experiences, experiences.ids
-        elif turn_ids is None and getattr(self.config, "uses_turns", False):
-            raise ConfigError(
-                "importance_sampling_level or advantage_granularity is 'turn', but no turn_ids were given; call "
-                "learn(experiences, turn_ids=...) with turn_ids [rows, T-1], or use another level"
-            )
-        else:
-            group_size = getattr(self.config, "group_size", 1)
-            batch = to_batch(experiences, self.pad_token_id, turn_ids, sampling_logps, group_size=group_size)
-            # The user's own tensor: to_batch makes another one in every call.
-            ids = experiences[0] if isinstance(experiences[0], Tensor) else next(iter(experiences[0]), batch.ids)
         self._check_fits(batch)
+        ids = batch.ids if identity is None else identity
         self.learns_again = self._learned is not None and self._learned() is ids
         # Weak, so that the batch does not stay in memory; an id() could be that of a later tensor.
-        self._learned = weakref.ref(ids) if isinstance(ids, Tensor) else None
+        self._learned = weakref.ref(ids)
         try:
             return learn_together([self], [union(self.runtime.processes, batch, self.pad_token_id)])[0]
         finally:
@@ -757,12 +626,5 @@ class LLMAlgorithm(Learner):
         return agents
 
 
-def _route(slot: int | None) -> Route | None:
-    return None if slot is None else Route((slot,), None)
-
-
 def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-hooks.extend(LLMAlgorithm)

@@ -396,16 +396,11 @@ class CosineLRScheduleConfig:
     def __post_init__(self) -> None:
         check_fields(self)
 
-
-def lr_factor(schedule: CosineLRScheduleConfig | None, update: int) -> float:
-    """Return the factor of update ``update`` (from 0): (u + 1) / (W + 1) for W updates of warm-up, then
-    (1 + cos) / 2.
-    """
-    if schedule is None:
-        return 1.0
-    warmup = schedule.num_epochs * schedule.warmup_proportion
-    if update < warmup:
-        # Neither 0 in the first update nor 1 before the warm-up is over.
-        return (update + 1) / (warmup + 1)
-    progress = min((update - warmup) / (schedule.num_epochs - warmup), 1.0)
-    return 0.5 * (1 + cos(pi * progress))
+    def factor(self, update: int) -> float:
+        """Return the factor of an update (from 0): (u + 1) / (W + 1) for W updates of warm-up, then (1 + cos) / 2."""
+        warmup = self.num_epochs * self.warmup_proportion
+        if update < warmup:
+            # Neither 0 in the first update nor 1 before the warm-up is over.
+            return (update + 1) / (warmup + 1)
+        progress = min((update - warmup) / (self.num_epochs - warmup), 1.0)
+        return 0.5 * (1 + cos(pi * progress))

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.algorithms.learner import Learner
-from agilerl.algorithms.objective import PolicyParts, Surrogate, aggregated, policy_terms, record_tokens
+from agilerl.algorithms.metrics import record_tokens
+from agilerl.algorithms.objective import PolicyParts, Surrogate, aggregated, policy_terms
 from agilerl.checks.arguments import check_fields, described, nearest
 from agilerl.data import LossInputs
 from agilerl.errors import CheckpointError, ConfigError

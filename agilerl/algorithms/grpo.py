@@ -123,7 +123,7 @@ class GRPO(PolicyLearner, LLMAlgorithm):
     @classmethod
     def dr_grpo(cls, **arguments: Unpack[GRPOKeywords]) -> Self:
         """Dr. GRPO (arXiv 2503.20783): no division by the spread, every token weighs the same in every sequence."""
-        return cls._preset("dr_grpo", {"adv_norm": "mean_only", "loss_norm": "fixed-length"}, arguments)
+        return cls._preset("dr_grpo", GRPOConfig, {"adv_norm": "mean_only", "loss_norm": "fixed-length"}, arguments)
 
     @classmethod
     def dapo(cls, **arguments: Unpack[GRPOKeywords]) -> Self:
@@ -138,12 +138,15 @@ class GRPO(PolicyLearner, LLMAlgorithm):
         values = {"clip_coef": (0.8, 1.28), "loss_norm": "token-mean", "dynamic_sampling": True}
         if "overlong_cache_tokens" not in arguments:
             values["overlong_cache_tokens"] = max(1, int(limit or 1) // 5)
-        return cls._preset("dapo", values, arguments)
+        return cls._preset("dapo", GRPOConfig, values, arguments)
 
     @classmethod
-    def _preset(cls, name: str, values: Mapping[str, Any], arguments: Any) -> Self:
-        if cls.Config is not GRPOConfig:
-            raise ConfigError(f"{name}() is a preset of GRPO, found {cls.__name__}; use GRPO.{name}(...)")
+    def _preset(
+        cls, name: str, config: type[PolicyConfig], values: Mapping[str, Any], arguments: Mapping[str, Any]
+    ) -> Self:
+        if not issubclass(cls.Config, config):
+            owner = config.algorithm
+            raise ConfigError(f"{name}() is a preset of {owner}, found {cls.__name__}; use {owner}.{name}(...)")
         return cls(**{**values, **arguments})
 
     # -- learning -------------------------------------------------------------------------------------------------
@@ -327,24 +330,14 @@ class REINFORCE(GRPO):
     @classmethod
     def plus_plus(cls, **arguments: Unpack[REINFORCEKeywords]) -> Self:
         """REINFORCE++: one reward a completion less the KL (k1) token by token, whitened returns."""
-        keywords: REINFORCEKeywords = {
-            "advantage_estimator": "reinforce++",
-            "kl_placement": "reward",
-            "kl_estimator": "k1",
-            **arguments,
-        }
-        return cls(**keywords)
+        values = {"advantage_estimator": "reinforce++", "kl_placement": "reward", "kl_estimator": "k1"}
+        return cls._preset("plus_plus", REINFORCEConfig, values, arguments)
 
     @classmethod
     def plus_plus_baseline(cls, **arguments: Unpack[REINFORCEKeywords]) -> Self:
         """REINFORCE++ with the mean of the prompt's completions as the baseline, and the KL (k2) in the loss."""
-        keywords: REINFORCEKeywords = {
-            "advantage_estimator": "reinforce++-baseline",
-            "kl_placement": "loss",
-            "kl_estimator": "k2",
-            **arguments,
-        }
-        return cls(**keywords)
+        values = {"advantage_estimator": "reinforce++-baseline", "kl_placement": "loss", "kl_estimator": "k2"}
+        return cls._preset("plus_plus_baseline", REINFORCEConfig, values, arguments)
 
 
 FAMILY: dict[str, type[GRPO]] = {cls.__name__: cls for cls in (GRPO, GSPO, CISPO, RLOO, MaxRL, DPPO, REINFORCE)}

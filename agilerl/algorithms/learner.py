@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agilerl import streams
 from agilerl.algorithms.base import Algorithm, while_open
-from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig, SurrogateConfig, lr_factor
+from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig, SurrogateConfig
 from agilerl.checks.arguments import Fraction, checked
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch
 from agilerl.errors import EngineError
@@ -203,7 +203,8 @@ class Learner:
     @property
     def lr_factor(self) -> float:
         """What the schedules of the agent and of the run multiply a learning rate by."""
-        return lr_factor(self.cosine_lr_schedule_config, self.updates) * self.schedule_factor
+        schedule = self.cosine_lr_schedule_config
+        return self.schedule_factor * (1.0 if schedule is None else schedule.factor(self.updates))
 
     def optimizer_settings(self) -> dict[int, AdamWSettings]:
         """Return the settings of the next optimizer step for each slot that this agent trains, the actor's first."""

@@ -1,7 +1,7 @@
 """Supervised fine-tuning, and what all algorithms have in common that learn from data instead of their own samples."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Unpack
 
 import torch
@@ -11,10 +11,8 @@ from torch import Tensor
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.base import Algorithm, AlgorithmConfig
 from agilerl.algorithms.config import LLMConfig
-from agilerl.algorithms.experiences import ActionResult
 from agilerl.algorithms.keywords import SFTKeywords
 from agilerl.algorithms.learner import Experience, reference_logprobs
-from agilerl.checks.arguments import checked
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer, aggregate, dft, masked_mean, normaliser, sft
@@ -45,20 +43,6 @@ class DataAlgorithm(LLMAlgorithm):
     Config: ClassVar[type[AlgorithmConfig]] = DataConfig
     config: DataConfig
 
-    def learn(
-        self, experiences: Any, turn_ids: Any = None, sampling_logps: Sequence[Tensor | None] | None = None
-    ) -> dict[str, float]:
-        """Update the adapter from a batch of examples, as the environment's ``reset`` and ``step`` return them.
-
-        Returns the metrics of the update, ``mean_loss`` among them. Raises ConfigError for anything but a batch.
-        """
-        if not isinstance(experiences, RolloutBatch) or turn_ids is not None or sampling_logps is not None:
-            raise ConfigError(
-                f"{self.algorithm.name} learns from the batches of its environment, found "
-                f"{type(experiences).__name__}; call learn(env.reset()), with a gym from agilerl.llm_envs"
-            )
-        return self.report(super().learn(experiences))
-
     def report(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of an update in the algorithm's own terms; there is no KL."""
         return {name: value for name, value in metrics.items() if name != "mean_kl"}
@@ -70,13 +54,6 @@ class DataAlgorithm(LLMAlgorithm):
     def score(self, batch: RolloutBatch) -> Tensor:
         """Return how well the agent does on each example of a held-out batch; higher is better."""
         raise NotImplementedError(f"{type(self).__name__} does not define score, which test needs")
-
-    @checked
-    def get_action(
-        self, obs: Any, training: bool = True, repeat_prompts: bool = True, *args: Any, **kwargs: Any
-    ) -> ActionResult:
-        """Sample one completion a prompt, greedily unless ``training``."""
-        return super().get_action(obs, training, False, *args, **kwargs)
 
 
 # -- SFT: the likelihood of demonstrations ----------------------------------------------------------------------------

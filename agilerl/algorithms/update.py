@@ -19,7 +19,7 @@ from torch import Tensor
 from agilerl.algorithms.custom_loss import LossFunction, compute_loss, loss_denominator, tangent_loss
 from agilerl.algorithms.distillation import Teacher
 from agilerl.algorithms.learner import Experience, Learner, sampled_as_trained
-from agilerl.algorithms.objective import record_batch, record_idle
+from agilerl.algorithms.metrics import record_batch, record_idle
 from agilerl.algorithms.state import counters_of
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch, cut_for_training
 from agilerl.errors import ConfigError, MemoryExhaustedError

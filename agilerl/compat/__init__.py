@@ -1,7 +1,8 @@
-"""What AgileRL documents under its own names: loops, environments, attributes and keys, on top of the core.
+"""What AgileRL documents under its own names: environments, members of agents and keys of manifests.
 
-Nothing but documented import paths imports this package. It plugs into the three :mod:`agilerl.hooks` as soon as
-``agilerl`` is imported, and loads what they need when they are called.
+Agents inherit :class:`agilerl.compat.agents.DocumentedSurface`; besides, only documented import paths and loops import
+this package. It plugs into :mod:`agilerl.hooks` as soon as ``agilerl`` is imported, and loads what they need when they
+are called.
 """
 
 from collections.abc import Mapping
@@ -22,16 +23,4 @@ def _rename(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return renamed(settings)
 
 
-def _keywords(keywords: dict[str, Any]) -> dict[str, Any]:
-    from agilerl.compat.agents import translated
-
-    return translated(keywords)
-
-
-def _extend(agent_class: type) -> None:
-    from agilerl.compat.agents import extend
-
-    extend(agent_class)
-
-
-hooks.translate, hooks.rename, hooks.keywords, hooks.extend = _translate, _rename, _keywords, _extend
+hooks.translate, hooks.rename = _translate, _rename

@@ -1,26 +1,33 @@
-"""Attributes and methods that AgileRL documents for its agents; they mean little for one that is an adapter slot."""
+"""Attributes and methods that AgileRL documents for its agents: tuples of tensors, exams, views of the shared base."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from agilerl.algorithms.config import CosineLRScheduleConfig, lr_factor
-from agilerl.checks.arguments import Having, Location, checked, shown, taken
+from agilerl.checks.arguments import Count, Having, Location, checked, shown, taken
+from agilerl.compat.experiences import (
+    ActionResult,
+    Environment,
+    action_result,
+    examine,
+    of_all,
+    prompt_ids,
+    to_batch,
+)
+from agilerl.data import RolloutBatch
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.models import adapters
-
-if TYPE_CHECKING:
-    from agilerl.algorithms.agent import LLMAlgorithm
-else:
-    LLMAlgorithm = object  # the members are given to it, so it need not be imported
+from agilerl.models.slots import AdamWSettings, Route
+from agilerl.rollouts import GenerationRequest, SamplingSettings
+from agilerl.runtime import Runtime
 
 # Accepted with exactly these values, because that is how the shared base works already.
 IMPLIED: dict[str, tuple[Any, ...]] = {
@@ -126,7 +133,7 @@ class ActorView:
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
         """Read from the base model alone inside, as ``agent.select_adapter`` reads from an adapter."""
-        with self._agent.reading("base"):
+        with self._agent.selecting("base"):
             yield
 
     @checked
@@ -150,14 +157,170 @@ class ActorView:
         return self
 
     def _routed(self) -> AbstractContextManager[None]:
-        return self._agent.runtime.store.routed(self._agent.selected_route)  # type: ignore[no-any-return]
+        return self._agent.runtime.store.routed(_route(self._agent.selected_slot))  # type: ignore[no-any-return]
 
 
-class DocumentedSurface(LLMAlgorithm):
-    """Methods and attributes of the documented interface whose job the shared base has taken over.
+def _route(slot: int | None) -> Route | None:
+    return None if slot is None else Route((slot,), None)
 
-    :func:`extend` gives them to the class of agents, which does not inherit from this one.
+
+Schedule = Annotated[Any, Having("a CosineLRScheduleConfig", ("factor",), "pass CosineLRScheduleConfig(num_epochs)")]
+
+
+class DocumentedSurface:
+    """What AgileRL documents of agents and the core does not need: every agent inherits it.
+
+    The attributes without a value, and the methods that raise NotImplementedError, are those of the core that it uses.
     """
+
+    runtime: Runtime
+    algorithm: Any
+    config: Any
+    hp_config: Any
+    Config: ClassVar[Any]
+    env_type: ClassVar[str]
+    trained_slots: ClassVar[int]
+    slot: int
+    reference_slot: int | None
+    critic_slot: int | None
+    index: int
+    rollouts: int
+    pad_token_id: int
+    sick: str
+    fitness: list[float]
+    tokens: dict[str, int]
+    lora_config: Any
+    cosine_lr_schedule_config: Any
+    _mutation_hooks: list[Callable[[], None]]
+    _selected: str = "actor"
+    """The adapter that the agent's answers and log-probs are of; ``base`` is the base model alone."""
+
+    # -- acting, learning and exams on tuples of tensors ----------------------------------------------------------
+
+    @checked
+    def get_action(
+        self, obs: Any, training: bool = True, repeat_prompts: bool = True, *args: Any, **kwargs: Any
+    ) -> ActionResult:
+        """Sample completions: ``group_size`` a prompt when training, one greedy completion a prompt otherwise.
+
+        ``obs`` is a list of prompt dicts with ``input_ids`` [1, P] (or one such dict); tokens that an
+        ``attention_mask`` [1, P] leaves out are not part of a prompt. ``repeat_prompts=False`` samples once a prompt,
+        for batches that are expanded already; so does an agent that learns from data. Raises ConfigError for anything
+        else, and for ids beyond the vocabulary.
+        """
+        ids = prompt_ids(obs, self.runtime.base.vocabulary_size)
+        samples = self.config.group_size if training and repeat_prompts and self.env_type == "reasoning" else 1
+        requests = [
+            GenerationRequest(
+                self.selected_slot,
+                prompt,
+                samples,
+                self.sampling(len(prompt), greedy=not training),
+                purpose="rollout" if training else "act",
+                key=(self.index, self.rollouts, number),
+            )
+            for number, prompt in enumerate(ids, self.runtime.first_number(len(ids)))  # of all processes together
+        ]
+        self.rollouts += 1
+        groups = self.runtime.complete(requests)
+        self.tokens["generated"] += sum(len(c.token_ids) for group in groups for c in group)
+        return action_result(ids, groups, self.pad_token_id)
+
+    def learn(
+        self, experiences: Any, turn_ids: Any = None, sampling_logps: Sequence[Tensor | None] | None = None
+    ) -> dict[str, float]:
+        """Update the adapter from ``(completion_ids, action_masks, rewards)``, or from a :class:`RolloutBatch`.
+
+        ``rewards`` is one number a row, in row order (any shape), or ``[rows, turns]`` together with ``turn_ids``
+        ``[rows, T-1]``. Stacked ``completion_ids`` [rows, T] hold groups of ``group_size`` consecutive rows. Returns
+        the metrics of the update, ``mean_loss`` and ``mean_kl`` among them. If several processes train the agent,
+        each passes what it has sampled, and the update is that of all rows together. Raises ConfigError if the parts
+        do not fit each other, or if a setting works by turn and there are no ``turn_ids``; an agent that learns from
+        data takes the batches of its environment only.
+
+        ``sampling_logps``, one tensor a row, are the log-probs of the sampled tokens. They are the old log-probs of the
+        importance ratio in an update of several optimizer steps (``update_epochs``, or more rows than ``batch_size``),
+        and if the same tensors are learned from a second time in a row. The only step of a first update takes the
+        current policy as the sampling one, whatever they are: the ratio is 1. So does the first step of any update
+        without them, or if sampling is not exact (a base in 16 bits, quantised or compiled; vLLM); for further steps
+        the old log-probs are then computed. Several calls of ``accumulate`` do not count as learning again.
+        """
+        whole = isinstance(experiences, RolloutBatch)
+        if self.env_type != "reasoning" and not (whole and turn_ids is None and sampling_logps is None):
+            raise ConfigError(
+                f"{self.algo} learns from the batches of its environment, found {type(experiences).__name__}; call "
+                "learn(env.reset()), with a gym from agilerl.llm_envs"
+            )
+        if isinstance(experiences, RolloutBatch):
+            return self.report(self.learn_batch(experiences))
+        if turn_ids is None and getattr(self.config, "uses_turns", False):
+            raise ConfigError(
+                "importance_sampling_level or advantage_granularity is 'turn', but no turn_ids were given; call "
+                "learn(experiences, turn_ids=...) with turn_ids [rows, T-1], or use another level"
+            )
+        group_size = getattr(self.config, "group_size", 1)
+        batch = to_batch(experiences, self.pad_token_id, turn_ids, sampling_logps, group_size=group_size)
+        # The user's own tensor: to_batch makes another one in every call.
+        ids = experiences[0] if isinstance(experiences[0], Tensor) else next(iter(experiences[0]), batch.ids)
+        return self.report(self.learn_batch(batch, ids))
+
+    @checked
+    def test(self, env: Environment, loop: Count = 1, *args: Any, **kwargs: Any) -> np.ndarray:
+        """Return the rewards of greedy completions on the environment's test set; their mean joins ``fitness``.
+
+        If the agent is ``sick``, NaN joins instead, whatever its rewards: selection then replaces it.
+
+        For a multi-turn environment they are the returns of ``loop`` episodes (times its batch) with seeds that
+        training never reaches. An environment with ``examine(agent, loop)`` gives an exam of its own.
+        """
+        scores = of_all(self.runtime.processes, examine(self, env, loop))
+        self.fitness.append(float("nan") if self.sick else float(scores.mean()))
+        return scores
+
+    # -- which adapter is read ------------------------------------------------------------------------------------
+
+    @checked
+    def use_adapter(self, adapter_name: str) -> None:
+        """Read from this agent's ``actor`` or ``reference`` adapter from here on (``critic`` too, if it has one).
+
+        ``logprobs``, ``get_action``, ``generate``, ``test``, ``actor(...)``, a population's ``evaluate`` and direct
+        calls of the base model read from the selected adapter. ``learn``, a population's ``rollout`` and everything
+        that is saved are always of the actor. A reference without a slot is the base model alone.
+        """
+        if adapter_name not in self._adapters:
+            names = " or ".join(f"'{name}'" for name in self._adapters)
+            raise ConfigError(f"expected the adapter {names}, found {adapter_name!r}")
+        self._select(adapter_name, _route(self._adapters[adapter_name]))
+
+    def select_adapter(self, adapter_name: str) -> AbstractContextManager[object]:
+        """Read from an adapter as :meth:`use_adapter` does; as a context (``with``), only while it is open."""
+        # It acts at once, and undoes it only if the caller enters it as a context.
+        after = self.selecting(self._selected)
+        self.use_adapter(adapter_name)
+        return after
+
+    def selecting(self, name: str) -> ExitStack:
+        """Select an adapter, or ``base``; what was selected before is selected again where the context ends."""
+        store, after = self.runtime.store, ExitStack()
+        after.callback(self._select, self._selected, store.route)
+        self._select(name, None if name == "base" else store.route)
+        return after
+
+    def _select(self, adapter_name: str, route: Route | None) -> None:
+        self._selected, self.runtime.store.route = adapter_name, route
+
+    @property
+    def selected_slot(self) -> int | None:
+        """Slot of the selected adapter; None: the base model alone."""
+        return self._adapters.get(self._selected)
+
+    @property
+    def _adapters(self) -> dict[str, int | None]:
+        """The slots that can be selected, by name."""
+        slots = {"actor": self.slot, "reference": self.reference_slot}
+        return slots if self.critic_slot is None else {**slots, "critic": self.critic_slot}
+
+    # -- what the shared base has taken over ----------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -167,7 +330,8 @@ class DocumentedSurface(LLMAlgorithm):
     @property
     def algo(self) -> str:
         """Name of the algorithm."""
-        return self.algorithm.name
+        name: str = self.algorithm.name
+        return name
 
     @property
     def actor(self) -> ActorView:
@@ -234,7 +398,7 @@ class DocumentedSurface(LLMAlgorithm):
 
     def evolvable_attributes(self, networks_only: bool = False) -> dict[str, Any]:
         """Return what evolution acts on: the trained slots and, unless ``networks_only``, the genes' values."""
-        genes: dict[str, Any] = {} if networks_only else self.hyperparameters
+        genes: dict[str, Any] = {} if networks_only else dict(self.hyperparameters)
         return {**dict(zip(("actor", "critic"), self.optimizer_settings())), **genes}
 
     @staticmethod
@@ -263,7 +427,7 @@ class DocumentedSurface(LLMAlgorithm):
         optimizer: Annotated[Any, Having("an optimizer", ("param_groups",), "pass agent.optimizer")],
         lr: float | tuple[float, float],
         accelerator: Any = None,
-        scheduler_config: CosineLRScheduleConfig | None = None,
+        scheduler_config: Schedule | None = None,
     ) -> tuple[Any, LambdaLR | None]:
         """Set the rates of an optimizer's groups, with a schedule if one is given; returns accelerator, schedule.
 
@@ -281,7 +445,7 @@ class DocumentedSurface(LLMAlgorithm):
             group["lr"] = rate
         if scheduler_config is None:
             return accelerator, None
-        return accelerator, LambdaLR(optimizer, lambda update: lr_factor(scheduler_config, update))
+        return accelerator, LambdaLR(optimizer, scheduler_config.factor)
 
     def recompile(self) -> None:
         """Do nothing: ``torch_compiler`` compiles the layers of the base, which no mutation changes."""
@@ -322,6 +486,33 @@ class DocumentedSurface(LLMAlgorithm):
             (int(np.asarray(size).item()),) if size is not None else tuple(getattr(action_space, "shape", None) or ())
         )
 
+    # -- of the core ----------------------------------------------------------------------------------------------
+
+    @property
+    def hyperparameters(self) -> Mapping[str, Any]:
+        """Current value of each gene."""
+        raise NotImplementedError
+
+    def sampling(self, prompt_length: int, *, greedy: bool = False) -> SamplingSettings:
+        """Return the sampling settings for a prompt of this length."""
+        raise NotImplementedError
+
+    def learn_batch(self, batch: RolloutBatch, identity: Tensor | None = None) -> dict[str, float]:
+        """Update the adapter from a batch."""
+        raise NotImplementedError
+
+    def report(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of an update in the algorithm's own terms."""
+        raise NotImplementedError
+
+    def optimizer_settings(self) -> dict[int, AdamWSettings]:
+        """Return the settings of the next optimizer step for each slot that is trained."""
+        raise NotImplementedError
+
+    def load_checkpoint(self, path: Location) -> None:
+        """Load the adapter of a checkpoint folder."""
+        raise NotImplementedError
+
 
 def translated(keywords: dict[str, Any]) -> dict[str, Any]:
     """Return keywords of an agent under this package's names, without those that say how it works anyway.
@@ -334,11 +525,3 @@ def translated(keywords: dict[str, Any]) -> dict[str, Any]:
             raise ConfigError(f"{name}={keywords[name]!r} is not available; expected {expected}")
     renamed = {ALIASES[name]: value for name, value in keywords.items() if name in ALIASES}
     return renamed | {name: value for name, value in keywords.items() if name not in (*IMPLIED, *ALIASES)}
-
-
-def extend(agent_class: "type[LLMAlgorithm]") -> None:
-    """Give agents the members of :class:`DocumentedSurface`."""
-    for name, member in vars(DocumentedSurface).items():
-        # __doc__, __module__ and the like are those of the class of agents.
-        if not name.startswith("__"):
-            setattr(agent_class, name, member)

@@ -16,8 +16,8 @@ from agilerl.envs.adapters import as_text_env
 from agilerl.envs.episode_task import Episode, EpisodeTask
 from agilerl.envs.prompts import ChatFormat, completion_length, decode_completions, end_token_ids
 from agilerl.errors import EnvError
+from agilerl.safety.custom_code import reported
 from agilerl.text.padding import decoded, padded
-from agilerl.training.custom_selection import reported
 
 Prompt = dict[str, Any]
 """``input_ids`` and ``attention_mask`` [1, P] int64, and ``text``."""

@@ -18,7 +18,7 @@ from types import CodeType, ModuleType
 from typing import Any, ClassVar
 
 from agilerl.checks.arguments import shown
-from agilerl.errors import ConfigError
+from agilerl.errors import AgileRLError, ConfigError
 
 
 @contextmanager
@@ -32,6 +32,17 @@ def contained() -> Iterator[None]:
             yield
         except BaseException as error:
             raise left(error) from error
+
+
+@contextmanager
+def reported(what: str, kind: type[AgileRLError] = ConfigError) -> Iterator[None]:
+    """Run a user's code; whatever it raises becomes an error of this kind that begins with ``what``."""
+    try:
+        with contained():
+            yield
+    except Exception as error:
+        name = "" if isinstance(error, AgileRLError) else f"{type(error).__name__}: "
+        raise kind(f"{what}: {name}{error}") from error
 
 
 def left(error: BaseException) -> RuntimeError:

@@ -1,28 +1,16 @@
 """Custom selection strategies: ``selection_strategy.name: strategy.py:MySelection``."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from agilerl.checks.arguments import shown
 from agilerl.config.search import SelectionConfig
-from agilerl.errors import AgileRLError, ConfigError
+from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
-from agilerl.safety.custom_code import contained, load_code
+from agilerl.safety.custom_code import load_code, reported
 
 _WHERE = "selection_strategy.name"
-
-
-@contextmanager
-def reported(what: str, kind: type[AgileRLError] = ConfigError) -> Iterator[None]:
-    """Run a user's code; whatever it raises becomes an error of this kind that begins with ``what``."""
-    try:
-        with contained():
-            yield
-    except Exception as error:
-        name = "" if isinstance(error, AgileRLError) else f"{type(error).__name__}: "
-        raise kind(f"{what}: {name}{error}") from error
 
 
 class CustomSelection:

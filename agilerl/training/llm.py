@@ -1,6 +1,6 @@
 """Documented import path; re-exports only."""
 
-from agilerl.compat.loops import (
+from agilerl.training.loops import (
     finetune_llm_multiturn,
     finetune_llm_preference,
     finetune_llm_reasoning,

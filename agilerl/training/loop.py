@@ -176,7 +176,7 @@ def _record(event: Event, writer: RunWriter | None, tracked: Trackers | None) ->
 class Loop:
     """The order of a training: iterations, exams and selections, each an event that is yielded once it is over.
 
-    What they do is given: here for the run of a session, in ``agilerl.compat.loops`` for the functions that AgileRL
+    What they do is given: here for the run of a session, in ``agilerl.training.loops`` for the functions that AgileRL
     documents.
     """
 

@@ -36,8 +36,7 @@ from agilerl.rewards.isolated import IsolatedGrader
 from agilerl.rewards.library import LIBRARY, library_grader
 from agilerl.rewards.waiting import ThreadedGrader
 from agilerl.safety.addresses import OPENAI, check_key
-from agilerl.safety.custom_code import code_name, load_code, names_code, not_allowed
-from agilerl.training.custom_selection import reported
+from agilerl.safety.custom_code import code_name, load_code, names_code, not_allowed, reported
 
 
 class _TemplateTask(ReasoningGymTask):

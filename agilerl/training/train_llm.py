@@ -1,7 +1,7 @@
 """Documented import path; re-exports only."""
 
 from agilerl.algorithms.codec import save_llm_checkpoint
-from agilerl.compat.loops import (
+from agilerl.training.loops import (
     finetune_llm_multiturn,
     finetune_llm_preference,
     finetune_llm_reasoning,

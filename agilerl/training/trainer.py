@@ -1,5 +1,5 @@
 """Documented import path; re-exports only."""
 
-from agilerl.compat.trainer import LocalTrainer
+from agilerl.training.local_trainer import LocalTrainer
 
 __all__ = ["LocalTrainer"]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from agilerl.algorithms.experiences import ActionResult, action_result
+from agilerl.compat.experiences import ActionResult, action_result
 from agilerl.compat.gyms import ReasoningGym
 from agilerl.compat.tokenized import SyncMultiTurnVecEnv, TokenObservationWrapper
 from agilerl.data import Completion

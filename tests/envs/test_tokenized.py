@@ -119,7 +119,7 @@ def test_the_documented_loop_trains(kind: Any, group: int) -> None:
 
 
 def test_groups_of_single_rows_are_consecutive() -> None:
-    from agilerl.algorithms.experiences import to_batch
+    from agilerl.compat.experiences import to_batch
 
     ids = [torch.arange(5)[None] for _ in range(6)]
     masks = [torch.ones(1, 4, dtype=torch.bool)] * 6

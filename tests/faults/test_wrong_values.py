@@ -25,12 +25,12 @@ import agilerl
 from agilerl.algorithms import ALGORITHMS
 from agilerl.checks.arguments import Having, checked
 from agilerl.checks.validation import validated
-from agilerl.compat.loops import LoopOptions
 from agilerl.config.run import RunConfig
 from agilerl.config.vllm import VLLMConfig
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError, warn_once
 from agilerl.hpo.mutation import Member
+from agilerl.training.loops import LoopOptions
 from agilerl.training.resolved import resolve
 from tests.faults.mistaken import World, manifest, mutations, people
 from tests.probes import GridNavigation

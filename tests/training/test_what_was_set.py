@@ -11,7 +11,6 @@ from pydantic.fields import FieldInfo
 
 from agilerl.algorithms import ALGORITHMS, FAMILY, GRPO, LLMAlgorithm
 from agilerl.algorithms.codec import packed, read_state, unpacked, write_state
-from agilerl.compat.trainer import LocalTrainer
 from agilerl.config.manifest import load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import CheckpointError, ConfigError
@@ -23,6 +22,7 @@ from agilerl.training.base import load_runtime
 from agilerl.training.resolved import resolve
 from agilerl.training.saved import open_run, recorded
 from agilerl.training.setup import build, check, first_generation
+from agilerl.training.trainer import LocalTrainer
 from agilerl.utils.utils import create_population
 from tests.training.small_runs import SMALL
 

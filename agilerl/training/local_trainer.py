@@ -155,7 +155,7 @@ class LocalTrainer:
         ``allow_code`` runs code that the settings name. ``consumers`` are called with every event of the run.
         """
         from agilerl.algorithms.codec import save_llm_checkpoint
-        from agilerl.compat.loops import LoopOptions, announce, trackers
+        from agilerl.training.loops import LoopOptions, announce, trackers
         from agilerl.training.start import reopen, start
 
         options = LoopOptions(

@@ -45,7 +45,7 @@ from agilerl.hpo.guard import quarantined
 from agilerl.hpo.mutation import Mutations
 from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
-from agilerl.training.custom_selection import reported
+from agilerl.safety.custom_code import reported
 from agilerl.training.events import Event, Evolved, ExamDone, IterationDone
 from agilerl.training.loop import Loop, evolve
 from agilerl.training.progress import Progress
