@@ -20,11 +20,10 @@ from agilerl import (
     TournamentSelection,
 )
 from agilerl.algorithms import LLMAlgorithm
-from agilerl.compat import loops
 from agilerl.envs import GuessTheNumber
 from agilerl.errors import ConfigError
 from agilerl.llm_envs import PreferenceGym, ReasoningGym, SFTGym, TokenObservationWrapper, UnpairedGym
-from agilerl.training import llm, train_llm
+from agilerl.training import llm, loops, train_llm
 from agilerl.training.llm import (
     finetune_llm_multiturn,
     finetune_llm_preference,
