@@ -72,11 +72,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 CEILINGS = {
-    ".": 2_390,
-    "algorithms": 6_061,
+    ".": 2_379,
+    "algorithms": 5_601,
     "checks": 695,
     "cli": 4_262,
-    "compat": 2_392,
+    "compat": 1_818,
     "config": 2_226,
     "data": 707,
     "envs": 7_006,
@@ -88,10 +88,10 @@ CEILINGS = {
     "rewards": 2_740,
     "rollouts": 4_198,
     "runs": 2_151,
-    "safety": 793,
+    "safety": 804,
     "text": 557,
-    "training": 4_803,
-    "utils": 40,
+    "training": 5_490,
+    "utils": 312,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises
 its ceiling in a commit that says why."""
