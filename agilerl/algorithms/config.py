@@ -157,6 +157,9 @@ class SurrogateConfig(ReferenceConfig, LLMConfig):
     """Add beta (mean_t kl - kl_t) to the advantages, instead of the KL term of the loss."""
     kl_clamp_value: Annotated[float | None, Field(gt=0), Needs("beta")] = None
     """Cap of a token's KL, in nats; None: no cap."""
+    use_bias_correction_kl: Annotated[bool, Needs("beta")] = True
+    """Weight the KL in the loss by the importance ratio, which makes its gradient that of the KL (arXiv 2512.02556,
+    2510.01555); False: the estimate as it stands."""
     kl_target: Annotated[float | None, Field(gt=0)] = None
     """Adapt the weight of the KL until the mean KL of a completion is this, in nats (arXiv 1909.08593), starting
     from ``beta``."""
@@ -168,12 +171,24 @@ class SurrogateConfig(ReferenceConfig, LLMConfig):
         float, Field(gt=0), Needs("network.use_vllm"), Needs("vllm_importance_sampling_correction")
     ] = 2.0
     """Cap of that weight."""
+    vllm_importance_sampling_clip_min: Annotated[
+        float | None, Field(gt=0), Needs("network.use_vllm"), Needs("vllm_importance_sampling_correction")
+    ] = None
+    """Lower bound of that weight; with a ``_mask`` mode both are a band (IcePop, arXiv 2510.18855). None: none."""
     vllm_importance_sampling_mode: Annotated[
         Literal["token_truncate", "token_mask", "seq_truncate", "seq_mask"],
         Needs("network.use_vllm"),
         Needs("vllm_importance_sampling_correction"),
     ] = "token_truncate"
-    """What happens to weights above the cap, and whether each token or each sequence has one."""
+    """What happens to weights beyond the bounds, and whether each token or each sequence has one."""
+    off_policy_token_mask_bounds: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(gt=1)]] | None = (
+        None
+    )
+    """Tokens whose ratio to the policy that sampled them is outside of these bounds are not trained on (IcePop, arXiv
+    2510.18855); None: all are."""
+    off_policy_sequence_mask_threshold: Annotated[float | None, Field(ge=0)] = None
+    """Completions whose mean log(sampled / current) of a token exceeds this, in nats, do not train their tokens with
+    negative advantages (DeepSeek-V3.2, arXiv 2512.02556, equation 9); None: all do."""
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> Self:
@@ -193,6 +208,16 @@ class SurrogateConfig(ReferenceConfig, LLMConfig):
             )
         if self.delta is not None and self.dual_clip is not None:
             raise ValueError(f"delta={self.delta} and dual_clip={self.dual_clip} both cap a loss; drop one")
+        return self
+
+    @model_validator(mode="after")
+    def _weights_have_a_range(self) -> Self:
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_cap
+        if low is not None and low >= high:
+            raise ValueError(
+                f"vllm_importance_sampling_clip_min={low:g} must be below vllm_importance_sampling_cap={high:g}; "
+                "lower it"
+            )
         return self
 
     @model_validator(mode="after")

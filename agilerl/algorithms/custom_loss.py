@@ -77,6 +77,7 @@ class PolicyLoss:
         *,
         kl_coef: float = 0.0,
         kl_clamp_value: float | None = None,
+        use_bias_correction_kl: bool = True,
         entropy_coef: float = 0.0,
         clip_range: tuple[float, float] = (0.8, 1.2),
         weight_range: tuple[float, float] = (0.0, 5.0),
@@ -90,6 +91,9 @@ class PolicyLoss:
         vllm_importance_sampling_correction: bool = True,
         vllm_importance_sampling_mode: MismatchMode = "token_truncate",
         vllm_importance_sampling_cap: float = 2.0,
+        vllm_importance_sampling_clip_min: float | None = None,
+        off_policy_token_mask_bounds: tuple[float, float] | None = None,
+        off_policy_sequence_mask_threshold: float | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the aggregated loss and its metrics; the keywords are the agent's hyperparameters."""
         if self.kl is not None and inputs.ref_logp is None:
@@ -110,9 +114,13 @@ class PolicyLoss:
             kl=self.kl,
             kl_weight=kl_coef,
             kl_clamp=kl_clamp_value,
+            kl_corrected=use_bias_correction_kl,
             entropy_coef=entropy_coef,
             mismatch=vllm_importance_sampling_mode if vllm_importance_sampling_correction else None,
             mismatch_cap=vllm_importance_sampling_cap,
+            mismatch_floor=vllm_importance_sampling_clip_min or 0.0,
+            token_band=off_policy_token_mask_bounds,
+            sequence_drift=off_policy_sequence_mask_threshold,
             aggregation=self.aggregation or loss_norm,
         )
         terms = policy_terms(inputs, parts)

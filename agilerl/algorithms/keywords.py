@@ -97,11 +97,15 @@ class SurrogateKeywords(ReferenceKeywords, LLMKeywords, total=False):
     kl_placement: Literal["loss", "reward", "advantage"]
     use_kl_advantage_shaping: bool
     kl_clamp_value: float | None
+    use_bias_correction_kl: bool
     kl_target: float | None
     kl_horizon: int
     vllm_importance_sampling_correction: bool
     vllm_importance_sampling_cap: float
+    vllm_importance_sampling_clip_min: float | None
     vllm_importance_sampling_mode: Literal["token_truncate", "token_mask", "seq_truncate", "seq_mask"]
+    off_policy_token_mask_bounds: tuple[float, float] | None
+    off_policy_sequence_mask_threshold: float | None
 
 
 class PolicyKeywords(LLMKeywords, total=False):

@@ -8,7 +8,7 @@ What the terms are is in :class:`PolicyParts`, the mathematics of each in ``agil
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from agilerl.functional import (
     kl_estimate,
     log_ratio,
     mismatch_weights,
+    off_policy_tokens,
     pool_log_ratio,
     reinforce,
 )
@@ -67,10 +68,17 @@ class PolicyParts:
     """Weight of the KL in the loss; None: it is measured only."""
     kl_clamp: float | None = None
     """Cap of a token's KL, in nats; None: no cap."""
+    kl_corrected: bool = False
+    """Whether the KL in the loss is weighted by the importance ratio; a user's estimate never is."""
     entropy_coef: float = 0.0
     mismatch: MismatchMode | None = None
     """How tokens sampled by another engine are weighted; None: not at all."""
     mismatch_cap: float = 2.0
+    mismatch_floor: float = 0.0
+    token_band: tuple[float, float] | None = None
+    """Bounds of the ratio to the policy that sampled, outside of which a token is not trained on."""
+    sequence_drift: float | None = None
+    """Mean log-ratio, in nats, from which on a row's tokens with negative advantages are not trained on."""
 
     @classmethod
     def of(cls, config: SurrogateConfig, kl_coef: float, **parts: Any) -> Self:
@@ -83,9 +91,13 @@ class PolicyParts:
             "kl": c.kl_estimator,
             "kl_weight": kl_coef if c.kl_in_loss else None,
             "kl_clamp": c.kl_clamp_value,
+            "kl_corrected": c.use_bias_correction_kl,
             "entropy_coef": c.entropy_coef,
             "mismatch": c.vllm_importance_sampling_mode if c.vllm_importance_sampling_correction else None,
             "mismatch_cap": c.vllm_importance_sampling_cap,
+            "mismatch_floor": c.vllm_importance_sampling_clip_min or 0.0,
+            "token_band": c.off_policy_token_mask_bounds,
+            "sequence_drift": c.off_policy_sequence_mask_threshold,
         }
         return cls(**{**usual, **parts})
 
@@ -102,6 +114,8 @@ class PolicyTerms:
     regions: tuple[Tensor, Tensor] | None
     """Tokens that the lower and the upper bound stopped; None for a surrogate without bounds."""
     kl: Tensor | None
+    off_policy: Tensor | None
+    """Tokens that are too far from the policy that sampled them; None where nothing asks for it."""
 
 
 def policy_terms(inputs: LossInputs, parts: PolicyParts) -> PolicyTerms:
@@ -125,22 +139,24 @@ def policy_terms(inputs: LossInputs, parts: PolicyParts) -> PolicyTerms:
         loss = _of_user(parts.surrogate(ratio, advantages, inputs.logp), mask, "surrogate")
     if parts.surrogate in ("clipped", "cispo"):
         regions = clip_regions(ratio.detach(), advantages, 1 - low, high - 1)
-    # Before KL and entropy join: the correction weighs the policy term alone.
+    off_policy = None
+    # Before KL and entropy join: what follows weighs the policy term alone.
+    if parts.token_band is not None or parts.sequence_drift is not None:
+        behaviour = inputs.old_logp if inputs.sampling_logp is None else inputs.sampling_logp
+        limits = {"bounds": parts.token_band, "threshold": parts.sequence_drift}
+        off_policy = off_policy_tokens(inputs.logp, behaviour, advantages, mask, **limits)
+        loss = loss.masked_fill(off_policy, 0.0)
     if inputs.sampling_logp is not None and parts.mismatch is not None:
-        loss = loss * mismatch_weights(
-            inputs.old_logp, inputs.sampling_logp, mask, parts.mismatch, cap=parts.mismatch_cap
-        )
+        limits = parts.mismatch_cap, parts.mismatch_floor
+        loss = loss * mismatch_weights(inputs.old_logp, inputs.sampling_logp, mask, parts.mismatch, *limits)
     policy, kl = loss, None
     if parts.kl is not None and inputs.ref_logp is not None:
         kl = _kl(inputs.logp, inputs.ref_logp, mask, parts.kl)
         if parts.kl_weight is not None:
-            # The metric is of the KL itself, not of the capped one.
-            # Capped on both sides, because k1 may be negative.
-            limit = parts.kl_clamp
-            loss = loss + parts.kl_weight * (kl if limit is None else kl.clamp(-limit, limit))
+            loss = loss + parts.kl_weight * _kl_term(kl, ratio, parts)
     if parts.entropy_coef > 0 and inputs.entropy is not None:
         loss = loss - parts.entropy_coef * inputs.entropy
-    return PolicyTerms(loss, policy, ratio, regions, kl)
+    return PolicyTerms(loss, policy, ratio, regions, kl, off_policy)
 
 
 def policy_objective(
@@ -154,6 +170,8 @@ def policy_objective(
     metrics.add("policy_loss", terms.policy, inputs.mask)
     if terms.kl is not None:
         metrics.add("kl", terms.kl, inputs.mask)
+    if terms.off_policy is not None:
+        metrics.add("off_policy_tokens", terms.off_policy, inputs.mask)
     record_policy(inputs, terms.ratio, terms.regions, metrics)
     total = aggregated(terms.loss if extra is None else terms.loss + extra, inputs, parts)
     metrics.add("loss", total, reduction="sum")
@@ -178,6 +196,18 @@ def _ratio(inputs: LossInputs, parts: PolicyParts) -> Tensor:
 
 def _kl(logp: Tensor, ref_logp: Tensor, mask: Tensor, how: KLEstimator | Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     return kl_estimate(logp, ref_logp, how) if isinstance(how, str) else _of_user(how(logp, ref_logp), mask, "kl")
+
+
+def _kl_term(kl: Tensor, ratio: Tensor, parts: PolicyParts) -> Tensor:
+    """Return the KL ``[b, L]`` as the loss has it, capped and corrected; the metric is of the KL itself."""
+    limit = parts.kl_clamp
+    # Capped on both sides, because k1 may be negative.
+    term = kl if limit is None else kl.clamp(-limit, limit)
+    if not parts.kl_corrected or parts.kl not in get_args(KLEstimator):
+        return term
+    # k1 and k3 estimate the KL's value; the ratio's gradient is what theirs lacks: that of k3 times the ratio is that
+    # of k2, weighted. The gradients of k2 and k3+ are complete and only have to be weighted.
+    return term * (ratio if parts.kl in ("k1", "k3") else ratio.detach())
 
 
 def _of_user(values: Tensor, mask: Tensor, part: str) -> Tensor:

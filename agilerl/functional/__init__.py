@@ -53,6 +53,7 @@ from agilerl.functional.objectives import kl_shaped_advantages as kl_shaped_adva
 from agilerl.functional.objectives import log_ratio as log_ratio
 from agilerl.functional.objectives import mismatch_weights as mismatch_weights
 from agilerl.functional.objectives import normaliser as normaliser
+from agilerl.functional.objectives import off_policy_tokens as off_policy_tokens
 from agilerl.functional.objectives import pool_log_ratio as pool_log_ratio
 from agilerl.functional.objectives import reinforce as reinforce
 from agilerl.functional.objectives import router_balance_loss as router_balance_loss

@@ -73,20 +73,25 @@ def pool_log_ratio(
 
 
 def mismatch_weights(
-    old_logp: Tensor, sampling_logp: Tensor, mask: Tensor, mode: MismatchMode = "token_truncate", cap: float = 2.0
+    old_logp: Tensor,
+    sampling_logp: Tensor,
+    mask: Tensor,
+    mode: MismatchMode = "token_truncate",
+    cap: float = 2.0,
+    floor: float = 0.0,
 ) -> Tensor:
     """Return the weights ``[B, L]`` that correct for a sampler whose log-probs differ from the trainer's; detached.
 
     With ``w = exp(old - sampling)`` per token, or ``exp(sum_t (old - sampling))`` for the ``seq_`` modes:
-    ``truncate``: ``min(w, cap)``; ``mask``: ``w``, but 0 where ``w > cap``; ``off``: 1. Positions where ``mask`` is
-    False get 1. The weights multiply the policy term only, before the KL term is added. Raises ValueError for an
-    unknown mode or a cap that is not positive. Source: Yao et al., "Your Efficient RL Framework Secretly Brings You
-    Off-Policy RL Training" (2025).
+    ``truncate``: ``w`` clamped to [floor, cap]; ``mask``: ``w``, but 0 outside of [floor, cap]; ``off``: 1. Positions
+    where ``mask`` is False get 1. The weights multiply the policy term only, before the KL term is added. Raises
+    ValueError for an unknown mode, or unless 0 <= floor < cap. Source: Yao et al., "Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training" (2025); the mask of a band: IcePop, arXiv 2510.18855.
     """
     if mode not in get_args(MismatchMode):
         raise ValueError(f"mode must be one of {', '.join(get_args(MismatchMode))}, found {mode!r}")
-    if cap <= 0:
-        raise ValueError(f"cap must be greater than 0, found {cap}")
+    if not 0 <= floor < cap:
+        raise ValueError(f"expected 0 <= floor < cap, found floor={floor}, cap={cap}")
     if mode == "off":
         return torch.ones_like(old_logp, requires_grad=False)
     difference = log_ratio(old_logp.detach(), sampling_logp, mask)
@@ -94,8 +99,38 @@ def mismatch_weights(
     weights = importance_ratio(
         pool_log_ratio(difference, mask, "trajectory" if unit == "seq" else "token", reduction="sum")
     )
-    weights = weights.clamp(max=cap) if treatment == "truncate" else weights.masked_fill(weights > cap, 0.0)
+    if treatment == "truncate":
+        weights = weights.clamp(floor, cap)
+    else:
+        weights = weights.masked_fill((weights < floor) | (weights > cap), 0.0)
     return fill_masked(weights, mask, 1.0)
+
+
+def off_policy_tokens(
+    logp: Tensor,
+    behaviour_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    bounds: tuple[float, float] | None = None,
+    threshold: float | None = None,
+) -> Tensor:
+    """Return the tokens ``[B, L]`` bool that are too far from the policy that sampled them to be trained on.
+
+    With ``r = logp - behaviour_logp`` in nats: tokens whose ratio ``exp(r)`` is outside of ``bounds``, and those with
+    a negative advantage in rows whose mean ``-r`` exceeds ``threshold``. None leaves a rule out; False off the mask.
+    Source: IcePop, arXiv 2510.18855 (bounds); DeepSeek-V3.2, arXiv 2512.02556, equation 9 (threshold).
+    """
+    ratios = log_ratio(logp.detach(), behaviour_logp, mask)
+    stale = torch.zeros_like(mask)
+    if bounds is not None:
+        low, high = bounds
+        weights = importance_ratio(ratios)
+        stale = (weights < low) | (weights > high)
+    if threshold is not None:
+        drift = -masked_mean(ratios, mask, -1).unsqueeze(-1)
+        stale = stale | ((drift > threshold) & (advantages < 0))
+    return stale & mask
 
 
 # -- KL to the reference: estimators, and where it enters the objective -----------------------------------------------

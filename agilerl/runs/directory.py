@@ -33,7 +33,7 @@ from agilerl.safety.bounds import check_links, memory_bytes
 SCHEMA_VERSION = 1
 """Version of the formats in a run directory; a directory of a newer version is refused."""
 
-ARITHMETIC_VERSION = 11
+ARITHMETIC_VERSION = 12
 """Raised with every change that leads to different bits, or another selection, for the same seed. An unfinished run of
 another version is not resumed, because its result would differ. Version 1 did not write it."""
 

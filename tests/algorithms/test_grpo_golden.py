@@ -64,10 +64,10 @@ def inputs(grpo: GRPO, sampled: bool = False) -> LossInputs:
         ("bnpo/token-mean b=0 (dapo single micro-batch)", {"loss_norm": "token-mean"}),
         ("dr_grpo L=8 b=0 (std-scaled A)", {"loss_norm": "fixed-length"}),
         ("seq-mean-token-sum b=0", {"loss_norm": "seq-mean-token-sum"}),
-        ("grpo b=.04 k3", {"beta": 0.04}),
-        ("grpo b=.04 k3", {"beta": 0.04, "kl_estimator": "k3+"}),
-        ("grpo b=.04 k1 (tunix 'kl')", {"beta": 0.04, "kl_estimator": "k1"}),
-        ("grpo b=.04 k2", {"beta": 0.04, "kl_estimator": "k2"}),
+        ("grpo b=.04 k3", {"beta": 0.04, "use_bias_correction_kl": False}),
+        ("grpo b=.04 k3", {"beta": 0.04, "kl_estimator": "k3+", "use_bias_correction_kl": False}),
+        ("grpo b=.04 k1 (tunix 'kl')", {"beta": 0.04, "kl_estimator": "k1", "use_bias_correction_kl": False}),
+        ("grpo b=.04 k2", {"beta": 0.04, "kl_estimator": "k2", "use_bias_correction_kl": False}),
         ("grpo b=0", {"beta": 0.04, "kl_placement": "reward"}),
         ("grpo b=0", {"beta": 0.04, "kl_placement": "advantage"}),
         ("dapo clip-higher .2/.28", {"clip_coef": (0.8, 1.28), "loss_norm": "token-mean"}),
@@ -100,7 +100,7 @@ def test_objective_is_golden(runtime: Runtime, key: str, settings: dict) -> None
 @pytest.mark.parametrize(
     ("key", "settings"),
     [
-        ("grad d(grpo b=.04 k3)/dlogp", {"beta": 0.04}),
+        ("grad d(grpo b=.04 k3)/dlogp", {"beta": 0.04, "use_bias_correction_kl": False}),
         ("grad d(gspo eps .2)/dlogp", {"loss_type": "gspo"}),
         (
             "grad d(cispo eps_high=5, token-mean)/dlogp (weight detached)",

@@ -1,5 +1,6 @@
 """What all clipped policy gradients share: bounds, the places of the KL, foreign engines, references, bad settings."""
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -12,10 +13,11 @@ from torch import Tensor
 
 from agilerl.algorithms import CISPO, DPO, GRPO, GSPO, PPO, REINFORCE, RLOO, SFT, LLMAlgorithm, PolicyLoss
 from agilerl.algorithms.learner import ReferenceLogprobs
+from agilerl.algorithms.objective import PolicyParts, policy_terms
 from agilerl.algorithms.update import learn_together
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch, collate
 from agilerl.errors import CheckpointError, ConfigError
-from agilerl.functional import MetricReducer, kl_estimate, mismatch_weights
+from agilerl.functional import MetricReducer, kl_estimate, mismatch_weights, off_policy_tokens
 from agilerl.runtime import AgentRows, Runtime
 from tests.algorithms.conftest import batch_of, equal, lora, make_agents, sample, weights
 from tests.algorithms.data_agents import examples
@@ -357,3 +359,77 @@ def test_experiences_that_do_not_fit_the_settings(
     with pytest.raises(ConfigError, match=message):
         it.learn(STACKED, turn_ids=turn_ids)
     assert equal(weights(it), before)
+
+
+def expected_kl_gradients(estimator: str, corrected: bool) -> tuple[Tensor, Tensor]:
+    """Return the gradient that the loss has in expectation over an older policy's tokens, and that of KL(pi || ref)."""
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.0, 1.5], dtype=torch.float64, requires_grad=True)
+    old, ref = (torch.randn(5, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in (1, 2))
+    logp, old, ref = logits.log_softmax(0), old.log_softmax(0), ref.log_softmax(0)
+    mask = torch.ones(5, 1, dtype=torch.bool)
+    inputs = LossInputs(
+        logp=logp[:, None],
+        mask=mask,
+        old_logp=old[:, None],
+        advantages=torch.zeros(5, 1, dtype=torch.float64),
+        denominator=1.0,
+        ref_logp=ref[:, None],
+        turn_ids=torch.zeros(5, 1, dtype=torch.int64),
+    )
+    parts = PolicyParts(
+        ratio="token",
+        surrogate="clipped",
+        aggregation="token-mean",
+        kl=estimator,
+        kl_weight=1.0,
+        kl_corrected=corrected,
+    )
+    expectation = (old.exp() * policy_terms(inputs, parts).loss[:, 0]).sum()
+    kl = (logp.exp() * (logp - ref)).sum()
+    return *torch.autograd.grad(expectation, logits, retain_graph=True), *torch.autograd.grad(kl, logits)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3+"])
+def test_a_corrected_kl_has_the_gradient_of_the_kl_off_policy(estimator: str) -> None:
+    gradient, exact = expected_kl_gradients(estimator, corrected=True)
+    torch.testing.assert_close(gradient, exact, rtol=1e-12, atol=1e-14)
+    gradient, exact = expected_kl_gradients(estimator, corrected=False)
+    assert (gradient - exact).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_tokens_far_from_the_policy_that_sampled_are_not_trained_on(sampled: bool) -> None:
+    it = agent(GRPO, off_policy_token_mask_bounds=(0.7, 1.3), beta=0.0)
+    x = replace(loss_inputs(it), advantages=torch.ones(2, 4), ref_logp=None)
+    x = x if sampled else replace(x, sampling_logp=None)
+    behaviour = x.old_logp if x.sampling_logp is None else x.sampling_logp
+    ratio = (x.logp - behaviour).exp()
+    outside = ((ratio < 0.7) | (ratio > 1.3)) & x.mask
+    assert 0 < outside.sum() < x.mask.sum()
+    metrics = MetricReducer()
+    it.objective(x, metrics).backward()
+    assert x.logp.grad is not None
+    assert torch.equal(x.logp.grad == 0, outside | ~x.mask | (x.logp > x.old_logp + math.log(1.2)))
+    assert metrics.result()["off_policy_tokens"] == pytest.approx((outside.sum() / x.mask.sum()).item())
+
+
+def test_a_drifted_completion_does_not_train_its_negative_tokens() -> None:
+    mask = torch.ones(3, 4, dtype=torch.bool)
+    logp = torch.tensor([[-1.2] * 4, [-0.9] * 4, [-1.2] * 4])
+    advantages = torch.tensor([[-1.0, 1.0, -1.0, -1.0], [-1.0] * 4, [1.0] * 4])
+    stale = off_policy_tokens(logp, torch.full((3, 4), -1.0), advantages, mask, threshold=0.1)
+    assert stale.tolist() == [[True, False, True, True], [False] * 4, [False] * 4]
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("token_truncate", [0.5, 1.0, 2.0]), ("token_mask", [0.0, 1.0, 0.0])])
+def test_mismatch_weights_keep_to_a_band(mode: Any, expected: list[float]) -> None:
+    old = torch.tensor([[-2.0, -1.0, -0.1]])
+    weights = mismatch_weights(old, torch.tensor([[-1.0, -1.0, -1.0]]), old < 0, mode, cap=2.0, floor=0.5)
+    assert weights[0].tolist() == pytest.approx(expected)
+
+
+def test_a_band_needs_bounds_in_order() -> None:
+    with pytest.raises(ConfigError, match=r"vllm_importance_sampling_clip_min=2 must be below .*_cap=2; lower it"):
+        agent(GRPO, vllm_importance_sampling_clip_min=2.0)
+    with pytest.raises(ConfigError, match="off_policy_token_mask_bounds"):
+        agent(GRPO, off_policy_token_mask_bounds=(1.2, 1.5))

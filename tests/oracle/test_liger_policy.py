@@ -63,7 +63,9 @@ def test_policy_losses(
     seed: int,
 ) -> None:
     x = random_tensors(seed)
-    agent = make(algorithm, **settings)
+    # Liger's PyTorch reference has no corrected KL.
+    uncorrected = {"use_bias_correction_kl": False} if settings["beta"] > 0 else {}
+    agent = make(algorithm, **settings, **uncorrected)
     loss, gradient, metrics = ours(agent, x, sampled=sampled)
     leaf = x.leaf
     other, (*kl, clipped) = liger.LigerFusedLinearGRPOFunction.ppo_loss_fn(

@@ -46,6 +46,11 @@ CASES: list[tuple[type[LLMAlgorithm], dict[str, Any], dict[str, Any]]] = [
     # epsilon_high of CISPO is an absolute cap (and falls back to 0.2 there); ours is called clip_max, 5 by default.
     (CISPO, {"beta": 0.04, "clip_max": 1.2}, {"loss_type": "cispo", "epsilon_high": 1.2, "beta": 0.04}),
     (CISPO, {"beta": 0.0}, {"loss_type": "cispo", "epsilon_high": 5.0}),
+    (
+        GRPO,
+        {"beta": 0.04, "off_policy_sequence_mask_threshold": 0.02},
+        {"beta": 0.04, "off_policy_mask_threshold": 0.02},
+    ),
     # TRL's entropy bonus is always a mean over tokens; ours is aggregated as the loss is, so this aggregation agrees.
     (
         GRPO,
@@ -57,6 +62,7 @@ CASES: list[tuple[type[LLMAlgorithm], dict[str, Any], dict[str, Any]]] = [
 
 def theirs(x: Tensors, leaf: torch.Tensor, sampled: bool, **settings: Any) -> tuple[torch.Tensor, dict[str, float]]:
     stub = trl_stubs.grpo(leaf, x.entropy, use_vllm=sampled, **settings)
+    stub.get_off_policy_mask = grpo_trainer.GRPOTrainer.get_off_policy_mask
     # TRL computes the weights while it makes the batch (mode token_truncate, which is our default; its own is
     # sequence_mask with a cap of 3) and the loss multiplies by them.
     weights = torch.exp((x.old - x.sampled) * x.mask).clamp(max=2.0)
@@ -66,6 +72,7 @@ def theirs(x: Tensors, leaf: torch.Tensor, sampled: bool, **settings: Any) -> tu
         old_per_token_logps=x.old,
         ref_per_token_logps=x.ref,
         importance_sampling_ratio=weights,
+        **({"sampling_per_token_logps": x.sampled} if sampled else {}),
     )
     loss = grpo_trainer.GRPOTrainer._compute_loss(stub, None, batch)
     return loss, {name: values[-1] for name, values in stub._metrics["eval"].items()}
@@ -73,24 +80,30 @@ def theirs(x: Tensors, leaf: torch.Tensor, sampled: bool, **settings: Any) -> tu
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
 @pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize(("algorithm", "settings", "other_settings"), CASES)
 def test_policy_losses(
     make: Callable[..., LLMAlgorithm],
     algorithm: type[LLMAlgorithm],
     settings: dict[str, Any],
     other_settings: dict[str, Any],
+    corrected: bool,
     sampled: bool,
     seed: int,
 ) -> None:
     x = random_tensors(seed)
+    if settings["beta"] > 0:
+        settings = settings | {"use_bias_correction_kl": corrected}
     loss, gradient, metrics = ours(make(algorithm, **settings), x, sampled=sampled)
     leaf = x.leaf
-    other, other_metrics = theirs(x, leaf, sampled, **other_settings)
+    other, other_metrics = theirs(x, leaf, sampled, use_bias_correction_kl=corrected, **other_settings)
     assert_equal(loss, gradient, other, leaf, x.mask)
     shared = {"kl", "entropy", "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean"}
     if algorithm is GSPO:
         # TRL counts clipped completions at this level, we count their tokens.
         shared = {"kl", "entropy"}
+    if corrected:
+        shared -= {"kl"}  # TRL's is what the loss has, ours the KL itself
     names = shared & set(other_metrics)
     assert "entropy" in names
     assert {n: metrics[n] for n in names} == pytest.approx({n: other_metrics[n] for n in names}, rel=1e-5, abs=1e-6)

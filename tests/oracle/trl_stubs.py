@@ -67,7 +67,8 @@ def grpo(logp: Tensor, entropy: Tensor, **changes: Any) -> SimpleNamespace:
         "use_adaptive_entropy": False,
         "entropy_coef": 0.0,
     }
-    args = {"use_bias_correction_kl": False, "delta": changes.pop("delta", None), "steps_per_generation": 1}
+    args = {"use_bias_correction_kl": True, "delta": None, "steps_per_generation": 1}  # the first is its default
+    args |= {name: changes.pop(name) for name in args.keys() & changes.keys()}
     return trainer(**{**settings, **changes}, args=SimpleNamespace(**args))
 
 
