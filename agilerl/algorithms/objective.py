@@ -143,8 +143,9 @@ def policy_terms(inputs: LossInputs, parts: PolicyParts) -> PolicyTerms:
     # Before KL and entropy join: what follows weighs the policy term alone.
     if parts.token_band is not None or parts.sequence_drift is not None:
         behaviour = inputs.old_logp if inputs.sampling_logp is None else inputs.sampling_logp
-        limits = {"bounds": parts.token_band, "threshold": parts.sequence_drift}
-        off_policy = off_policy_tokens(inputs.logp, behaviour, advantages, mask, **limits)
+        off_policy = off_policy_tokens(
+            inputs.logp, behaviour, advantages, mask, bounds=parts.token_band, threshold=parts.sequence_drift
+        )
         loss = loss.masked_fill(off_policy, 0.0)
     if inputs.sampling_logp is not None and parts.mismatch is not None:
         limits = parts.mismatch_cap, parts.mismatch_floor

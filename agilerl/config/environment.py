@@ -109,6 +109,9 @@ class AgentLimitsConfig(Section):
     """Most calls of the model in an episode; further ones are refused."""
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     """Most tokens that an episode may generate; None: no limit beside that of each call."""
+    variables: tuple[str, ...] = ()
+    """Environment variables with secrets that a command gets; of others whose names say that they hold a key, token or
+    password it gets none."""
 
 
 def _no_function(value: Any) -> Any:

@@ -17,12 +17,14 @@ from tempfile import TemporaryFile
 from typing import IO, Any, ClassVar
 
 from agilerl.checks.arguments import checked
+from agilerl.checks.redaction import names_a_secret
 from agilerl.config.environment import AgentLimitsConfig
 from agilerl.envs.core import Lengths, Place, Split, TaskArgument, TaskWrapper
 from agilerl.envs.prompts import PromptTooLongError, render_prompt
 from agilerl.errors import AgileRLError, ConfigError, EnvError, RewardError, how_to_install
 from agilerl.rewards.grader import Columns
 from agilerl.rewards.sandbox import Contained
+from agilerl.safety.bounds import valid_unicode
 from agilerl.safety.custom_code import contained, printing_bounded
 
 Program = Callable[..., Any] | Sequence[str]
@@ -89,20 +91,27 @@ def _check_program(program: Any) -> Program:
     return program  # type: ignore[no-any-return]
 
 
-def run_program(program: Program, row: Columns, base_url: str, api_key: str, timeout: float) -> Any:
-    """Run a program on a row until it returns its result.
+def run_program(
+    program: Program,
+    row: Columns,
+    base_url: str,
+    api_key: str,
+    timeout: float,
+    variables: Sequence[str] = (),
+) -> Any:
+    """Run a program on a row until it returns its result; ``variables`` are the secrets that a command gets.
 
     Raises:
         EnvError: the program failed; the error ends with its own.
         TimeoutError: it took too long, and was ended.
     """
     if not callable(program):
-        return _command(program, row, base_url, api_key, timeout)
+        return _command(program, row, base_url, api_key, timeout, variables)
     try:
         with contained(), printing_bounded():
             # An object may have an async __call__ instead.
             if any(map(inspect.iscoroutinefunction, (program, getattr(program, "__call__", None)))):  # noqa: B004
-                return asyncio.run(_await(program, row, base_url, api_key, timeout))
+                return _readable(asyncio.run(_await(program, row, base_url, api_key, timeout)))
             with client(base_url, api_key, timeout) as synchronous:
                 # A copy, since graders read the row afterwards.
                 result = program(synchronous, deepcopy(dict(row)))
@@ -111,11 +120,17 @@ def run_program(program: Program, row: Columns, base_url: str, api_key: str, tim
                 raise TypeError(
                     "it returned a coroutine; declare it with async def, and it gets an asynchronous client"
                 )
-            return result
+            return _readable(result)
     except TimeoutError as error:  # asyncio's has no text
         raise TimeoutError(str(error) or f"no result within {timeout:g} seconds") from error
     except (Exception, KeyboardInterrupt) as error:  # Ctrl-C reaches the main thread, so this one was raised here
         raise EnvError(_describe(error)) from error
+
+
+def _readable(result: Any) -> Any:
+    """Return a result without lone surrogates; raises what ``str`` of it raises, before graders and records meet it."""
+    str(result)
+    return valid_unicode(result)
 
 
 def client(base_url: str, api_key: str, timeout: float | None, *, asynchronous: bool = False) -> Any:
@@ -139,9 +154,17 @@ async def _await(program: Callable[..., Any], row: Columns, url: str, key: str, 
         return await program(asynchronous, deepcopy(dict(row)))
 
 
-def _command(command: Sequence[str], row: Columns, base_url: str, api_key: str, timeout: float) -> str:
+def _command(
+    command: Sequence[str],
+    row: Columns,
+    base_url: str,
+    api_key: str,
+    timeout: float,
+    variables: Sequence[str],
+) -> str:
     """Run a command line with the row on its standard input; returns what it printed."""
-    variables = {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
+    inherited = {n: value for n, value in os.environ.items() if n in variables or not names_a_secret(n)}
+    environment = {**inherited, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key, "OPENAI_MODEL": MODEL}
     # The interpreter of this run, with its packages, whatever PATH has first.
     file = sys.executable if command[0] in ("python", "python3") else shutil.which(command[0])
     if file is None:
@@ -151,7 +174,6 @@ def _command(command: Sequence[str], row: Columns, base_url: str, api_key: str, 
     with opened() as asked, opened() as out, opened() as errors:
         json.dump(dict(row), asked, default=str)
         asked.seek(0)
-        environment = {**os.environ, **variables}
         try:
             process = Contained([file, *command[1:]], environment=environment, stdin=asked, stdout=out, stderr=errors)
         except RewardError as error:

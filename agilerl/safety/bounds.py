@@ -6,6 +6,7 @@ import stat
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import regex
 
@@ -74,6 +75,20 @@ def check_links(folder: Path, below: Iterable[str] | None = None, *, error: type
         if searched is not None and parent == root:
             # In place: os.walk continues with what the list holds.
             folders[:] = searched.intersection(folders)
+
+
+def valid_unicode(value: Any) -> Any:
+    """Return a value as JSON has them with each lone surrogate replaced by U+FFFD, keys included.
+
+    JSON and Python may write half of a pair as text, and what holds one can be neither tokenized nor recorded.
+    """
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {valid_unicode(key): valid_unicode(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(valid_unicode, value)) if type(value) in (list, tuple) else value
+    return value
 
 
 def compiled_pattern(pattern: str, where: str) -> "regex.Pattern[str]":

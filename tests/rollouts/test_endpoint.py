@@ -536,10 +536,12 @@ class Served:
         self.endpoint.__exit__()
 
     def client(self, episode: int = 0) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.endpoint.url(episode), api_key=self.endpoint.key, max_retries=0)
+        return openai.OpenAI(base_url=self.endpoint.url(episode), api_key=self.endpoint.new_key(episode), max_retries=0)
 
     def post(self, path: str, content: bytes | None = None, key: str | None = None, **body: Any) -> httpx.Response:
-        headers = {"Authorization": f"Bearer {self.endpoint.key if key is None else key}"}
+        episode = re.match(r"/e/(\d{1,3})/", path)
+        own = self.endpoint.new_key(int(episode[1]) if episode else 3)
+        headers = {"Authorization": f"Bearer {own if key is None else key}"}
         root = self.endpoint.url(0).removesuffix("/e/0/v1")
         return httpx.post(root + path, content=content or json.dumps(body).encode(), headers=headers, timeout=30)
 
@@ -619,7 +621,6 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
     ("path", "body", "status", "message"),
     [
         (CHAT, {**ASKED, "model": "gpt-5"}, 404, "agent-0"),
-        ("/e/999/v1/chat/completions", ASKED, 404, "no episode 999"),
         (CHAT, {"messages": []}, 400, "messages"),
         (CHAT, {"messages": ["x"]}, 400, "message"),
         (CHAT, {"messages": [{"role": "user", "content": [IMAGE]}]}, 400, "text only"),
@@ -633,7 +634,11 @@ IMAGE = {"type": "image_url", "image_url": {"url": "x"}}
         (CHAT, {"messages": [{"role": "assistant", "content": "x", "tool_calls": ["x"]}]}, 400, "tool call"),
         (CHAT, {**ASKED, "response_format": {"type": "json_object"}}, 400, "response_format"),
         ("/e/4/inference/v1/generate", {"token_ids": "abc"}, 400, "token_ids: "),
-        ("/v1/chat/completions", {**ASKED, "model": "policy"}, 404, "unknown"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": []}]}]}, 400, "text only"),
+        (CHAT, {"messages": [{"role": "assistant", "content": "x", "tool_calls": 5}]}, 400, "tool_calls is a list"),
+        (CHAT, {"messages": [{"role": {}, "content": "x"}]}, 400, "a message is an object"),
+        (CHAT, {**ASKED, "model": "x" * 100_000}, 404, "unknown model 'xxxxx"),
+        (CHAT, {**ASKED, "stop": ["\ud800" * 5] * 3, "seed": "x" * 400}, 400, "seed"),
     ],
 )
 def test_a_wrong_call_is_refused(served: Served, path: str, body: dict[str, Any], status: int, message: str) -> None:
@@ -648,7 +653,7 @@ def test_strangers_and_large_bodies_are_refused(served: Served) -> None:
         assert served.post(path, key="wrong", **body).status_code == 401
     models = served.endpoint.url(0) + "/models"
     assert httpx.get(models).status_code == 401
-    for key, status in (("wrong", 401), ("", 401), (served.endpoint.key, 200)):  # as verifiers' client sends it
+    for key, status in (("wrong", 401), ("", 401), (served.endpoint.new_key(0), 200)):  # as verifiers' client sends it
         headers = {"Authorization": "Bearer EMPTY", "X-Api-Key": key}
         assert httpx.get(models, headers=headers).status_code == status
     assert served.post("/e/4/v1/chat/completions", content=b"x" * 10**8).status_code == 413
@@ -656,12 +661,59 @@ def test_strangers_and_large_bodies_are_refused(served: Served) -> None:
     assert served.endpoint.url(0).startswith("http://127.0.0.1:")
 
 
+def test_a_key_opens_its_own_episode_only(served: Served) -> None:
+    key, asked = served.endpoint.new_key(30), {"model": "policy", **ASKED}
+    for episode, status in (("30", 200), ("31", 403), ("030", 403), ("9" * 5000, 403), ("x", 403)):
+        assert served.post(f"/e/{episode}/v1/chat/completions", key=key, **asked).status_code == status
+    assert served.post("/v1/chat/completions", key=key, **asked).status_code == 200
+    assert [len(served.sessions[episode].calls) for episode in (30, 31)] == [2, 0]
+
+
+def test_what_no_context_holds_is_refused_unread(served: Served) -> None:
+    """A message of 8 MB took its time in the thread that answers everyone."""
+    begun = time.monotonic()
+    answer = served.post(CHAT, messages=[{"role": "tool", "content": "1, 2. " * 1_400_000}])
+    assert answer.status_code == 413
+    assert "for a context of" in answer.json()["error"]["message"]
+    assert time.monotonic() - begun < 5
+
+
+def test_half_of_a_surrogate_pair_is_replaced(served: Served) -> None:
+    reply = served.post(CHAT, model="policy", messages=[{"role": "user", "content": "a\ud800b \U0001f600"}])
+    assert reply.status_code == 200
+    assert served.sessions[4].calls[-1].messages[0]["content"] == "a\ufffdb \U0001f600"
+
+
+UNUSED = "http://127.0.0.1:1/v1", "key"
+
+
+BROKEN = [10**5000, [10**5000], type("Broken", (), {"__str__": lambda self: 1 / 0})()]
+
+
+@pytest.mark.parametrize("result", BROKEN, ids=["number", "list", "object"])
+def test_a_result_without_a_text_is_a_failed_episode(result: Any) -> None:
+    with pytest.raises(EnvError, match=r"the agent program raised (ValueError|ZeroDivisionError)"):
+        run_program(lambda client, row: result, {}, "http://127.0.0.1:1/v1", "key", 5.0)
+    assert run_program(lambda client, row: {"a": ["\udfff"]}, {}, "http://127.0.0.1:1/v1", "key", 5.0) == {
+        "a": ["\ufffd"]
+    }
+
+
+def test_a_command_gets_no_secrets_but_those_that_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "SEARCH_API_KEY", "DB_PASSWORD", "PLAIN"):
+        monkeypatch.setenv(name, "x")
+    command = (sys.executable, "-c", "import os, json; print(json.dumps(sorted(os.environ)))")
+    names = set(json.loads(run_program(command, {}, "http://h/v1", "key", 50.0, ["SEARCH_API_KEY"])))
+    assert {"SEARCH_API_KEY", "PLAIN", "PATH", "OPENAI_API_KEY"} <= names
+    assert not {"HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"} & names
+
+
 def test_a_client_that_goes_is_not_captured(served: Served) -> None:
     asked = {"model": "policy", "messages": [{"role": "user", "content": "4, 6."}]}
     url, body = httpx.URL(served.endpoint.url(5)), json.dumps(asked).encode()
     head = f"POST {url.path}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n"
     with socket.create_connection((url.host, url.port)) as gone:
-        gone.sendall(f"{head}Authorization: Bearer {served.endpoint.key}\r\n\r\n".encode() + body)
+        gone.sendall(f"{head}Authorization: Bearer {served.endpoint.new_key(5)}\r\n\r\n".encode() + body)
     time.sleep(0.5)
     assert not served.sessions[5].calls
     assert served.client(5).chat.completions.create(**asked).choices  # type: ignore[call-overload]
@@ -672,7 +724,7 @@ def test_no_port_is_left_open() -> None:
     with Served(1) as one, Served(1) as two:
         urls = [one.endpoint.url(0), two.endpoint.url(0)]
         assert urls[0] != urls[1]
-        crossed = httpx.get(urls[0] + "/models", headers={"Authorization": f"Bearer {two.endpoint.key}"})
+        crossed = httpx.get(urls[0] + "/models", headers={"Authorization": f"Bearer {two.endpoint.new_key(0)}"})
         assert crossed.status_code == 401
     for url in urls:
         with pytest.raises(httpx.ConnectError):
@@ -841,7 +893,7 @@ def test_side_by_side_calls_do_not_depend_on_their_order(served: Served) -> None
 
     async def play(episode: int, order: list[int]) -> None:
         async with openai.AsyncOpenAI(
-            base_url=served.endpoint.url(episode), api_key=served.endpoint.key, max_retries=0
+            base_url=served.endpoint.url(episode), api_key=served.endpoint.new_key(episode), max_retries=0
         ) as client:
 
             async def asked(text: str, wait: float = 0.0) -> None:
@@ -853,7 +905,7 @@ def test_side_by_side_calls_do_not_depend_on_their_order(served: Served) -> None
 
     async def begin_together(episode: int, order: list[int]) -> None:
         async with openai.AsyncOpenAI(
-            base_url=served.endpoint.url(episode), api_key=served.endpoint.key, max_retries=0
+            base_url=served.endpoint.url(episode), api_key=served.endpoint.new_key(episode), max_retries=0
         ) as client:
             for n in order:
                 question: Any = [{"role": "user", "content": f"{n}, {n}."}]

@@ -61,7 +61,8 @@ class _ProgramRun:
     def play(self, task: AgentTask, url: str, key: str) -> None:
         """Run the program."""
         try:
-            self.result = run_program(task.program, self.session.ask.place.row, url, key, task.limits.timeout)
+            row, limits = self.session.ask.place.row, task.limits
+            self.result = run_program(task.program, row, url, key, limits.timeout, limits.variables)
         finally:
             self.session.over = True
 
@@ -95,7 +96,7 @@ def collect_programs(
     # A second more than a program's own limit, which ends it and says why.
     with Stepping(task.limits.timeout + 1, workers=task.limits.concurrency) as stepping, endpoint:
         for number, episode in enumerate(episodes):
-            stepping.add(partial(episode.play, task, endpoint.url(number), endpoint.key))
+            stepping.add(partial(episode.play, task, endpoint.url(number), endpoint.new_key(number)))
         errors: list[Exception | None] = []
         # The engine stays in this thread; another one waits for the programs to end.
         waiting = Thread(target=lambda: errors.extend(stepping.results()), daemon=True)

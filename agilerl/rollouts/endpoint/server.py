@@ -25,11 +25,15 @@ from agilerl.envs.tools.parsers import TextTagParser, ToolCall, ToolCallParser, 
 from agilerl.errors import AgileRLError, ConfigError, how_to_install
 from agilerl.rollouts.endpoint.session import Call, ProgramSession, RefusedError, Rendering
 from agilerl.rollouts.engine import GenerationRequest, SamplingSettings
+from agilerl.safety.bounds import valid_unicode
 from agilerl.text.contract import plain_ids
 from agilerl.text.padding import decoded
 
 LARGEST_BODY = 8 * 2**20
-"""Bytes of a request."""
+"""Bytes of a request, whatever the context."""
+_TOKEN_BYTES, _SPARE_BYTES = 64, 2**16
+"""Bytes of a request for each token of the context, far more than text has, and for its other fields. Longer ones are
+refused unread, because to render and tokenize one keeps the calls of all other episodes waiting."""
 _REASONS = {"stop": "stop", "length": "length", "context": "length"}
 _STARTED = 10.0
 """Seconds until the server must listen."""
@@ -102,10 +106,12 @@ class Endpoint:
     ) -> None:
         self.tokenizer, self.sessions, self.models = tokenizer, sessions, dict(models)
         self.context_length, self.most_new_tokens = context_length, most_new_tokens
-        self.key = secrets.token_urlsafe(24)
+        self._largest = min(LARGEST_BODY, _TOKEN_BYTES * context_length + _SPARE_BYTES)
+        self._keys: dict[str, int] = {}
+        """Episodes by key: a program reaches its own only."""
         self.inbox: SimpleQueue[Pending] = SimpleQueue()
         self._chats: dict[str, Rendering] = {}
-        self._others: dict[tuple[int | None, str], ProgramSession] = {}
+        self._others: dict[tuple[int, str], ProgramSession] = {}
         """Who counts the calls of other models, by episode."""
         self._numbers = count()
         self._port = 0
@@ -162,6 +168,12 @@ class Endpoint:
         """Return the base URL of an episode."""
         return f"http://127.0.0.1:{self._port}/e/{number}/v1"
 
+    def new_key(self, number: int) -> str:
+        """Return a further key of an episode."""
+        key = secrets.token_urlsafe(24)
+        self._keys[key] = number
+        return key
+
     def app(self) -> Any:
         """Return the ASGI application."""
         from starlette.applications import Starlette
@@ -173,7 +185,7 @@ class Endpoint:
             Route("/inference/v1/generate", self._answering(self._tokens), methods=["POST"]),
             Route("/v1/models", self._answering(self._listed)),
         ]
-        return Starlette(routes=[Mount("/e/{episode:int}", routes=routes), *routes])
+        return Starlette(routes=[Mount("/e/{episode}", routes=routes), *routes])
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -184,64 +196,72 @@ class Endpoint:
 
         async def endpoint(request: Any) -> Any:
             try:
-                self._admit(request)
-                return await answer(request, await self._body(request) if request.method == "POST" else Body())
+                number = self._admitted(request)
+                body = await self._body(request) if request.method == "POST" else Body()
+                return await answer(request, number, body)
             except ClientDisconnect:
                 return Response(status_code=400)  # the client has gone
-            except AgileRLError as error:
-                refusal = error if isinstance(error, RefusedError) else RefusedError(str(error))
+            except Exception as error:  # whatever a program has sent, it gets a sentence, and the others go on
+                if isinstance(error, RefusedError):
+                    refusal = error
+                elif isinstance(error, AgileRLError):
+                    refusal = RefusedError(str(error))
+                else:
+                    refusal = RefusedError(f"this request cannot be answered: {type(error).__name__}: {error}"[:500])
                 details = {"message": str(refusal), "type": "invalid_request_error", "code": refusal.code}
                 return JSONResponse({"error": details}, status_code=refusal.status)
 
         return endpoint
 
-    def _admit(self, request: Any) -> None:
+    def _admitted(self, request: Any) -> int:
+        """Return the episode of the request's key; raises RefusedError for another's path."""
         # verifiers' client puts a key of its own into the usual header.
         headers = request.headers
-        given = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
-        # In constant time; of bytes, because it raises for text beyond ASCII.
-        if not secrets.compare_digest(given.encode(), self.key.encode()):
+        key = headers.get("x-api-key") or headers.get("authorization", "").removeprefix("Bearer ")
+        if (number := self._keys.get(key)) is None:
             raise RefusedError("wrong or missing API key", status=401, code="invalid_api_key")
+        if request.path_params.get("episode", str(number)) != str(number):
+            raise RefusedError("this key is of another episode", status=403, code="wrong_episode")
+        return number
 
     async def _body(self, request: Any) -> Body:
         data, size = bytearray(), 0
         async for part in request.stream():  # to its end, or the client sees a broken connection instead of the answer
             size += len(part)
-            data += part if size <= LARGEST_BODY else b""
-        if size > LARGEST_BODY:
-            raise RefusedError(f"expected a body of at most {LARGEST_BODY:,} bytes", status=413, code="too_large")
+            data += part if size <= self._largest else b""
+        if size > self._largest:
+            raise RefusedError(
+                f"expected a body of at most {self._largest:,} bytes for a context of {self.context_length:,} tokens, "
+                f"found {size:,}",
+                status=413,
+                code="too_large",
+            )
         try:
-            values = json.loads(data)
+            values = valid_unicode(json.loads(data))
         except (ValueError, RecursionError) as error:
             raise RefusedError(f"expected a JSON object, found none: {error}") from error
         if not isinstance(values, dict):
             raise RefusedError(f"expected a JSON object, found {str(values)[:80]}")
         return validated(Body, values)
 
-    def _session(self, request: Any, body: Body) -> ProgramSession | None:
-        """Return the episode whose policy a request asks for, or None for another model."""
-        number, model = request.path_params.get("episode"), body.model
-        if number is not None and not number < len(self.sessions):
-            raise RefusedError(f"there is no episode {number}", status=404, code="episode_not_found")
-        slots = dict(self.models)
-        if number is not None:
-            slots[MODEL] = self.sessions[number].ask.slot
+    def _session(self, number: int, model: str) -> ProgramSession | None:
+        """Return the episode if a request asks for its policy, or None for another model."""
+        slots = {**self.models, MODEL: self.sessions[number].ask.slot}
         if model not in slots:
-            known = ", ".join(slots)
-            raise RefusedError(f"unknown model {model!r}; there are {known}", status=404, code="model_not_found")
+            names = ", ".join(slots)
+            raise RefusedError(f"unknown model {model[:80]!r}; there are {names}", status=404, code="model_not_found")
         # By slot: an agent's own name, and `elite` if it is that, mean the episode's policy too.
-        return self.sessions[number] if number is not None and slots[model] == slots[MODEL] else None
+        return self.sessions[number] if slots[model] == slots[MODEL] else None
 
-    async def _listed(self, request: Any, _body: Body) -> Any:
+    async def _listed(self, _request: Any, _number: int, _body: Body) -> Any:
         from starlette.responses import JSONResponse
 
-        names = [*((MODEL,) if "episode" in request.path_params else ()), *self.models]
         facts = {"object": "model", "created": 0, "owned_by": "agilerl", "max_model_len": self.context_length}
-        return JSONResponse({"object": "list", "data": [{"id": name, **facts} for name in names]})
+        return JSONResponse({"object": "list", "data": [{"id": name, **facts} for name in (MODEL, *self.models)]})
 
     # -- the dialects ---------------------------------------------------------------------------------------------
 
-    async def _chat(self, request: Any, body: Body) -> Any:
+    async def _chat(self, request: Any, number: int, body: Body) -> Any:
         messages, tools = body.messages, body.tools if body.tool_choice != "none" else []
         if messages is None:
             raise RefusedError("messages: expected a list of messages, found none")
@@ -253,9 +273,9 @@ class Endpoint:
             return {"message": message, "finish_reason": reason, "logprobs": logprobs}
 
         call = partial(ProgramSession.of_messages, messages=messages, tools=tools, seed=body.seed)
-        return await self._answered(request, body, call, choice, "chat.completion")
+        return await self._answered(request, number, body, call, choice, "chat.completion")
 
-    async def _text(self, request: Any, body: Body) -> Any:
+    async def _text(self, request: Any, number: int, body: Body) -> Any:
         ids = self._ids(
             plain_ids(self.tokenizer, body.prompt) if isinstance(body.prompt, str) else body.prompt, "prompt"
         )
@@ -271,9 +291,9 @@ class Endpoint:
             return {"text": text, "finish_reason": _REASONS[completion.finish_reason], "logprobs": logprobs}
 
         call = partial(ProgramSession.of_tokens, prompt_ids=ids, seed=body.seed)
-        return await self._answered(request, body, call, choice, "text_completion")
+        return await self._answered(request, number, body, call, choice, "text_completion")
 
-    async def _tokens(self, request: Any, body: Body) -> Any:
+    async def _tokens(self, request: Any, number: int, body: Body) -> Any:
         ids = self._ids(body.token_ids, "token_ids")
 
         def choice(completion: Completion, text: str) -> dict[str, Any]:
@@ -284,7 +304,7 @@ class Endpoint:
             return {"token_ids": completion.token_ids, "finish_reason": reason, "logprobs": {"content": parts}}
 
         call = partial(ProgramSession.of_tokens, prompt_ids=ids, seed=body.seed)
-        return await self._answered(request, body, call, choice, "generate")
+        return await self._answered(request, number, body, call, choice, "generate")
 
     def _ids(self, ids: list[int] | None, key: str) -> list[int]:
         size = len(self.tokenizer)
@@ -297,6 +317,7 @@ class Endpoint:
     async def _answered(
         self,
         request: Any,
+        number: int,
         body: Body,
         call: Callable[[ProgramSession], Call],
         choice: Callable[[Completion, str], dict[str, Any]],
@@ -305,8 +326,8 @@ class Endpoint:
         """Let the engine complete a call, ``n`` times, and put the answers in the form of a dialect."""
         from starlette.responses import JSONResponse, StreamingResponse
 
-        session = self._session(request, body)
-        at = session or self._other(request, body)
+        session = self._session(number, body.model)
+        at = session or self._other(number, body.model)
         calls, pending = list[Call](), list[Pending]()
         try:
             for _ in range(body.n):
@@ -362,16 +383,14 @@ class Endpoint:
             return StreamingResponse(events, media_type="text/event-stream")
         return JSONResponse(document)
 
-    def _other(self, request: Any, body: Body) -> ProgramSession:
-        """Return the session of calls that are not trained on: of another model, or outside of an episode."""
-        number = request.path_params.get("episode")
-        of = self.sessions[number or 0]
-        if number is not None and of.over:
+    def _other(self, number: int, model: str) -> ProgramSession:
+        """Return the session of an episode's calls of another model, which are not trained on."""
+        of = self.sessions[number]
+        if of.over:
             raise RefusedError("this episode is over", status=410, code="episode_over")
-        key = number, body.model
-        if key not in self._others:
-            self._others[key] = ProgramSession(of.ask, of.sample, of.limits, self.chat_of, keeps=False)
-        return self._others[key]
+        if (number, model) not in self._others:
+            self._others[number, model] = ProgramSession(of.ask, of.sample, of.limits, self.chat_of, keeps=False)
+        return self._others[number, model]
 
     def _of_other(self, session: ProgramSession, body: Body, call: Call) -> GenerationRequest:
         sampling = SamplingSettings(

@@ -299,7 +299,7 @@ def normalised(message: Mapping[str, Any]) -> ChatMessage:
         raise RefusedError(f"a message is an object with role and content, found {str(message)[:80]!r}")
     content = message.get("content")
     if isinstance(content, list):
-        kinds = {part.get("type") if isinstance(part, Mapping) else None for part in content}
+        kinds = {str(part.get("type")) if isinstance(part, Mapping) else None for part in content}
         if not kinds <= {"text", "input_text"}:
             raise RefusedError(f"this model reads text only, found content of type {kinds - {'text'}}")
         content = "".join(str(part.get("text", "")) for part in content)
@@ -309,7 +309,10 @@ def normalised(message: Mapping[str, Any]) -> ChatMessage:
     role = {"developer": "system", "function": "tool"}.get(message["role"], message["role"])
     plain: ChatMessage = {"role": role, "content": content or ""}
     calls = []
-    for call in message.get("tool_calls") or ():
+    asked = message.get("tool_calls") or []
+    if not isinstance(asked, list):
+        raise RefusedError(f"tool_calls is a list of objects, found {str(asked)[:80]!r}")
+    for call in asked:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise RefusedError(f"a tool call is an object with id and function, found {str(call)[:80]!r}")
