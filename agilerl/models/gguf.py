@@ -5,6 +5,7 @@ import json
 import math
 import mmap
 import os
+import re
 import shutil
 import struct
 from collections.abc import Mapping
@@ -24,9 +25,11 @@ _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 """Bytes of the metadata types of a fixed size; 8 is a string, 9 an array."""
 _UINT32, _BOOL, _STRING, _ARRAY = 4, 7, 8, 9
-_ENTRIES, _ELEMENTS, _TOKEN_BYTES = 65_536, 2_097_152, 4096
-"""Most tensors and most metadata; most array elements in all, of which readers make objects; most bytes of a token, for
-which merges are derived by trying every way to cut it in two."""
+_TENSORS, _ENTRIES, _TEXTS, _ELEMENTS, _TOKEN_BYTES = 65_536, 1_024, 2**20, 2_097_152, 4096
+"""Most tensors; most metadata; most texts in an array, and elements in all arrays, of which readers make objects; most
+bytes of a token, for which merges are derived by trying every way to cut it in two."""
+_SLACK = 4096
+"""Most bytes behind the last tensor: what pads it."""
 _F32, _MOST_DIMENSIONS = 0, 4
 _VERSION = 2
 """Counts the ways in which folders of the cache were written: what an earlier one wrote is not read."""
@@ -44,6 +47,8 @@ class Header:
 
     numbers: int
     """Numbers of all tensors together."""
+    bytes: int
+    """Of all tensors together, as they lie in the file."""
     dtype: str
     """``float32`` if every tensor is, else ``bfloat16``: what blocks of a few bits were most likely made from."""
     metadata: Mapping[str, int | str] = field(default_factory=dict, compare=False)
@@ -63,6 +68,8 @@ def base_folder(file: Path, dtype: str | None = None) -> Path:
 
     try:
         status = file.stat()
+        # Before all its bytes are read, of which a sparse file may have terabytes.
+        _check_size(str(file), read_header(file).bytes, "as they are")
         digest = _digest(str(file.resolve()), status.st_size, status.st_mtime_ns)
     except OSError as error:
         raise ConfigError(f"{shown(str(file))} cannot be read: {error.strerror or error}") from error
@@ -117,12 +124,8 @@ def write_base(file: Path, folder: Path, dtype: str | None) -> None:
 
     name, header = str(file), read_header(file)
     size = header.numbers * getattr(torch, dtype).itemsize if dtype is not None else 0
-    limit, free = memory_bytes(), shutil.disk_usage(folder).free
-    if limit is not None and size > limit:
-        raise ConfigError(
-            f"the tensors of {name!r} take {size:,} bytes as {dtype}, more than this machine's memory ({limit:,}); use "
-            "a smaller model"
-        )
+    _check_size(name, size, f"as {dtype}")
+    free = shutil.disk_usage(folder).free
     if size > free:
         raise WriteError(f"{name!r} takes {size:,} bytes as {dtype}, and {folder.parent} has {free:,}; make room there")
     alone = folder / "model.gguf"  # other files beside the original would be read as if they belonged to it
@@ -142,6 +145,15 @@ def write_base(file: Path, folder: Path, dtype: str | None) -> None:
                 _write_weights(name, folder, alone.name, getattr(torch, dtype))
     finally:
         alone.unlink()
+
+
+def _check_size(name: str, size: int, how: str) -> None:
+    limit = memory_bytes()
+    if size > limit:
+        raise ConfigError(
+            f"the tensors of {name!r} take {size:,} bytes {how}, more than this machine's memory ({limit:,}); use a "
+            "smaller model"
+        )
 
 
 def _write_shape(folder: Path, file: str, header: Header) -> None:
@@ -241,8 +253,8 @@ class _Reader:
     def header(self, sizes: dict[int, tuple[int, int]]) -> Header:
         version, tensors, pairs = self._number("I"), self._number("Q"), self._number("Q")
         self._expect(version in _VERSIONS, "version 2 or 3, little-endian", version)
-        for what, count in (("tensors", tensors), ("metadata entries", pairs)):
-            self._expect(count <= _ENTRIES, f"at most {_ENTRIES:,} {what}", count)
+        for what, count, limit in (("tensors", tensors, _TENSORS), ("metadata entries", pairs, _ENTRIES)):
+            self._expect(count <= limit, f"at most {limit:,} {what}", count)
         known: dict[str, int | str | None] = {}
         for _ in range(pairs):
             key = self._text()
@@ -255,15 +267,23 @@ class _Reader:
         room = len(self._data) - -(-self._at // alignment) * alignment
         names = {name for name, *_ in table}
         self._expect(len(names) == tensors > 0, "tensors, each under its own name", f"{len(names)} names of {tensors}")
-        for name, _, _, offset, length in table:
-            self._expect(
-                offset + length <= room, f"{length:,} bytes of {name} at {offset:,}", f"{max(room, 0):,} bytes of data"
-            )
-        held = sum(length for *_, length in table)  # else tensors that share bytes could be far larger than the file
-        self._expect(held <= room, f"tensors of {held:,} bytes", f"{room:,} bytes of data")
+        end = 0
+        for name, _, _, offset, length in sorted(table, key=lambda row: row[3]):
+            self._expect(offset % alignment == 0, f"{name} at a multiple of {alignment}", offset)
+            # Tensors that share bytes could together be far larger than the file.
+            self._expect(offset >= end, f"{name} behind byte {end:,}, where another tensor ends", offset)
+            end = offset + length
+            self._expect(end <= room, f"{length:,} bytes of {name} at {offset:,}", f"{max(room, 0):,} bytes of data")
+        self._expect(room - end <= _SLACK, f"the end of the file at byte {end:,} of its data", f"{room:,} bytes")
+        blocks = {int(name.split(".")[1]) for name in names if re.match(r"blk\.\d{1,6}\.", name)}
+        layers = known.get(f"{known.get('general.architecture')}.block_count")
+        layers = layers if isinstance(layers, int) else 0
+        # A reader makes as many layers as the metadata say, and drops the others.
+        self._expect(len(blocks) <= layers, f"block_count of at least {len(blocks)}, as it has tensors", layers)
         kinds = {kind for _, kind, *_ in table}
         return Header(
             sum(count for _, _, count, *_ in table),
+            sum(length for *_, length in table),
             "float32" if kinds == {_F32} else "bfloat16",
             {key: value for key, value in known.items() if value is not None},
         )
@@ -291,6 +311,7 @@ class _Reader:
             self._elements += count
             self._expect(self._elements <= _ELEMENTS, f"at most {_ELEMENTS:,} elements in arrays", self._elements)
             if kind == _STRING:
+                self._expect(count <= _TEXTS, f"at most {_TEXTS:,} texts in an array", count)
                 for _ in range(count):
                     length = self._number("Q")
                     self._expect(length <= _TOKEN_BYTES, f"tokens of at most {_TOKEN_BYTES:,} bytes", length)
