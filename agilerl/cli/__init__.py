@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -19,6 +20,10 @@ def main() -> None:
     Exit codes: 2: a mistake of the user; 1: a write failed, or no agent was fit; 129, 130 and 143: stopped by SIGHUP,
     Ctrl-C and SIGTERM; 141: the reader of the output is gone.
     """
+    interruptible = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if interruptible:
+        # Until a command runs, Ctrl-C ends the process at once: an exception would be a traceback out of some import.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     from agilerl.errors import DISTRIBUTION, mixed_installation
 
     if getattr(sys.modules["agilerl"], "DISTRIBUTION", None) != DISTRIBUTION:
@@ -32,7 +37,7 @@ def main() -> None:
     failure: OSError | None = None
     code = 0
     try:
-        code = _command()
+        code = _command(interruptible)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 0 if ended.code is None else 1
     except OSError as error:
@@ -56,8 +61,8 @@ def main() -> None:
     sys.exit(code)
 
 
-def _command() -> int:
-    """Run what the arguments say; return the exit code."""
+def _command(interruptible: bool) -> int:
+    """Run what the arguments say, where ``interruptible`` with an exception for Ctrl-C; return the exit code."""
     import typer
 
     from agilerl.cli.app import app
@@ -69,6 +74,8 @@ def _command() -> int:
     # Typer's base of all complaints about options; it exports only this descendant under a stable name.
     usage_error: Any = typer.BadParameter.__bases__[0].__bases__[0]
     try:
+        if interruptible:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         # A shell that completes a word gives it in the environment; the name of the program is part of that variable's.
         code = app(sys.argv[1:] or ["--help"], prog_name="agilerl", standalone_mode=False)
     except AgileRLError as error:

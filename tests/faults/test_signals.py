@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -142,3 +144,21 @@ def test_a_request_at_any_moment_is_heeded_after_the_iteration(when: int, tmp_pa
     rest = list(go_on(tmp_path / "run"))
     assert seen + sum(isinstance(event, IterationDone) for event in rest) == 4
     assert PhaseStarted("test") in rest
+
+
+def test_an_interrupt_while_modules_are_imported_shows_nothing() -> None:
+    program = """
+import os, signal, sys
+from agilerl.cli import main
+
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupts())
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
