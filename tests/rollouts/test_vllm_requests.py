@@ -1,6 +1,7 @@
 """What vLLM is asked, what its answers mean, and which version of an adapter it is given: no vLLM needed."""
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,11 +124,29 @@ def test_a_limit_is_the_request_s_or_the_context_s(room: int, asked: int, ended:
     assert completion_of(Generated([7] * asked, [-0.5] * asked, "length"), row).finish_reason == ended
 
 
+@pytest.mark.parametrize(
+    ("tokens", "reason", "fault"),
+    [
+        ([7, 1, 9], "length", "1 tokens behind the end token 1"),
+        ([7, 1, 9, 1], "stop", "2 tokens behind the end token 1"),
+        ([1, 1], "stop", "1 tokens behind the end token 1"),
+        ([7, 9], "stop", "one that says it has ended, without one of the end tokens [1, 2]"),
+        ([], "stop", "one that says it has ended"),
+    ],
+)
+def test_an_answer_that_does_not_end_as_asked_is_refused(tokens: list[int], reason: str, fault: str) -> None:
+    row = SampleRequest([1], {"stop_token_ids": [1, 2]}, None)
+    with pytest.raises(EngineError, match=re.escape(fault)):
+        completion_of(Generated(tokens, [-0.5] * len(tokens), reason), row)
+
+
 def test_answers_become_completions() -> None:
-    row = SampleRequest([1], {}, None)
+    row = SampleRequest([1], {"stop_token_ids": [1]}, None)
     assert completion_of(Generated([7, 1], [-0.5, -0.1], "stop"), row).finish_reason == "stop"
     assert completion_of(Generated([7], [-0.5], "abort"), row).finish_reason == "error"
-    broken = completion_of(Generated([7, 8, 9], [-0.5, math.nan, -0.1], "stop"), row)
+    texts = SampleRequest([1], {"stop_token_ids": [1], "stop": ["x"]}, None)
+    assert completion_of(Generated([7], [-0.5], "stop"), texts).finish_reason == "stop"
+    broken = completion_of(Generated([7, 8, 1], [-0.5, math.nan, -0.1], "stop"), row)
     assert (broken.token_ids, broken.finish_reason) == ([7, 8], "error")
 
 

@@ -11,6 +11,7 @@ from agilerl import streams
 from agilerl.config.vllm import VLLMConfig
 from agilerl.data import Completion
 from agilerl.data.batch import FinishReason
+from agilerl.errors import EngineError
 from agilerl.rollouts.engine import GenerationRequest
 
 
@@ -90,7 +91,11 @@ def row_of(
 
 
 def completion_of(answer: Generated, row: SampleRequest) -> Completion:
-    """Return an answer as a completion; one with a log-prob that is not finite ends there, as an error."""
+    """Return an answer as a completion; one with a log-prob that is not finite ends there, as an error.
+
+    Raises EngineError for an answer that does not end as it was asked to: to train on one would teach another end.
+    """
+    _check_end(answer, row.sampling)
     finite = np.isfinite(answer.logprobs)
     if not finite.all():
         # argmin of booleans is the place of the first False.
@@ -98,3 +103,16 @@ def completion_of(answer: Generated, row: SampleRequest) -> Completion:
         return Completion(answer.token_ids[:end], answer.logprobs[:end], "error")
     reasons: dict[str, FinishReason] = {"stop": "stop", "length": "context" if row.cut_by_context else "length"}
     return Completion(answer.token_ids, answer.logprobs, reasons.get(answer.finish_reason, "error"))
+
+
+def _check_end(answer: Generated, asked: Mapping[str, Any]) -> None:
+    ids, ends, fault = answer.token_ids, set(asked["stop_token_ids"]), None
+    if behind := next((number for number, token in enumerate(ids[:-1], 1) if token in ends), None):
+        fault = f"{len(ids) - behind} tokens behind the end token {ids[behind - 1]}"
+    elif answer.finish_reason == "stop" and "stop" not in asked and not ends.intersection(ids[-1:]):
+        fault = f"one that says it has ended, without one of the end tokens {sorted(ends)}"
+    if fault is not None:
+        raise EngineError(
+            f"vLLM does not end completions as it was asked to: expected an answer up to its end token, found {fault}; "
+            "use a supported version of vLLM without plugins"
+        )
