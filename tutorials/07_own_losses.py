@@ -18,7 +18,7 @@ def smooth_loss(inputs: LossInputs, beta: float) -> tuple[torch.Tensor, dict[str
     ratio = torch.exp(inputs.logp - inputs.old_logp)
     gate = torch.sigmoid(4 * (ratio - 1))
     gap = inputs.ref_logp - inputs.logp
-    per_token = -gate * inputs.advantages + beta * (gap.exp() - gap - 1)
+    per_token = -gate * inputs.advantages + beta * ratio * (gap.exp() - gap - 1)
     lengths = inputs.mask.sum(dim=1).clamp(min=1)
     per_row = (per_token * inputs.mask).sum(dim=1) / lengths
     return per_row.sum() / inputs.denominator, {"gate": gate}
@@ -53,9 +53,9 @@ inputs = LossInputs(
 loss, _ = smooth_loss(inputs, agent.beta)
 (tangents,) = torch.autograd.grad(loss, logp)
 
-# ... or by hand: sigmoid'(0) = 1/4, and the ratio is 1 on policy.
+# ... or by hand: the ratio is 1 on policy, sigmoid'(0) = 1/4, and the weighted KL has the gradient of the KL.
 lengths = batch.action_mask.sum(dim=1, keepdim=True).clamp(min=1)
-slope = -experience.advantages + agent.beta * (1 - torch.exp(experience.ref_logp - logp.detach()))
+slope = -experience.advantages + agent.beta * (logp.detach() - experience.ref_logp)
 pencil = torch.where(batch.action_mask, slope / lengths / len(batch), 0.0)
 
 

@@ -27,7 +27,7 @@ def by_hand(inputs: LossInputs, beta: float, clip_coef: float) -> Tensor:
     ratio = torch.exp(inputs.logp - inputs.old_logp)
     surrogate = torch.minimum(ratio * inputs.advantages, ratio.clamp(1 - clip_coef, 1 + clip_coef) * inputs.advantages)
     gap = inputs.ref_logp - inputs.logp
-    loss = beta * (gap.exp() - gap - 1) - surrogate
+    loss = beta * ratio * (gap.exp() - gap - 1) - surrogate
     lengths = inputs.mask.sum(dim=1).clamp(min=1)
     return ((loss * inputs.mask).sum(dim=1) / lengths).sum() / inputs.denominator
 

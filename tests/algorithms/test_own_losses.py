@@ -83,7 +83,7 @@ def test_splitting_over_several_calls_gives_the_same_gradient(size: int, prompts
         ({"entropy_coef": 0.1}, PolicyLoss(kl="k3")),
         ({"kl_clamp_value": 1e-3, "beta": 1.0}, PolicyLoss(kl="k3")),
         (
-            {},
+            {"use_bias_correction_kl": False},
             PolicyLoss(
                 ratio=lambda inputs: (inputs.logp - inputs.old_logp).exp(),
                 surrogate=lambda ratio, advantages, logp: (
