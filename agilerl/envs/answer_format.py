@@ -6,15 +6,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from agilerl.checks.arguments import Name, checked
+from agilerl.checks.arguments import Name, checked, shown
 from agilerl.config.environment import EnvironmentConfig
 from agilerl.envs.core import Message, TaskArgument, TaskWrapper, waiting_graders
+from agilerl.errors import ConfigError
 from agilerl.rewards.grader import CLOSE, MESSAGES, OPEN, OPENING, Columns, GradedRow, Grades
 from agilerl.rewards.waiting import WaitingGrader
 from agilerl.text.contract import text_ids
 
 Format = Literal["whole", "tags", "last_number", "after", "boxed"]
 PHRASE = "The answer is"
+_CHECKED_ROWS = 8
 
 # Every pattern is linear in the length of a text: no two of its repetitions match the same characters.
 # A minus is a sign unless it follows a word or a bracket (5-3 ends with 3). Commas count between groups of three.
@@ -98,6 +100,14 @@ class AnswerFormat:
             return None
         answer = text[start:end].strip()
         return answer.replace(",", "").replace("−", "-") if self.kind == "last_number" else answer
+
+    def write(self, answer: str) -> str:
+        """Return a completion that holds an answer as the prompt asks for it."""
+        return {
+            "tags": f"{OPEN}{answer}{CLOSE}",
+            "boxed": f"\\boxed{{{answer}}}",
+            "after": f"{self.phrase} {answer}.",
+        }.get(self.kind, answer)
 
 
 def _find_tags(text: str) -> Iterable[tuple[int, int]]:
@@ -199,6 +209,26 @@ class AnswerFormatTask(TaskWrapper):
 
     def _answers(self, completions: Sequence[str], rows: Sequence[Columns]) -> tuple[list[str], list[Columns]]:
         return [self.graded_text(*pair) for pair in zip(completions, rows)], list(map(self.graded_row, rows))
+
+    def check_answers(self) -> None:
+        """Raise ConfigError if the rows' own answers earn nothing in this format, but do as they stand.
+
+        Such a format pays every agent 0, however well it answers. Looks at a few rows, and only where grading them
+        asks nobody else.
+        """
+        rows = [self.row("train", index) for index in range(_CHECKED_ROWS)]
+        plain = all(isinstance(row.get("answer"), str | int | float) for row in rows)
+        if not plain or waiting_graders(self.task, exam=False):
+            return
+        answers = [str(row["answer"]) for row in rows]
+        written = [self.format.write(answer) for answer in answers]
+        earned = [grade or 0.0 for grade in self.grade(written, rows).rewards]
+        if max(earned) <= 0 < min(grade or 0.0 for grade in self.task.grade(answers, rows).rewards):
+            raise ConfigError(
+                f"environment.answer_format={self.format.kind} does not fit these answers: {shown(written[0])} is read "
+                f"as {shown(self.graded_text(written[0], rows[0]))} and earns {earned[0]:g}; so do {len(rows)} of "
+                f"{len(rows)} rows with their own answers. Take whole, tags or boxed"
+            )
 
     def waiting(self, *, exam: bool) -> list[WaitingGrader]:
         """Return the task's graders that may begin early; they get ``graded_text`` too."""

@@ -59,7 +59,7 @@ def linear_logprobs(
     if isinstance(temperature, float | int):
         if temperature <= 0:
             raise ValueError(f"temperature must be greater than 0, found {temperature}")
-        temperature = torch.full((), float(temperature))
+        temperature = torch.full((), float(temperature), dtype=torch.float64)
     # One value a row in every case, so that one agent alone and a batch of agents do the same arithmetic.
     dtype = _wide(weight.dtype) if wide else weight.dtype
     rows_temperature = temperature.detach().to(hidden.device, dtype).expand(hidden.shape[0])

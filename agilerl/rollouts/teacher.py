@@ -115,7 +115,7 @@ class TeacherEndpoint:
         with ThreadPoolExecutor(max(1, min(_CONNECTIONS, len(different)))) as pool:
             # A failure cancels the requests that have not begun.
             known = dict(zip(different, pool.map(lambda row: self._prompt(row)[0], different)))
-        logprobs = torch.zeros(mask.shape)
+        logprobs = torch.zeros(mask.shape, dtype=torch.float32)
         for values, row in zip(logprobs, rows):
             # The first token has no log-prob, so a token's is one place before it.
             values[: len(row) - 1] = torch.tensor(known[row])

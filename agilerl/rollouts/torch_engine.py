@@ -269,7 +269,7 @@ class _Block:
         self.limits, self.steps = torch.tensor(limits), max(limits)
         self.cut_by_context = [s.max_new_tokens > limit for s, limit in zip(settings, limits)]
         self.tokens = torch.zeros((len(self.rows), self.steps), dtype=torch.int64)
-        self.logps = torch.zeros((len(self.rows), self.steps))
+        self.logps = torch.zeros((len(self.rows), self.steps), dtype=torch.float32)
         self.produced = [0] * len(self.rows)
         """Tokens of each row that has ended."""
         self.step = 0

@@ -75,7 +75,9 @@ def task(config: RunConfig, *, allow_code: bool = False, all_rows: bool = False)
     if e.env_type in ("preference", "unpaired"):
         return (PreferenceTask if e.env_type == "preference" else UnpairedTask)(built, mistake=mistake, seed=seed)
     built = graded(e, built, allow_code=allow_code, typed_addresses=config.typed_addresses)
-    built = built if e.answer_format == "whole" else AnswerFormatTask(built, e.answer_format, e.answer_phrase)
+    if e.answer_format != "whole":
+        built = AnswerFormatTask(built, e.answer_format, e.answer_phrase)
+        built.check_answers()
     if e.agent is None:
         return built
     if not allow_code:

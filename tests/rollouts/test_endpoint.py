@@ -66,6 +66,21 @@ async def asks_once(client: Any, row: Row) -> str:
     return str(reply.choices[0].message.content)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sampling_does_not_depend_on_torchs_default_dtype(dtype: torch.dtype) -> None:
+    """A program that loads a model changes it for a while, in the middle of what the engine does for others."""
+    agent = population(Letters(), 1).agents[0]
+    agent.runtime.store.theta += 0.02 * torch.randn(agent.runtime.store.theta.shape)
+    settings = SamplingSettings(8, temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, repetition_penalty=1.1)
+    requests = [GenerationRequest(agent.slot, [5 + k, 9, 11], 3, settings, "rollout", (k,)) for k in range(4)]
+    expected = agent.runtime.engine.generate(requests)
+    torch.set_default_dtype(dtype)
+    try:
+        assert agent.runtime.engine.generate(requests) == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 # -- the engine: bits that depend on a request alone ------------------------------------------------------------------
 
 

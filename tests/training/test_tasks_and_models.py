@@ -85,6 +85,29 @@ def test_wrong_answer_formats(settings: list[str], sentence: str) -> None:
         task_of(load_manifest(None, settings))
 
 
+@pytest.mark.parametrize(
+    ("answers", "answer_format", "read"),
+    [
+        (("billing", "login"), "last_number", "''"),
+        (("Mr. Smith", "Mrs. Jones"), "after", "'Mrs?'"),
+        (("1.2.3", "4.5.6"), "last_number", "'[36]'"),
+        (("12 apples", "3 pears"), "last_number", "'(12|3)'"),
+        (("first line\nsecond", "a\nb"), "after", "'(first line|a)'"),
+    ],
+)
+def test_a_format_in_which_right_answers_earn_nothing_is_refused(
+    answers: tuple[str, str], answer_format: str, read: str, tmp_path: Path
+) -> None:
+    rows = ({"question": f"ticket {n}", "answer": answers[n % 2]} for n in range(60))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    manifest = tmp_path / "rows.yaml"
+    manifest.write_text(f"environment: {{dataset: rows.jsonl, answer_format: {answer_format}}}")
+    sentence = f"answer_format={answer_format} does not fit .* is read as {read} and earns 0; so do 8 of 8 rows"
+    with pytest.raises(ConfigError, match=sentence):
+        task_of(load_manifest(manifest, [*TINY]))
+    assert task_of(load_manifest(manifest, [*TINY, "environment.answer_format=tags"])).exam_prompts
+
+
 def test_a_composite(tmp_path: Path) -> None:
     manifest = tmp_path / "mix.yaml"
     manifest.write_text(
