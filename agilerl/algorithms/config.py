@@ -158,8 +158,7 @@ class SurrogateConfig(ReferenceConfig, LLMConfig):
     kl_clamp_value: Annotated[float | None, Field(gt=0), Needs("beta")] = None
     """Cap of a token's KL, in nats; None: no cap."""
     use_bias_correction_kl: Annotated[bool, Needs("beta")] = True
-    """Weight the KL in the loss by the importance ratio, which makes its gradient that of the KL (arXiv 2512.02556,
-    2510.01555); False: the estimate as it stands."""
+    """Weight the KL in the loss by the importance ratio, which makes its gradient unbiased (arXiv 2512.02556)."""
     kl_target: Annotated[float | None, Field(gt=0)] = None
     """Adapt the weight of the KL until the mean KL of a completion is this, in nats (arXiv 1909.08593), starting
     from ``beta``."""
@@ -174,7 +173,7 @@ class SurrogateConfig(ReferenceConfig, LLMConfig):
     vllm_importance_sampling_clip_min: Annotated[
         float | None, Field(gt=0), Needs("network.use_vllm"), Needs("vllm_importance_sampling_correction")
     ] = None
-    """Lower bound of that weight; with a ``_mask`` mode both are a band (IcePop, arXiv 2510.18855). None: none."""
+    """Lower bound of that weight."""
     vllm_importance_sampling_mode: Annotated[
         Literal["token_truncate", "token_mask", "seq_truncate", "seq_mask"],
         Needs("network.use_vllm"),
@@ -184,11 +183,10 @@ class SurrogateConfig(ReferenceConfig, LLMConfig):
     off_policy_token_mask_bounds: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(gt=1)]] | None = (
         None
     )
-    """Tokens whose ratio to the policy that sampled them is outside of these bounds are not trained on (IcePop, arXiv
-    2510.18855); None: all are."""
+    """Train only on tokens whose ratio to the policy that sampled them is within (IcePop, arXiv 2510.18855)."""
     off_policy_sequence_mask_threshold: Annotated[float | None, Field(ge=0)] = None
-    """Completions whose mean log(sampled / current) of a token exceeds this, in nats, do not train their tokens with
-    negative advantages (DeepSeek-V3.2, arXiv 2512.02556, equation 9); None: all do."""
+    """Completions with a larger mean log(sampled / current), in nats, do not train tokens with negative advantages
+    (arXiv 2512.02556, equation 9)."""
 
     @model_validator(mode="after")
     def _bounds_agree(self) -> Self:

@@ -110,8 +110,7 @@ class AgentLimitsConfig(Section):
     max_tokens: Annotated[int | None, Field(ge=1)] = None
     """Most tokens that an episode may generate; None: no limit beside that of each call."""
     variables: tuple[str, ...] = ()
-    """Environment variables with secrets that a command gets; of others whose names say that they hold a key, token or
-    password it gets none."""
+    """Environment variables that a command gets although their names say that they hold a key, token or password."""
 
 
 def _no_function(value: Any) -> Any:
