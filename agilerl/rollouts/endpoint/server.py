@@ -334,8 +334,8 @@ class Endpoint:
                 calls.append(asked := call(at))
                 pending.append(Pending(at.request(asked, body.longest) if session else self._of_other(at, body, asked)))
             # Only once all are made: if one of them is refused, none is asked.
-            for one in pending:
-                self.inbox.put(one)
+            for each in pending:
+                self.inbox.put(each)
             completions = [await asyncio.wrap_future(p.answer) for p in pending]
         except AgileRLError:
             # Before any was asked: those of the n that were not refused do not count either.
