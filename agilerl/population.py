@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from agilerl.algorithms import ALGORITHMS
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.distillation import teacher_of
-from agilerl.algorithms.exams import AnyTask, Exams
+from agilerl.algorithms.exams import AnyTask, Examiner, Panels
 from agilerl.algorithms.learner import own_weights
 from agilerl.algorithms.metrics import record_batch
 from agilerl.algorithms.state import AgentState
@@ -61,7 +61,7 @@ class Checkup:
     """Its weights for parts of the reward; rewards under other weights are not comparable."""
 
 
-class Population(Exams):
+class Population:
     """Agents of one runtime on one task, which asks questions or plays episodes.
 
     ``prompts_per_step`` counts the prompts (or episode seeds) of one training batch of each agent. All agents read the
@@ -97,8 +97,9 @@ class Population(Exams):
         for agent in agents:
             all_weights(task, own_weights(agent))
             check_evolving_weights(task, agent.genes)
-        super().__init__(
-            agents,
+        self.agents, self.task, self.runtime = list(agents), task, agents[0].runtime
+        self.examiner = Examiner(
+            self.agents,
             task,
             tokenizer,
             eval_max_new_tokens=eval_max_new_tokens,
@@ -106,6 +107,7 @@ class Population(Exams):
             eval_samples=eval_samples,
             test_prompts=test_prompts,
         )
+        self.tokenizer = self.examiner.tokenizer
         self._mark = object()
         """Identifies its rollouts, so that those of another population are recognised."""
         self.prompts_per_step, self.max_error_rate = prompts_per_step, max_error_rate
@@ -114,7 +116,7 @@ class Population(Exams):
         """Agents that neither sample nor learn for now, because they have spent more tokens than others."""
         self.next_index = max(a.index for a in agents) + 1
         # Room for one token of an answer.
-        task.fit(self.tokenizer, self.context_length - 1)
+        task.fit(self.tokenizer, self.examiner.context_length - 1)
         if isinstance(task, AgentTask):
             # A function, because a selection moves agents to other slots.
             task.models = self._models
@@ -162,7 +164,7 @@ class Population(Exams):
             asks = [ask for a in asking for ask in self._asks(a, sampled[a.index], missing[a.index])]
             if not asks:
                 break
-            groups, report = self.collect(asks)
+            groups, report = self.examiner.collect(asks)
             owners = [a.index for a in asking for _ in range(missing[a.index])]
             rollout.note(report, owners, asks)
             for agent in asking:
@@ -197,7 +199,7 @@ class Population(Exams):
                 key=(agent.index, agent.rollouts, number),
                 reserve=getattr(agent.config, "max_output_tokens", None) or 1,
                 weights=weights,
-                state=self._state(agent),
+                state=self.examiner.state_of(agent),
             )
             for number in range(first, first + count)
         ]
@@ -228,7 +230,7 @@ class Population(Exams):
                 position = agent.position + number
                 # Agents at one position read the same examples, which are rendered once.
                 if position not in known:
-                    known[position] = examples_at(self.task, position, self.tokenizer, self.context_length)
+                    known[position] = examples_at(self.task, position, self.tokenizer, self.examiner.context_length)
                 examples, place = known[position]
                 # Copies, because for another agent the same examples may be another group.
                 drawn += [replace(t, group=number) for t in examples]
@@ -240,7 +242,7 @@ class Population(Exams):
     @checked
     def examples(self, position: Whole) -> list[Trajectory]:
         """Return the examples of the task's training row at a position, or of its stand-in if it is too long."""
-        return examples_at(self.task, position, self.tokenizer, self.context_length)[0]
+        return examples_at(self.task, position, self.tokenizer, self.examiner.context_length)[0]
 
     @checked
     def learn(self, rollout: Rollout) -> dict[int, dict[str, float]]:
@@ -268,7 +270,7 @@ class Population(Exams):
         pads = [agent.pad_token_id for agent in agents]
         batches = [collate(rollout.batch(a.index), pad) for a, pad in zip(agents, pads)]
         outcomes = [rollout.outcome(agent.index) for agent in agents]
-        learned = learn_together(agents, batches, outcomes, self.teacher, whole=self.whole)
+        learned = learn_together(agents, batches, outcomes, self.teacher, whole=self.examiner.whole)
         metrics = dict(zip((a.index for a in agents), learned))
         for agent in agents:
             metrics[agent.index] = agent.report(metrics[agent.index])
@@ -298,6 +300,35 @@ class Population(Exams):
             if not parts and "reward" in values:
                 values |= {f"{whole}/mean": values["reward"], f"{whole}/std": values["reward_std"]}
         return metrics
+
+    # -- exams ----------------------------------------------------------------------------------------------------
+
+    @checked
+    def agent(self, index: int) -> LLMAlgorithm:
+        """Return the living agent with this index."""
+        for agent in self.agents:
+            if agent.index == index:
+                return agent
+        raise ConfigError(f"no agent {index} in this population; found {[a.index for a in self.agents]}")
+
+    @checked
+    def evaluate(self, split: Panels = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
+        """Examine agents on a fixed panel: the same prompts for all, with the run's settings instead of genes.
+
+        Greedy, or the mean score of ``eval_samples`` completions of each question at ``eval_temperature``, which all
+        agents draw by the same random numbers in every exam. ``split`` is ``exam`` (selection), ``test`` (reported
+        numbers) or ``second`` (the choice among candidates). A completion that could not be computed or graded scores
+        NaN, which ranks its agent last. The mean of an exam is appended to ``agent.fitness`` (NaN for a sick agent).
+
+        Raises RewardError (EnvError for episodes) if no completion could be graded, unless only some ``agents`` are
+        examined, which may have caused it, and ConfigError for no agents, or agents of another runtime.
+        """
+        return self.examiner.evaluate(split, agents)
+
+    @checked
+    def evaluate_base(self, split: Panels = "test") -> Fitness:
+        """Examine the base model itself, adapters off."""
+        return self.examiner.evaluate_base(split)
 
     # -- evolution ------------------------------------------------------------------------------------------------
 
@@ -365,7 +396,7 @@ class Population(Exams):
             free = self.runtime.store.lowest_free_slot()
             if free is not None and free < agent.slot:
                 agent.move_to(free)
-        self.agents = agents
+        self.agents[:] = agents
 
     def _mutate(self, plan: Plan, mutations: Mutations, generation: int, seed: int) -> list[Mutation]:
         members = [Member.of(agent) for agent in self.agents]

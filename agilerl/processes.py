@@ -118,6 +118,11 @@ class Processes:
         starts = [rank * least + min(rank, more) for rank in range(self.size + 1)]
         return [range(start, end) for start, end in pairwise(starts)]
 
+    def first_number(self, count: int) -> int:
+        """Return the number of this process's first thing, if those of all processes are counted one after another."""
+        counts = [int.from_bytes(part) for part in self.gather(count.to_bytes(8))]
+        return sum(counts[: self.rank])
+
     def parts(self, owners: Sequence[object], *, whole: bool) -> list[list[int]]:
         """Return which items each process computes, where item k belongs to the agent ``owners[k]``.
 

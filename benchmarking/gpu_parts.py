@@ -29,6 +29,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from agilerl.algorithms.forward import fixed_logprobs  # noqa: E402
 from benchmarking.gpu import Rows, device_facts  # noqa: E402
 
 BASE = {"cuda": "0.5B", "cpu": "0.2M"}
@@ -469,8 +470,8 @@ def ratios(part: Part) -> None:
             0,
         )
         mask = batch.action_mask[:, 1:] if batch.action_mask.shape[1] == batch.ids.shape[1] else batch.action_mask
-        trainer = bench.runtime.fixed_logprobs(agent.slot, batch, 1.0, agent.micro_batch).cpu()
-        in_parts = bench.runtime.fixed_logprobs(agent.slot, batch, 1.0, MicroBatch(rows=2)).cpu()
+        trainer = fixed_logprobs(bench.runtime, agent.slot, batch, 1.0, agent.micro_batch).cpu()
+        in_parts = fixed_logprobs(bench.runtime, agent.slot, batch, 1.0, MicroBatch(rows=2)).cpu()
         used = behaviour_logprobs(agent, batch).cpu()
         assert batch.sampling_logps is not None
 

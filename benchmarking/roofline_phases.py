@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig
 
 from agilerl.algorithms import GRPO
+from agilerl.algorithms.forward import fixed_logprobs
 from agilerl.algorithms.update import learn_together, optim_step
 from agilerl.cli.forecast import copy_rate, matmul_rate, shape_of
 from agilerl.config.base_model import SharedOptions
@@ -137,7 +138,7 @@ class Bench:
 
     def _reference(self) -> None:
         for agent, batch in zip(self.agents, self.batches):
-            self.runtime.fixed_logprobs(None, batch, 1.0, agent.micro_batch)
+            fixed_logprobs(self.runtime, None, batch, 1.0, agent.micro_batch)
 
     def _clones(self) -> None:
         for agent in self.agents:

@@ -72,11 +72,11 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 CEILINGS = {
-    ".": 2_379,
-    "algorithms": 5_666,
+    ".": 2_100,
+    "algorithms": 6_007,
     "checks": 695,
-    "cli": 4_268,
-    "compat": 1_818,
+    "cli": 4_275,
+    "compat": 1_819,
     "config": 2_230,
     "data": 707,
     "envs": 7_058,
@@ -90,7 +90,7 @@ CEILINGS = {
     "runs": 2_151,
     "safety": 819,
     "text": 557,
-    "training": 5_492,
+    "training": 5_507,
     "utils": 312,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises

@@ -33,7 +33,7 @@ def make_population(size: int = 3, task=None, **settings) -> Population:  # type
 def test_grpo_solves_probes_of_known_optimum(task, iterations: int, least: float, sampled: float) -> None:  # type: ignore[no-untyped-def]
     """Greedy answers reach the optimum; samples climb from 1 % to what the small random head can express."""
     population = make_population(1, task, lr=3e-3, group_size=32, batch_size=256, max_output_tokens=1)
-    population.eval_max_new_tokens = 1
+    population.examiner.eval_max_new_tokens = 1
     before = population.evaluate()[0].mean
     for _ in range(iterations):
         metrics = population.learn(population.rollout())

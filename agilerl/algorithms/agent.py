@@ -17,6 +17,7 @@ from agilerl.algorithms.base import Algorithm, AlgorithmConfig, Hyperparameter
 from agilerl.algorithms.codec import actor_folder, read_state, save_folder, write_state
 from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig
 from agilerl.algorithms.custom_loss import LossFunction, check_loss, check_restored, tangent_loss
+from agilerl.algorithms.forward import fixed_logprobs
 from agilerl.algorithms.learner import KEPT, MEASURES, Experience, Learner
 from agilerl.algorithms.state import (
     AgentState,
@@ -28,6 +29,7 @@ from agilerl.algorithms.state import (
     constructor_arguments,
     restore,
 )
+from agilerl.algorithms.texts import answers
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
 from agilerl.checks.arguments import Count, Hint, Location, Name, Positive, Whole, checked, described, nearest
 from agilerl.checks.validation import validated
@@ -305,8 +307,14 @@ class LLMAlgorithm(Learner, DocumentedSurface):
         Raises ConfigError without a tokenizer, and for prompts of another form; EnvError for one that is too long.
         """
         limit = max_new_tokens or getattr(self.config, "max_output_tokens", None)
-        return self.runtime.answers(
-            self.selected_slot, prompts, self.context_length, max_new_tokens=limit, temperature=temperature, seed=seed
+        return answers(
+            self.runtime,
+            self.selected_slot,
+            prompts,
+            self.context_length,
+            max_new_tokens=limit,
+            temperature=temperature,
+            seed=seed,
         )
 
     # -- learning: gradients are accumulated, then an optimizer step spends them ----------------------------------
@@ -399,7 +407,7 @@ class LLMAlgorithm(Learner, DocumentedSurface):
         """
         self._check_fits(batch)
         temperature = getattr(self.config, "temperature", 1.0)
-        return self.runtime.fixed_logprobs(self.selected_slot, batch, temperature, self.micro_batch)
+        return fixed_logprobs(self.runtime, self.selected_slot, batch, temperature, self.micro_batch)
 
     def _count(self, batch: RolloutBatch) -> None:
         self.tokens["trained"] += int(batch.lengths.sum())

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.algorithms.codec import warn_of_another_base
+from agilerl.algorithms.forward import fixed_logprobs
 from agilerl.algorithms.learner import Experience, Learner, behaviour_logprobs, temperature_of
 from agilerl.checks.arguments import shown
 from agilerl.checks.validation import validated
@@ -110,7 +111,7 @@ def with_teacher(agent: Learner, experience: Experience, teacher: int | TeacherE
         check_temperature(agent)
         theirs = teacher.logprobs(batch, agent.runtime.processes, agent.runtime.lockstep)
     else:
-        theirs = agent.runtime.fixed_logprobs(teacher, batch, temperature_of(agent), agent.micro_batch).cpu()
+        theirs = fixed_logprobs(agent.runtime, teacher, batch, temperature_of(agent), agent.micro_batch).cpu()
         agent.tokens["trained"] += int(batch.lengths.sum())
     advantages = experience.advantages.cpu() + distillation_advantages(ours.cpu(), theirs, mask, weight)
     # A group whose rewards are equal is taught as well, so its rows are no longer idle.

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.learner import own_weights
-from agilerl.checks.arguments import Hint, checked
+from agilerl.checks.arguments import Hint
 from agilerl.data import Trajectory
 from agilerl.envs.core import TRIED_ROWS, Lengths, Place, Row, Split, Task
 from agilerl.envs.episode_task import EpisodeTask
@@ -16,7 +16,7 @@ from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
 from agilerl.rewards.grader import TrainerState
 from agilerl.rollouts import SamplingSettings
-from agilerl.rollouts.collect import Collected
+from agilerl.rollouts.collect import Collected, collect
 from agilerl.rollouts.engine import Ask, Failure, check_error_rate, lost_places
 
 Panels = Literal["exam", "test", "second"]
@@ -26,12 +26,15 @@ AnyTask = Annotated[
 ]
 
 
-class Exams:
-    """What the agents of one runtime are examined on; the part of a population that measures."""
+class Examiner:
+    """Examines the agents of a population: what is asked, how it is answered, and what the answers score.
+
+    ``agents`` is the population's own list, which changes with it.
+    """
 
     def __init__(
         self,
-        agents: Sequence[LLMAlgorithm],
+        agents: list[LLMAlgorithm],
         task: Task | EpisodeTask,
         tokenizer: Any,
         *,
@@ -41,7 +44,7 @@ class Exams:
         test_prompts: int | None,
     ) -> None:
         """Raises ConfigError for settings that do not fit the task, and without a tokenizer."""
-        self.agents = list(agents)
+        self.agents = agents
         self.task = task
         self.runtime = agents[0].runtime
         self.tokenizer = self.runtime.tokenizer if tokenizer is None else self.runtime.reading(tokenizer)
@@ -75,28 +78,12 @@ class Exams:
 
     def collect(self, asks: Sequence[Ask]) -> Collected:
         """Return the graded trajectories of each ask, in order."""
-        return self.runtime.collect(self.task, self.tokenizer, asks, whole=self.whole)
+        runtime = self.runtime
+        shared = runtime.processes, runtime.lockstep, runtime.engine
+        return collect(*shared, self.task, self.tokenizer, asks, whole=self.whole)
 
-    @checked
-    def agent(self, index: int) -> LLMAlgorithm:
-        """Return the living agent with this index."""
-        for agent in self.agents:
-            if agent.index == index:
-                return agent
-        raise ConfigError(f"no agent {index} in this population; found {[a.index for a in self.agents]}")
-
-    @checked
-    def evaluate(self, split: Panels = "exam", *, agents: Sequence[LLMAlgorithm] | None = None) -> dict[int, Fitness]:
-        """Examine agents on a fixed panel: the same prompts for all, with the run's settings instead of genes.
-
-        Greedy, or the mean score of ``eval_samples`` completions of each question at ``eval_temperature``, which all
-        agents draw by the same random numbers in every exam. ``split`` is ``exam`` (selection), ``test`` (reported
-        numbers) or ``second`` (the choice among candidates). A completion that could not be computed or graded scores
-        NaN, which ranks its agent last. The mean of an exam is appended to ``agent.fitness`` (NaN for a sick agent).
-
-        Raises RewardError (EnvError for episodes) if no completion could be graded, unless only some ``agents`` are
-        examined, which may have caused it, and ConfigError for no agents, or agents of another runtime.
-        """
+    def evaluate(self, split: Panels, agents: Sequence[LLMAlgorithm] | None) -> dict[int, Fitness]:
+        """Examine agents, None: all of them; see ``Population.evaluate``."""
         strangers = [agent.index for agent in agents or () if agent.runtime is not self.runtime]
         if strangers or (agents is not None and not agents):
             raise ConfigError(
@@ -115,17 +102,10 @@ class Exams:
                     results[agent.index] = replace(results[agent.index], training=math.fsum(rewards) / len(rewards))
         return results
 
-    @checked
-    def evaluate_agent(self, index: int, split: Panels) -> Fitness:
-        """Examine one agent."""
-        return self.evaluate(split, agents=[self.agent(index)])[index]
-
-    @checked
-    def evaluate_base(self, split: Panels = "test") -> Fitness:
+    def evaluate_base(self, split: Panels) -> Fitness:
         """Examine the base model itself, adapters off."""
         return self._examine(split, [(None, None)], all_agents=True)[0]
 
-    @checked
     def panel(self, split: Panels) -> list[tuple[Row, list[int]]]:
         """Return the rows of a task's fixed panel with their rendered prompts."""
         if self.task.multi_turn:
@@ -194,7 +174,7 @@ class Exams:
                 # The row's number in its split: the same draws for all agents, in every exam.
                 (start + number,),
                 self.eval_max_new_tokens or 1,
-                state=self._state(agent),
+                state=self.state_of(agent),
             )
             for slot, agent in who
             for number, question in enumerate(self.places(split)[:first])
@@ -251,7 +231,8 @@ class Exams:
         """Most tokens of prompt and completion together, for the agent with the least room."""
         return min(agent.context_length for agent in self.agents)
 
-    def _state(self, agent: LLMAlgorithm | None) -> TrainerState:
+    def state_of(self, agent: LLMAlgorithm | None) -> TrainerState:
+        """Return what graders may know of the training of an agent; None: of the base."""
         rows = self.task.train_size if isinstance(self.task, Task) else None
         rollouts, position = (0, 0) if agent is None else (agent.rollouts, agent.position)
         return TrainerState(rollouts, position / rows if rows else None)

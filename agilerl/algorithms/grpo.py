@@ -15,6 +15,7 @@ from agilerl.algorithms.config import GroupConfig, PolicyConfig, RolloutLLMConfi
 from agilerl.algorithms.credit import group_credit, shaped_advantages, shaped_rewards
 from agilerl.algorithms.custom_loss import LossFunction, check_loss
 from agilerl.algorithms.dppo import DPPOConfig, dppo_parts
+from agilerl.algorithms.forward import fixed_entropy
 from agilerl.algorithms.gspo import GSPOConfig
 from agilerl.algorithms.keywords import (
     CISPOKeywords,
@@ -193,7 +194,7 @@ class GRPO(PolicyLearner, LLMAlgorithm):
 
     def _on_top_entropy(self, batch: RolloutBatch, advantages: Tensor) -> Tensor:
         """Keep advantages on the tokens of highest entropy only; elsewhere the policy term and its gradient vanish."""
-        entropy = self.runtime.fixed_entropy(self.slot, batch, temperature_of(self), self.micro_batch).cpu()
+        entropy = fixed_entropy(self.runtime, self.slot, batch, temperature_of(self), self.micro_batch).cpu()
         valid = entropy[batch.action_mask].double()
         if not len(valid):
             return advantages

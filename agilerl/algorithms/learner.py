@@ -15,6 +15,7 @@ from torch import Tensor
 from agilerl import streams
 from agilerl.algorithms.base import Algorithm, while_open
 from agilerl.algorithms.config import CosineLRScheduleConfig, LLMConfig, SurrogateConfig
+from agilerl.algorithms.forward import fixed_logprobs
 from agilerl.checks.arguments import Fraction, checked
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch
 from agilerl.errors import EngineError
@@ -381,7 +382,7 @@ def behaviour_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
     """
     if batch.sampling_logps is not None and sampled_as_trained(agent, batch):
         return batch.sampling_logps
-    return agent.runtime.fixed_logprobs(agent.slot, batch, temperature_of(agent), agent.micro_batch)
+    return fixed_logprobs(agent.runtime, agent.slot, batch, temperature_of(agent), agent.micro_batch)
 
 
 def reference_logprobs(agent: Learner, batch: RolloutBatch) -> Tensor:
@@ -483,7 +484,7 @@ class ReferenceLogprobs:
             # Whole prompts alone are shared: with other common parts a row's bits would depend on its batch.
             part, runtime = batch.select(torch.tensor(missing)).with_prompts_once(), self._runtime()
             assert runtime is not None
-            values = runtime.fixed_logprobs(slot, part, temperature, most).cpu()
+            values = fixed_logprobs(runtime, slot, part, temperature, most).cpu()
             for index, row in enumerate(missing):
                 logprobs[keys[row]] = values[index][part.action_mask[index].cpu()]
                 self._keep(keys[row], logprobs[keys[row]])

@@ -12,6 +12,7 @@ from agilerl.algorithms.agent import LLMAlgorithm
 from agilerl.algorithms.base import Algorithm, AlgorithmConfig
 from agilerl.algorithms.config import RolloutLLMConfig, SurrogateConfig
 from agilerl.algorithms.credit import check_whole_episodes, per_turn_sums, shaped_advantages
+from agilerl.algorithms.forward import fixed_values
 from agilerl.algorithms.keywords import PPOKeywords
 from agilerl.algorithms.learner import Experience, PolicyLearner, is_off_policy, sampled_logprobs
 from agilerl.algorithms.objective import PolicyParts, policy_objective
@@ -148,7 +149,7 @@ class PPO(PolicyLearner, LLMAlgorithm):
         # From here on every turn has a column of rewards.
         batch = replace(batch, rewards=_turn_rewards(batch))
         old, reported, ref, kl = sampled_logprobs(self, batch)
-        values = self.runtime.fixed_values(self.critic_slot, batch, self.micro_batch).to(batch.ids.device)
+        values = fixed_values(self.runtime, self.critic_slot, batch, self.micro_batch).to(batch.ids.device)
         advantages, values, returns = self.credit(batch, values, kl)
         metrics = {"explained_variance": float(explained_variance(values, returns, batch.action_mask))}
         metrics |= {} if c.kl_target is None else {"kl_coef": self.kl_coef}

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from agilerl.algorithms.custom_loss import LossFunction, compute_loss, loss_denominator, tangent_loss
 from agilerl.algorithms.distillation import Teacher
+from agilerl.algorithms.forward import AgentRows, TokenOutputs, forward
 from agilerl.algorithms.learner import Experience, Learner, sampled_as_trained
 from agilerl.algorithms.metrics import record_batch, record_idle
 from agilerl.algorithms.state import counters_of
@@ -28,7 +29,7 @@ from agilerl.models.memory import attempt
 from agilerl.models.slots import AdapterStore, adamw_step
 from agilerl.processes import as_json
 from agilerl.rollouts.engine import Outcome
-from agilerl.runtime import AgentRows, Runtime, TokenOutputs
+from agilerl.runtime import Runtime
 from agilerl.streams import stream
 
 _HEADER = 8
@@ -299,7 +300,7 @@ def _forward_backward(runtime: Runtime, pack: Sequence[_Piece]) -> float:
     critics = [(i, agent.critic_slot) for i, agent in enumerate(agents) if agent.critic_slot is not None]
     parts += [pack[i].part(slot, values=True) for i, slot in critics]
     with runtime.base.recomputing(any(piece.recompute for piece in pack)):
-        outputs = runtime.forward(parts, entropy=True)
+        outputs = forward(runtime, parts, entropy=True)
     values = {i: output.values for (i, _), output in zip(critics, outputs[len(pack) :])}
     losses = []
     for i, (piece, output) in enumerate(zip(pack, outputs)):

@@ -101,7 +101,7 @@ def run_eval(
         samples=samples,
         temperature=temperature,
         full=full,
-        max_new_tokens=session.population.eval_max_new_tokens,
+        max_new_tokens=session.population.examiner.eval_max_new_tokens,
         task={key: value for key, value in asked.items() if key in ("task", "params", "env_id", "answer_format")},
     )
     document = result.document()
@@ -190,6 +190,7 @@ def run_chat(
     console = new_console(quiet=quiet or as_json)
     console.print(f"Loading {shown(str(adapter.folder))} on {shown(adapter.base)}.")
     quieten_libraries()
+    from agilerl.algorithms import texts
     from agilerl.envs.answer_format import AnswerFormat
     from agilerl.training.setup import load_agent
 
@@ -222,7 +223,8 @@ def run_chat(
             # Seeded by the turn: a conversation that is repeated gets the same answers.
             limits = {"max_new_tokens": most_tokens, "seed": turn}
             context = agent.context_length
-            reply = agent.runtime.answers(slots[who], messages, context, temperature=temperature, **limits)
+            asked = agent.runtime, slots[who], messages, context
+            reply = texts.answers(*asked, temperature=temperature, **limits)
             replies[who] = str(reply)
             messages.append({"role": "assistant", "content": replies[who]})
         if as_json:

@@ -47,7 +47,7 @@ def workload(session: Session, completion: int) -> Workload:
     population, options, t = session.population, session.population.runtime.options, session.config.training
     agent, runtime, scale = population.agents[0], population.runtime, session.scale
     values, micro = session.resolved.hyperparameters.model_dump(), agent.micro_batch
-    places, rows_of = population.places("exam"), math.ceil(scale.prompt + completion)
+    places, rows_of = population.examiner.places("exam"), math.ceil(scale.prompt + completion)
     return Workload(
         agents=len(population.agents),
         rank=session.config.largest_rank,
@@ -89,7 +89,9 @@ def expected_seconds(session: Session, completion: int) -> float | None:
     exams = max(iterations / session.evo_steps, 1)
     exam = spent["exam_prefill"] + spent["exam_decode"]
     # Of the base, a median agent and the elite.
-    tests = 3 * exam * len(session.population.places("test")) * t.eval_samples / (load.agents * load.exam_prompts)
+    tests = (
+        3 * exam * len(session.population.examiner.places("test")) * t.eval_samples / (load.agents * load.exam_prompts)
+    )
     between = sum(spent.values()) - iteration
     return min(max(iterations, 1) * iteration + exams * between + tests, t.max_seconds or math.inf)
 

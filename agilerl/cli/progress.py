@@ -89,7 +89,10 @@ def plan_document(
         # Counted with the longest completions: shorter ones leave tokens for more iterations.
         iterations = min(iterations, math.ceil(scale.lone_agent()[0] / len(agents)))
     completions = [population.prompts_per_step * group for group in population.group_sizes]
-    limit, panels = population.context_length, [population.lengths("exam"), population.lengths("test")]
+    limit, panels = (
+        population.examiner.context_length,
+        [population.examiner.lengths("exam"), population.examiner.lengths("test")],
+    )
     prompts = [length for panel in panels for length in panel.prompts]
     room = limit - max(prompts)
     memory, samples = estimate(config, population), samples_per_iteration(session)
@@ -114,13 +117,13 @@ def plan_document(
             "ends_by_tokens": scale.ends_by_tokens,
             "iterations_per_generation": session.evo_steps,
             "iterations_of_first_generation": session.generation_steps,
-            "exam_prompts": len(population.places("exam")),
-            "test_prompts": len(population.places("test")),
+            "exam_prompts": len(population.examiner.places("exam")),
+            "test_prompts": len(population.examiner.places("test")),
             "smallest_population": min(config.smallest_population, len(agents)),
             "steps_of_selection": steps_of_selection(scale, session.selection, len(agents), has_exam=has_exam),
         },
         "expected_seconds": expected_seconds(session, completion) if timed else None,
-        "exam": seen_by_exam(len(population.places("exam"))),
+        "exam": seen_by_exam(len(population.examiner.places("exam"))),
         "memory_megabytes": {name: round(size / 2**20, 1) for name, size in memory.items()},
         "peak_memory_megabytes": round(peak(memory) / 2**20, 1),
         "environment": [str(finding) for finding in check_env(partial(task.env_factory, **task.env_config))]
@@ -174,7 +177,7 @@ def _lines(plan: Mapping[str, Any], session: Session, sampled: PreflightDone | N
         yield "time", f"up to about {duration(seconds)} on this device, by rates measured just now; besides grading"
     several = session.processes.size > 1
     if several:
-        divided = "agents" if session.population.whole else "rows of each agent"
+        divided = "agents" if session.population.examiner.whole else "rows of each agent"
         yield "processes", f"{session.processes.size}, which divide the {divided} among them"
     parts = ", ".join(f"{name.replace('_', ' ')} {size:,.0f}" for name, size in plan["memory_megabytes"].items())
     each = f"about {plan['peak_memory_megabytes']:,.0f} MiB{' in each process' * several}"
@@ -195,7 +198,7 @@ def _lines(plan: Mapping[str, Any], session: Session, sampled: PreflightDone | N
 
 def _describe_passes(population: Population) -> str:
     """Return how many tokens a forward pass of training has, and why."""
-    step = max(training_passes(population, 1 if population.whole else population.runtime.processes.size))
+    step = max(training_passes(population, 1 if population.examiner.whole else population.runtime.processes.size))
     often = ", whose layers are computed again in the backward pass" * step.recomputed
     micro_batch, size = population.agents[0].micro_batch, population.runtime.pass_size
     if micro_batch.rows is not None:
@@ -211,7 +214,7 @@ def _describe_base_and_task(session: Session) -> Iterator[tuple[str, str]]:
     population, environment, task = session.population, session.config.environment, session.task
     base, tokenizer, agent = population.runtime.base, population.tokenizer, population.agents[0]
     end = "its end token " * (tokenizer.pad_token_id == tokenizer.eos_token_id)
-    size = f"{base.parameters:,} frozen parameters, context {population.context_length}"
+    size = f"{base.parameters:,} frozen parameters, context {population.examiner.context_length}"
     yield "model", f"{base.name}: {size}, padded with {end}{tokenizer.pad_token!r}"
     template = bool(getattr(tokenizer, "chat_template", None))
     if not template:
@@ -238,7 +241,7 @@ def _describe_base_and_task(session: Session) -> Iterator[tuple[str, str]]:
         evolving = [name for name in agent.genes if name.startswith("reward_weights.")]
         fixed = f", whatever {' and '.join(evolving)} become{'s' * (len(evolving) == 1)}" if evolving else ""
         yield "fitness", f"exams and tests of all agents are graded by {grader}{fixed}"
-    if population.eval_temperature:
+    if population.examiner.eval_temperature:
         yield "exams", f"{_exam_sampling(population)}, by the same random numbers for all agents"
     if stops := population.runtime.options.stop_sequences:
         yield "stops", f"completions end with {', '.join(map(repr, stops))}"
@@ -246,7 +249,7 @@ def _describe_base_and_task(session: Session) -> Iterator[tuple[str, str]]:
         yield "rows", ", ".join(f"{name.replace('_', ' ')} {count:,}" for name, count in rows.items() if count)
         if few := few_rows(rows):
             yield "", f"warning: {few}"
-        if (asked := len(population.places("exam"))) < (available := rows["exam"]):
+        if (asked := len(population.examiner.places("exam"))) < (available := rows["exam"]):
             rest = f"environment.eval_prompts={asked} leaves the others to training and the test"
             yield "", f"exams ask {asked} of the {available}, as more would take too much of the budget; {rest}"
 
@@ -286,10 +289,10 @@ def describe_trial(event: PreflightDone) -> Iterator[tuple[str, str]]:
 
 
 def _exam_sampling(population: Population) -> str:
-    if not population.eval_temperature:
+    if not population.examiner.eval_temperature:
         return "greedy"
-    count = population.eval_samples
-    return f"{counted(count, 'sample')} a question at temperature {population.eval_temperature:g}"
+    count = population.examiner.eval_samples
+    return f"{counted(count, 'sample')} a question at temperature {population.examiner.eval_temperature:g}"
 
 
 def _ends(values: Sequence[int]) -> list[int]:
@@ -596,7 +599,7 @@ class View:
         sentence = f"* elite: agent {index} as it was after iteration {step}{soup}"
         exams = {a.index: exam for a in population.agents if (exam := self.rows[a.index].fitness) is not None}
         if step != self.iteration:
-            if self.session.config.candidates > 1 and population.places("second"):
+            if self.session.config.candidates > 1 and population.examiner.places("second"):
                 rival = "it was at the end" if exams and ranking(exams)[0] == index else "the best of the last exam"
                 return f"{sentence}: by a second panel of questions it was better than {rival}"
             won, last = (number(elite["decided_by"][which]) for which in ("elite", "last"))

@@ -210,6 +210,7 @@ class DocumentedSurface:
         """
         ids = prompt_ids(obs, self.runtime.base.vocabulary_size)
         samples = self.config.group_size if training and repeat_prompts and self.env_type == "reasoning" else 1
+        first = self.runtime.processes.first_number(len(ids))
         requests = [
             GenerationRequest(
                 self.selected_slot,
@@ -219,7 +220,7 @@ class DocumentedSurface:
                 purpose="rollout" if training else "act",
                 key=(self.index, self.rollouts, number),
             )
-            for number, prompt in enumerate(ids, self.runtime.first_number(len(ids)))  # of all processes together
+            for number, prompt in enumerate(ids, first)
         ]
         self.rollouts += 1
         groups = self.runtime.complete(requests)

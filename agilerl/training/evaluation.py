@@ -170,7 +170,7 @@ def evaluate(
     if samples and not temperature:
         raise ConfigError("samples at temperature 0 are all alike; raise the temperature, or draw no samples")
     population = session.population
-    agent, rows = population.agents[0], [dict(question.row) for question in population.places("test")]
+    agent, rows = population.agents[0], [dict(question.row) for question in population.examiner.places("test")]
     who = [(agent.selected_slot, agent), *([(None, None)] if with_base else [])]
     with at_date(session.date):
         greedy = _asked(session, who, 1, 0.0)
@@ -190,12 +190,12 @@ def constant_answer(population: Population, base: float) -> str:
     task = population.task
     if not isinstance(task, Task):
         return ""
-    graded = [t.episode_return for t in population.answered if not math.isnan(t.episode_return)]
+    graded = [t.episode_return for t in population.examiner.answered if not math.isnan(t.episode_return)]
     if not graded or fmean(graded) <= base:  # it has learned nothing that pays
         return ""
-    texts = [" ".join(task.graded_text(t.text, t.row).split()) for t in population.answered]
+    texts = [" ".join(task.graded_text(t.text, t.row).split()) for t in population.examiner.answered]
     ((answer, count),) = Counter(texts).most_common(1)
-    scores = [t.episode_return for t, one in zip(population.answered, texts) if one == answer]
+    scores = [t.episode_return for t, one in zip(population.examiner.answered, texts) if one == answer]
     wrong = sum(score < 1 and score <= base for score in scores)  # not those without a grade
     # Most: at least half of the questions, not counting those that it answered right.
     if wrong < FEWEST or 2 * wrong < len(texts) - count + wrong:
@@ -209,8 +209,8 @@ def constant_answer(population: Population, base: float) -> str:
 
 def before_and_after(population: Population, elite: LLMAlgorithm, count: int = 10) -> list[dict[str, Any]]:
     """Return the first test questions with the greedy answers of the base and of an agent, as plain data."""
-    rows = [question.row for question in population.places("test")[:count]]
-    groups, _ = population.answers("test", [(None, None), (elite.selected_slot, elite)], first=count)
+    rows = [question.row for question in population.examiner.places("test")[:count]]
+    groups, _ = population.examiner.answers("test", [(None, None), (elite.selected_slot, elite)], first=count)
     # All questions as the base answers them, then all as the agent does.
     answers = [finite(asdict(answers_of(group, 1)[0])) for group in groups]
     if population.task.multi_turn:
@@ -230,8 +230,8 @@ def _last_reply(log: str) -> str:
 def _asked(session: Session, who: Sequence[Any], samples: int, temperature: float) -> list[list[list[Answer]]]:
     """Return the answers of each one to each question."""
     population = session.population
-    size = len(population.places("test"))
-    groups, report = population.answers("test", who, samples=samples, temperature=temperature)
+    size = len(population.examiner.places("test"))
+    groups, report = population.examiner.answers("test", who, samples=samples, temperature=temperature)
     check_error_rate(
         len(groups) * samples, report.failures, population.max_error_rate, episodes=population.task.multi_turn
     )

@@ -73,7 +73,7 @@ def _chosen(session: Session, progress: Progress, last: Kept) -> tuple[LLMAlgori
         choice["reason"] = f"best exam, {progress.best:.3f}; the last one's best had {last.fitness.mean:.3f}"
     decided = {"panel": "exam", "elite": progress.best, "last": last.fitness.mean, "n": last.fitness.n}
     # A task with few questions may have none left for a second panel.
-    if session.config.candidates > 1 and len(candidates) > 1 and population.places("second"):
+    if session.config.candidates > 1 and len(candidates) > 1 and population.examiner.places("second"):
         panel = [assess(kept.state) for kept in candidates]
         # At equal results the better exam's; kept exams are in that order.
         best = max(range(1, len(panel)), key=lambda number: panel[number].value)
@@ -115,7 +115,7 @@ def left_out(population: Population, results: Mapping[Panels, Sequence[Fitness]]
     """Return a sentence for each panel of which questions are left out of results, since they got no grade."""
     sentences = []
     for split, each in results.items():
-        counts, size = {fitness.n for fitness in each}, len(population.places(split))
+        counts, size = {fitness.n for fitness in each}, len(population.examiner.places(split))
         if size > min(counts, default=size):
             some = f"{'up to ' * (len(counts) > 1)}{size - min(counts)} of {counted(size, f'{split} question')}"
             sentences.append(f"{some} got no grade and are left out of the results of the {split}")

@@ -37,14 +37,14 @@ class Scale:
     @classmethod
     def of(cls, training: TrainingConfig, population: Population, group: int) -> Self:
         """Return the scale of a population whose task is there and whose run began with groups of this size."""
-        lengths = population.lengths("exam")
+        lengths = population.examiner.lengths("exam")
         return cls(
             training=training,
             prompts=population.prompts_per_step,
             group=group,
             questions=len(lengths.prompts),
             prompt=sum(lengths.prompts) / max(len(lengths.prompts), 1),
-            longest=population.eval_max_new_tokens,
+            longest=population.examiner.eval_max_new_tokens,
             turns=lengths.turns,
             learns_from_data=population.learns_from_data,
         )

@@ -255,7 +255,9 @@ def _run(
         if progress.median is None:
             ranked = ranking(progress.exam)
             middle = ranked[(len(ranked) - 1) // 2]  # the better of the two in the middle
-            progress.median = Median(index=middle, fitness=population.evaluate_agent(middle, "test"))
+            progress.median = Median(
+                index=middle, fitness=population.evaluate("test", agents=[population.agent(middle)])[middle]
+            )
             yield _tested(population, "median_first_generation", middle, progress.median.fitness)
 
     def after_generation() -> None:
@@ -315,7 +317,7 @@ def _run(
 
 def _tested(population: Population, who: str, agent: int | None, fitness: Fitness) -> HeldOutTest:
     """Return the event of a test, with a digest of its questions if all of them count."""
-    rows = [dict(question.row) for question in population.places("test")]
+    rows = [dict(question.row) for question in population.examiner.places("test")]
     counts = len(fitness.scores) == len(rows)
     return HeldOutTest(who, agent, fitness, hashlib.sha256(repr(rows).encode()).hexdigest() if counts else "")
 
@@ -467,8 +469,8 @@ def _check_graded(session: Session, fitness: Mapping[int, Fitness]) -> None:
     population = session.population
     if any(math.isfinite(score) for f in fitness.values() for score in f.scores):
         return
-    if all(population.ungraded[a.index] and all(map(math.isnan, a.scores)) for a in population.agents):
-        size = len(population.places("exam"))
+    if all(population.examiner.ungraded[a.index] and all(map(math.isnan, a.scores)) for a in population.agents):
+        size = len(population.examiner.places("exam"))
         raise RewardError(
             f"expected {session.task.grader} to return a number for completions, found None (no grade) for all "
             f"training completions of every agent so far, and for all {size} of its exam: nothing can be learned; "

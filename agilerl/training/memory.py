@@ -64,20 +64,26 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
     Some parts take turns: see :func:`agilerl.planning.footprint.peak`. ``rollouts`` are in the host's memory.
     """
     runtime, options, agents = population.runtime, population.runtime.options, population.agents
-    processes, limit = runtime.processes, population.context_length
-    longest = max(population.lengths(split).row(population.eval_max_new_tokens or limit, limit) for split in _PANELS)
+    processes, limit = runtime.processes, population.examiner.context_length
+    longest = max(
+        population.examiner.lengths(split).row(population.examiner.eval_max_new_tokens or limit, limit)
+        for split in _PANELS
+    )
     rows = [population.prompts_per_step * agent.config.group_size for agent in agents]  # type: ignore[attr-defined]
     # Of the process that computes most: with whole agents the rows of some of them, else its part of all rows.
     divided = [[rows[k] for k in share] for share in processes.parts(range(len(rows)), whole=True)]
-    mine, workers = (max(divided, key=sum), 1) if population.whole else (rows, processes.size)
+    mine, workers = (max(divided, key=sum), 1) if population.examiner.whole else (rows, processes.size)
     trained, examined = (
         rows_at_once(count / workers, len(mine), config.training.max_rows_in_flight)
-        for count in (sum(mine), len(mine) * len(population.places("exam")) * population.eval_samples)
+        for count in (sum(mine), len(mine) * len(population.examiner.places("exam")) * population.examiner.eval_samples)
     )
     # The smallest group: its prompts' caches are shared by the fewest rows.
-    group, prompt = min(population.group_sizes), max(max(population.lengths(split).prompts) for split in _PANELS)
+    group, prompt = (
+        min(population.group_sizes),
+        max(max(population.examiner.lengths(split).prompts) for split in _PANELS),
+    )
     passes, common = training_passes(population, workers), min(common_tokens(population), prompt)
-    prompts = max(math.ceil(trained / group), math.ceil(examined / population.eval_samples))
+    prompts = max(math.ceil(trained / group), math.ceil(examined / population.examiner.eval_samples))
     widths = Widths.of(runtime.base)
     largest = max(passes, key=lambda p: p.tokens * saved_bytes(widths, checkpointing=p.recomputed))
     checkpointing = options.gradient_checkpointing or largest.recomputed
@@ -94,7 +100,7 @@ def estimate(config: RunConfig, population: Population) -> dict[str, float]:
         cached=cached_tokens(trained, group, examined, min(prompt, longest), longest, shared=runtime.base.flattens),
         longest=longest,
         prefilled=min(runtime.pass_size.unsaved, prompts * (prompt - common) + len(mine) * common),
-        episodes=_kept(population, mine, len(population.places("exam"))),
+        episodes=_kept(population, mine, len(population.examiner.places("exam"))),
         tokens=tokens,
         spoken=math.ceil(tokens * largest.answers),
         scored=max(p.scored for p in passes),
@@ -134,9 +140,13 @@ class TrainingPasses(NamedTuple):
 
 def training_passes(population: Population, workers: int = 1) -> list[TrainingPasses]:
     """Return the passes of each agent; ``workers`` processes divide its rows."""
-    flat, limit, common = population.runtime.base.flattens, population.context_length, common_tokens(population)
-    panels = [population.lengths(split) for split in _PANELS]
-    longest = max(panel.row(population.eval_max_new_tokens or limit, limit) for panel in panels)
+    flat, limit, common = (
+        population.runtime.base.flattens,
+        population.examiner.context_length,
+        common_tokens(population),
+    )
+    panels = [population.examiner.lengths(split) for split in _PANELS]
+    longest = max(panel.row(population.examiner.eval_max_new_tokens or limit, limit) for panel in panels)
     prompt = min(max(max(panel.prompts) for panel in panels), longest - 1)
     common = min(common, prompt)
     passes = []
@@ -182,7 +192,7 @@ def _alike(rows: int, *, prompts: int, prompt: int, common: int, length: int) ->
 
 def common_tokens(population: Population) -> int:
     """Return with how many tokens all prompts of the exam begin."""
-    prompts = [question.prompt_ids for question in population.places("exam")]
+    prompts = [question.prompt_ids for question in population.examiner.places("exam")]
     return sum(1 for _ in takewhile(lambda ids: len(set(ids)) == 1, zip(*prompts)))
 
 

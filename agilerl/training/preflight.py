@@ -85,8 +85,11 @@ def tried(session: Session) -> PreflightDone | None:
     population = session.population
     if population.learns_from_data:
         return None
-    base, lengths = population.runtime.base, population.lengths("exam")
-    longest = lengths.row(population.eval_max_new_tokens or population.context_length, population.context_length)
+    base, lengths = population.runtime.base, population.examiner.lengths("exam")
+    longest = lengths.row(
+        population.examiner.eval_max_new_tokens or population.examiner.context_length,
+        population.examiner.context_length,
+    )
     # A forward pass takes about two operations for each token and parameter.
     affordable = int(CHEAP * (1 if base.device.type == "cpu" else 100) // (2 * base.parameters * longest))
     if not affordable:

@@ -162,7 +162,7 @@ def probe(population: Population, questions: Count = 16, samples: Count | None =
     """
     asks = population.trial(first, questions, samples)
     task, tokenizer = population.task, population.tokenizer
-    groups, report = population.collect(asks)
+    groups, report = population.examiner.collect(asks)
     check_error_rate(
         sum(ask.samples for ask in asks), report.failures, population.max_error_rate, episodes=task.multi_turn
     )

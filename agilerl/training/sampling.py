@@ -50,7 +50,7 @@ def start_sampling(population: Population, agents: int, rank: int) -> None:
         return
     if engine.config.max_model_len is not None:  # before starting vLLM
         check_room(population, engine.config, engine.config.max_model_len)
-    longest = population.context_length + (population.eval_max_new_tokens or 0)
+    longest = population.examiner.context_length + (population.examiner.eval_max_new_tokens or 0)
     # The bank of a resumed run may be wider than its settings ask for.
     rank = max(rank, population.runtime.store.max_rank)
     engine.start(max(len(population), agents), rank, longest)
@@ -64,15 +64,15 @@ def check_room(population: Population, settings: VLLMConfig, room: int) -> None:
     This counts the longest prompt of the panels and of the first training rows; for episodes, the first prompt. Limits
     by the agents' ``max_model_len`` or the base do not concern vLLM.
     """
-    limit, most = population.context_length, population.runtime.base.context_length
+    limit, most = population.examiner.context_length, population.runtime.base.context_length
     asked = list[tuple[int, int]]()
     if not population.learns_from_data:  # the longest prompt, and the longest completion after it
-        prompt = max(population.lengths("train").prompts)
+        prompt = max(population.examiner.lengths("train").prompts)
         longest = max(agent.config.model_dump().get("max_output_tokens") or limit for agent in population.agents)
         asked.append((prompt, min(longest, limit - prompt)))
     if settings.exams == "vllm":
-        exam = max(max(population.lengths(split).prompts) for split in ("exam", "test"))
-        asked.append((exam, min(population.eval_max_new_tokens or limit - exam, most - exam)))
+        exam = max(max(population.examiner.lengths(split).prompts) for split in ("exam", "test"))
+        asked.append((exam, min(population.examiner.eval_max_new_tokens or limit - exam, most - exam)))
     prompt, completion = max(asked, key=sum, default=(0, 0))
     if prompt + completion > room:
         where = "network.vllm_config.max_model_len" if settings.base_url is None else "the server's --max-model-len"

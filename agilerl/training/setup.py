@@ -228,7 +228,7 @@ def build(
             resolved = resolved.with_epochs(source.train_size if isinstance(source, Task) else None)
             group: int = resolved.hyperparameters.group_size  # type: ignore[attr-defined]
             scale, given = Scale.of(config.training, population, group), config.environment.eval_prompts is not None
-            steps, population.exam_prompts = scale.generation(given=given)
+            steps, population.examiner.exam_prompts = scale.generation(given=given)
             check_memory(estimate(here.config, population), here.config.training.device)
             start_sampling(population, here.config.training.pop_size, here.config.largest_rank)
         # Graders and environments may have started processes.
@@ -344,15 +344,15 @@ def _start_from(folder: Path, agents: Sequence[LLMAlgorithm]) -> None:
 def try_prompts(population: Population) -> None:
     """Render the panels and the first training prompts, so that one that is too long stops the run early."""
     for split in ("exam", "test"):
-        population.lengths(split)
+        population.examiner.lengths(split)
     if population.learns_from_data:
         for position in range(TRIED_ROWS):
             population.examples(position)
     else:
-        population.places("train")
+        population.examiner.places("train")
     if (tokens := population.runtime.invocation) and isinstance(population.task, Task):
         text = population.runtime.tokenizer.decode
-        for ids in (asked.prompt_ids for split in ("exam", "test") for asked in population.places(split)):
+        for ids in (asked.prompt_ids for split in ("exam", "test") for asked in population.examiner.places(split)):
             try:
                 invocations(torch.tensor([ids]), torch.tensor([len(ids)]), tokens)
             except EnvError as error:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from agilerl.algorithms import PPO
+from agilerl.algorithms.forward import fixed_logprobs
 from agilerl.data import MicroBatch, RolloutBatch, Trajectory, collate
 from agilerl.runtime import Runtime
 from tests.algorithms.conftest import lora, sample
@@ -53,7 +54,7 @@ def turn_batch(agent: PPO, rows: int = 6, turns: int = 3) -> RolloutBatch:
         found.append(t)
     batch = collate(found, PAD)
     return replace(
-        batch, sampling_logps=agent.runtime.fixed_logprobs(agent.slot, batch, agent.temperature, MicroBatch(rows))
+        batch, sampling_logps=fixed_logprobs(agent.runtime, agent.slot, batch, agent.temperature, MicroBatch(rows))
     )
 
 

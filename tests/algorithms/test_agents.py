@@ -10,6 +10,7 @@ import torch
 from peft import LoraConfig, PeftModel
 
 from agilerl.algorithms import GRPO, CosineLRScheduleConfig
+from agilerl.algorithms.forward import fixed_logprobs
 from agilerl.data import MicroBatch
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.mutation import Change, Mutation
@@ -288,7 +289,7 @@ def test_sampled_logprobs_serve_as_old_ones() -> None:
     """Recomputing the old log-probs gives what the engine recorded, so the second forward can be saved."""
     (agent,) = make_agents(1, batch_size=8)
     batch = batch_of(agent)
-    again = agent.runtime.fixed_logprobs(agent.slot, batch, agent.temperature, MicroBatch(5))
+    again = fixed_logprobs(agent.runtime, agent.slot, batch, agent.temperature, MicroBatch(5))
     assert torch.allclose(again, batch.sampling_logps, atol=2e-4)
 
 
@@ -338,7 +339,7 @@ def test_what_an_agent_says_is_of_the_selected_adapter(how: str, *, moved: bool)
         agent.learn(batch_of(agent))
     batch, prompt = batch_of(agent), [{"input_ids": IDS}]
     slot = None if how == "disable" else agent.reference_slot
-    expected = agent.runtime.fixed_logprobs(slot, batch, agent.temperature, agent.micro_batch)
+    expected = fixed_logprobs(agent.runtime, slot, batch, agent.temperature, agent.micro_batch)
     mine, answer = agent.logprobs(batch), agent.get_action(prompt, training=False).completion_ids[0]
     assert not torch.allclose(mine, expected, atol=0.1)
     with {"select": lambda: agent.select_adapter("reference"), "disable": agent.actor.disable_adapter}.get(

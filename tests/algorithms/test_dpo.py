@@ -9,6 +9,7 @@ import torch
 
 from agilerl.algorithms import ALGORITHMS, DPO
 from agilerl.algorithms.dpo import PairCount
+from agilerl.algorithms.forward import fixed_logprobs
 from agilerl.algorithms.learner import ReferenceLogprobs
 from agilerl.algorithms.update import learn_together
 from agilerl.data import LossInputs, MicroBatch, cut
@@ -162,7 +163,7 @@ def test_known_logprobs_are_the_base_models_bits() -> None:
     agent.learn(first)
     agent.reference_logprobs(second)
     for batch in (second, first.select(torch.tensor([4, 5, 0, 1]))):
-        fresh = agent.runtime.fixed_logprobs(None, batch, 1.0, MicroBatch(len(batch)))
+        fresh = fixed_logprobs(agent.runtime, None, batch, 1.0, MicroBatch(len(batch)))
         assert torch.equal(agent.reference_logprobs(batch), torch.where(batch.action_mask, fresh, 0.0))
     assert ReferenceLogprobs.of(agent.runtime).rows_computed == 32
 
@@ -181,7 +182,7 @@ def test_a_reference_of_its_own_is_shared_with_those_who_have_the_same() -> None
     assert torch.equal(own[2], base)
     assert not torch.allclose(own[0], base, atol=1e-4)
     assert known.rows_computed == before + 24  # the base's and the trained adapter's
-    fresh = agents[1].runtime.fixed_logprobs(agents[1].reference_slot, batch, 1.0, MicroBatch(12))
+    fresh = fixed_logprobs(agents[1].runtime, agents[1].reference_slot, batch, 1.0, MicroBatch(12))
     assert torch.equal(own[1], torch.where(batch.action_mask, fresh, 0.0))
     child = agents[0].clone(7)
     assert torch.equal(child.reference_logprobs(batch), own[0])

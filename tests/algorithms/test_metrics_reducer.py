@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from agilerl.algorithms import GRPO
+from agilerl.algorithms.forward import fixed_logprobs
 from agilerl.data import MicroBatch, RolloutBatch
 from agilerl.functional import kl_estimate
 from agilerl.population import Population
@@ -98,7 +99,7 @@ def test_values_from_first_principles() -> None:
     seen = agent.logprobs(batch)
     old = batch.sampling_logps
     assert old is not None
-    reference = agent.runtime.fixed_logprobs(None, batch, 1.0, MicroBatch(16))
+    reference = fixed_logprobs(agent.runtime, None, batch, 1.0, MicroBatch(16))
     agent.batch_size = 15  # off-policy, in two steps: the second one moves no metric that is taken before it
     agent.lr = 1e-12
     metrics = agent.learn(batch)

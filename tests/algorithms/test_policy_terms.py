@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from agilerl.algorithms import GRPO
+from agilerl.algorithms.forward import fixed_logprobs
 from agilerl.data import MicroBatch
 from agilerl.functional import MetricReducer
 from agilerl.runtime import Runtime
@@ -122,8 +123,8 @@ def test_the_kl_weight_follows_its_target() -> None:
     assert metrics["kl_coef"] == pytest.approx(0.0095)
     for _ in range(3):
         data = batch_of(it)
-        kl = it.runtime.fixed_logprobs(it.slot, data, it.temperature, MicroBatch(99)) - it.runtime.fixed_logprobs(
-            None, data, it.temperature, MicroBatch(99)
+        kl = fixed_logprobs(it.runtime, it.slot, data, it.temperature, MicroBatch(99)) - fixed_logprobs(
+            it.runtime, None, data, it.temperature, MicroBatch(99)
         )
         error = min(max(float(kl.sum(dim=1).mean()) / 1e-4 - 1, -0.2), 0.2)
         expected = it.kl_scale * (1 + error / 4)

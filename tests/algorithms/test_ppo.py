@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from agilerl.algorithms import ALGORITHMS, LLMPPO, PPO
+from agilerl.algorithms.forward import fixed_values
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch, Trajectory, collate
 from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer
@@ -166,7 +167,7 @@ def test_prepare_reads_the_critic_itself() -> None:
     batch = batch_of(agent)
     e = agent.prepare(batch)
     mask = batch.action_mask
-    values = agent.runtime.fixed_values(agent.critic_slot, batch, MicroBatch(3))
+    values = fixed_values(agent.runtime, agent.critic_slot, batch, MicroBatch(3))
     assert values[mask].std() > 0.01
     assert torch.allclose(e.old_values, values, atol=1e-5)
     # gamma = lambda = 1: every token's target is the reward of the episode.

@@ -9,11 +9,11 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from agilerl.algorithms import GRPO, PPO
+from agilerl.algorithms.forward import AgentRows, fixed_values, forward
 from agilerl.algorithms.update import learn_together
 from agilerl.data import MicroBatch, collate
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.mutation import Change, Mutation
-from agilerl.runtime import AgentRows
 from agilerl.utils.utils import save_llm_checkpoint
 from tests.algorithms.conftest import lora, sample
 from tests.algorithms.ppo_agents import batch_of, bits, equal, make_agents, new_runtime, turn_batch
@@ -36,7 +36,7 @@ def test_gradients_of_head_and_critic_s_adapter_against_autograd_on_a_merged_cop
     weigh = torch.randn(batch.action_mask.shape, generator=rng)
     parts = [AgentRows(a.slot, batch, 1.0) for a in agents]
     parts += [AgentRows(a.critic_slot, batch, 1.0, values=True) for a in agents]
-    outputs = agents[0].runtime.forward(parts)
+    outputs = forward(agents[0].runtime, parts)
     (outputs[2].values * weigh).sum().backward(retain_graph=True)
     (outputs[3].values * -2 * weigh).sum().backward()
     assert store.grad[[a.slot for a in agents]].abs().sum() == 0
@@ -53,7 +53,7 @@ def test_gradients_of_head_and_critic_s_adapter_against_autograd_on_a_merged_cop
         ][:, :-1]
         values = torch.where(batch.action_mask, hidden @ head[:-1] + head[-1], 0.0)
         assert torch.allclose(output.values, values, atol=1e-4)
-        assert torch.allclose(agent.runtime.fixed_values(slot, batch, MicroBatch(4)), values, atol=1e-4)
+        assert torch.allclose(fixed_values(agent.runtime, slot, batch, MicroBatch(4)), values, atol=1e-4)
         (values * factor * weigh).sum().backward()
         assert_close(store.head_grads[slot], head.grad)
         for (a, b), (bank_a, bank_b) in zip(leaves, store.factor_grads):
@@ -172,7 +172,7 @@ def test_the_critic_is_a_peft_folder_with_its_head_beside_it(tmp_path: Path) -> 
     with torch.no_grad():
         hidden = model(batch.ids, output_hidden_states=True).hidden_states[-1][:, :-1]
     values = torch.where(batch.action_mask, (hidden @ head["weight"].T + head["bias"]).squeeze(-1), 0.0)
-    found = agent.runtime.fixed_values(agent.critic_slot, batch, MicroBatch(4))
+    found = fixed_values(agent.runtime, agent.critic_slot, batch, MicroBatch(4))
     assert found.abs().max() > 0.01
     assert torch.allclose(values, found, atol=1e-4)
 
@@ -297,10 +297,10 @@ def test_move_takes_the_critic_along() -> None:
 def test_a_rank_mutation_changes_both_adapters_and_keeps_the_values() -> None:
     agent = trained(lr_critic=1e-2)
     batch = batch_of(agent)
-    before = agent.runtime.fixed_values(agent.critic_slot, batch, MicroBatch(4))
+    before = fixed_values(agent.runtime, agent.critic_slot, batch, MicroBatch(4))
     agent.apply_mutation(Mutation(0, "rank", (Change("rank", 8, 16),)))
     assert agent.runtime.store.ranks[agent.critic_slot] == agent.rank == 16
-    assert torch.allclose(agent.runtime.fixed_values(agent.critic_slot, batch, MicroBatch(4)), before, atol=1e-5)
+    assert torch.allclose(fixed_values(agent.runtime, agent.critic_slot, batch, MicroBatch(4)), before, atol=1e-5)
     assert equal(bits(agent.clone()), bits(agent))
     head = agent.runtime.store.heads[agent.critic_slot].clone()
     agent.apply_mutation(Mutation(0, "rank", (Change("rank", 16, 4),)))

@@ -8,11 +8,12 @@ from transformers import MixtralConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from agilerl.algorithms import DPO, GRPO, SFT
+from agilerl.algorithms.forward import AgentRows, forward
 from agilerl.config.base_model import SharedOptions
 from agilerl.data import RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.models.slots import Route
-from agilerl.runtime import AgentRows, Runtime
+from agilerl.runtime import Runtime
 from tests.algorithms.conftest import lora
 from tests.algorithms.data_agents import agents_of, examples, moment
 from tests.tiny_models import PAD, qwen2, random_model
@@ -72,7 +73,7 @@ def test_values_are_those_of_transformers(kind: Any, layout: str) -> None:
     if layout != "flat":
         agent.runtime.base.flattens = False
     parts = [AgentRows(None, shared(seed=3), 1.0), AgentRows(agent.slot, batch, 1.0, routers=True)][::-1]
-    output, other = agent.runtime.forward(parts)
+    output, other = forward(agent.runtime, parts)
     assert output.router_loss is not None
     assert other.router_loss is None
     wanted = by_transformers(agent, batch)

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from agilerl.algorithms import CISPO, DPO, GRPO, GSPO, PPO, REINFORCE, RLOO, SFT, LLMAlgorithm, PolicyLoss
+from agilerl.algorithms.forward import AgentRows, fixed_logprobs
 from agilerl.algorithms.learner import ReferenceLogprobs
 from agilerl.algorithms.objective import PolicyParts, policy_terms
 from agilerl.algorithms.update import learn_together
 from agilerl.data import LossInputs, MicroBatch, RolloutBatch, collate
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.functional import MetricReducer, kl_estimate, mismatch_weights, off_policy_tokens
-from agilerl.runtime import AgentRows, Runtime
+from agilerl.runtime import Runtime
 from tests.algorithms.conftest import batch_of, equal, lora, make_agents, sample, weights
 from tests.algorithms.data_agents import examples
 from tests.tiny_models import PAD, random_model
@@ -86,7 +87,9 @@ def test_the_kl_enters_where_it_is_placed(cls: type) -> None:
     for name, own in settings.items():
         it.set_hyperparameters({**off, **own})
         found[name] = it.prepare(batch).advantages
-    kl = 0.5 * kl_estimate(batch.sampling_logps, it.runtime.fixed_logprobs(None, batch, 1.0, MicroBatch(16)), mask=mask)
+    kl = 0.5 * kl_estimate(
+        batch.sampling_logps, fixed_logprobs(it.runtime, None, batch, 1.0, MicroBatch(16)), mask=mask
+    )
     assert kl.sum() > 0.01
     assert torch.allclose(found["advantage"], found["loss"] - kl, atol=1e-5)
     mean = kl.sum(1, keepdim=True) / mask.sum(1, keepdim=True)
@@ -221,7 +224,7 @@ def test_shared_logprobs_are_the_references_bits(cls: type) -> None:
     batch = batch_of(it)
     for _ in range(2):
         it.learn(batch)
-        fresh = it.runtime.fixed_logprobs(it.reference_slot, batch, 0.8, MicroBatch(3))
+        fresh = fixed_logprobs(it.runtime, it.reference_slot, batch, 0.8, MicroBatch(3))
         assert torch.equal(it.prepare(batch).ref_logp, torch.where(batch.action_mask, fresh, 0.0))
         it.set_reference_policy(1)
 

@@ -77,7 +77,11 @@ def test_the_work_follows_the_settings(overrides: Sequence[str], expected: dict[
 @pytest.mark.filterwarnings("ignore:gcd has only")
 def test_a_small_task_is_asked_fewer_questions_than_the_settings_say() -> None:
     few = session("training.max_steps=2048", "training.pop_size=4", FEW)
-    assert workload(few, 10).exam_prompts == len(few.population.places("exam")) < workload(session(), 10).exam_prompts
+    assert (
+        workload(few, 10).exam_prompts
+        == len(few.population.examiner.places("exam"))
+        < workload(session(), 10).exam_prompts
+    )
 
 
 @pytest.mark.model

@@ -280,8 +280,6 @@ UNCHECKED = {
     "finetune_llm_multiturn", "finetune_llm_preference", "finetune_llm_reasoning", "finetune_llm_sft",
 }  # fmt: skip
 UNBOUNDED = {
-    "algorithms.exams.Exams.agent: index",
-    "algorithms.exams.Exams.evaluate_agent: index",
     "algorithms.learner.Learner.set_reference_policy: reference_update_tracker",
     "envs.probes.GridNavigationEnv.__init__: step_cost",
     "hpo.multi_frequency.MultiFrequencySelection.__init__: n_losers",
@@ -297,6 +295,7 @@ UNBOUNDED = {
     "hpo.selection.latest_fitness: exams",
     "hpo.strategies.make_strategy: population_size",
     "hpo.tournament.TournamentSelection.__init__: tournament_size",
+    "population.Population.agent: index",
     "rewards.judge.JudgeGrader.__init__: high",
     "rewards.judge.JudgeGrader.__init__: low",
     "runs.checkpoints.agent_folder: index",

@@ -60,7 +60,7 @@ def test_they_act_in_a_manifest(file: Path) -> None:
     manifest.write_text("network: {chat_template_path: own.jinja, chat_template_kwargs: {enable_thinking: false}}\n")
     config = load_manifest(manifest, TINY)
     session = build(config)
-    row, ids = session.population.panel("exam")[0]
+    row, ids = session.population.examiner.panel("exam")[0]
     assert session.population.tokenizer.decode(ids) == f"[user]{row['question']}[assistant]no thoughts "
     network = resolve(config).document()["network"]
     assert network["chat_template_path"] == str(file)

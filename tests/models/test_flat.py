@@ -23,13 +23,14 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from agilerl.algorithms.forward import AgentRows, TokenOutputs, forward
 from agilerl.config.base_model import SharedOptions
 from agilerl.data import MicroBatch, RolloutBatch, Trajectory, collate, cut
 from agilerl.errors import EngineError
 from agilerl.models.base import load_base
 from agilerl.models.flat import PaddedRows, flatten, fold_heads
 from agilerl.rollouts import GenerationRequest, SamplingSettings
-from agilerl.runtime import AgentRows, Runtime, TokenOutputs
+from agilerl.runtime import Runtime
 from agilerl.sizes import CPU_ROWS
 from tests.models.two_agents import with_adapters
 from tests.tiny_models import PAD, VOCABULARY, llama, qwen2, random_model
@@ -92,7 +93,7 @@ def computed(
 ) -> tuple[list[TokenOutputs], Tensor]:
     """Return what a forward pass says, and the gradients of a loss that weighs every token differently."""
     runtime.store.grad.zero_()
-    outputs = runtime.forward(parts, entropy=entropy)
+    outputs = forward(runtime, parts, entropy=entropy)
     loss = torch.zeros((), dtype=torch.float64)
     for output in outputs:
         for value in (output.logp, output.entropy, output.values):
@@ -252,12 +253,12 @@ def test_the_bits_of_an_agent_are_its_own_in_wide_layers_and_with_rank_1(case: s
 @torch.no_grad()
 def test_the_bits_of_a_row_are_those_of_any_cut_in_any_order(seed: int) -> None:
     runtime, batch = runtime_of(random_model()), two_batches(turns=True)[0]
-    whole = runtime.forward([AgentRows(0, batch, 0.7)])[0].logp
+    whole = forward(runtime, [AgentRows(0, batch, 0.7)])[0].logp
     assert whole is not None
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
     for rows in order.split(1 + seed):
         part = batch.select(rows)
-        found = runtime.forward([AgentRows(0, part, 0.7)])[0].logp
+        found = forward(runtime, [AgentRows(0, part, 0.7)])[0].logp
         assert found is not None
         assert torch.equal(found, whole[rows][:, : found.shape[1]])
 
@@ -337,7 +338,7 @@ def test_other_models_keep_their_padding(config: Any, options: Any) -> None:
     runtime.base.body.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape), with_kwargs=True
     )
-    runtime.forward([part])
+    forward(runtime, [part])
     assert seen == [part.batch.ids.shape]
 
 
@@ -347,7 +348,7 @@ def test_attention_that_is_changed_later_is_noticed(monkeypatch: pytest.MonkeyPa
     expected, _ = computed(runtime, [part])
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", sdpa_attention_forward)
     with pytest.raises(EngineError, match="attn_implementation"):
-        runtime.forward([part])
+        forward(runtime, [part])
     monkeypatch.undo()
     runtime.base.model.set_attn_implementation("eager")
     assert not runtime.base.flattens
@@ -419,7 +420,7 @@ def test_a_prompt_is_computed_once_and_no_padding_is() -> None:
     runtime.base.body.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    runtime.forward([AgentRows(0, batch, 1.0)])
+    forward(runtime, [AgentRows(0, batch, 1.0)])
     assert seen == [-(-(40 + 8 * 8) // CPU_ROWS) * CPU_ROWS]
     assert batch.ids.numel() == 8 * 64
 

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from agilerl import GRPO, Population, ReasoningGymTask, Runtime
+from agilerl.algorithms.forward import AgentRows, forward
 from agilerl.config.manifest import load_manifest
 from agilerl.data import RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.models.lora import _mixed, _Run, token_keys
 from agilerl.models.tiny import tiny_model_path
-from agilerl.runtime import AgentRows
 from tests.models.test_flat import computed, in_fp64, padded, runtime_of, two_batches
 from tests.tiny_models import qwen2, random_model
 
@@ -105,9 +105,9 @@ def test_without_a_gradient_nothing_is_left_out() -> None:
     runtime = runtime_of(random_model())
     part = AgentRows(0, two_batches()[0], 1.0)
     with torch.no_grad():
-        plain = runtime.forward([part])[0].logp
-        same = runtime.forward([replace(part, dropout=RATE, draws=draws(part.batch, 0))])[0].logp
-    other = runtime.forward([replace(part, dropout=RATE, draws=draws(part.batch, 0))])[0].logp
+        plain = forward(runtime, [part])[0].logp
+        same = forward(runtime, [replace(part, dropout=RATE, draws=draws(part.batch, 0))])[0].logp
+    other = forward(runtime, [replace(part, dropout=RATE, draws=draws(part.batch, 0))])[0].logp
     assert torch.equal(plain, same)
     assert not torch.allclose(plain, other, atol=1e-2)
 

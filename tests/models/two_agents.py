@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from peft import LoraConfig
 
+from agilerl.algorithms.forward import AgentRows, forward
 from agilerl.config.base_model import SharedOptions
 from agilerl.data import RolloutBatch, Trajectory, collate
-from agilerl.runtime import AgentRows, Runtime
+from agilerl.runtime import Runtime
 from tests.tiny_models import PAD
 
 LENGTHS = ((31, 9, 17, 12), (5, 26, 8))
@@ -90,7 +91,7 @@ def train_pass(runtime: Runtime, agents: tuple[int, ...] = (0, 1)) -> Pass:
     """Compute log-probs, a loss that weighs every token differently, and the gradients of the bank."""
     store = runtime.store
     store.grad.zero_()
-    outputs = runtime.forward(parts(runtime, agents))
+    outputs = forward(runtime, parts(runtime, agents))
     loss = torch.zeros((), dtype=torch.float64)
     for output in outputs:
         assert output.logp is not None

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import agilerl
 from agilerl import GRPO
+from agilerl.algorithms.forward import AgentRows, forward
 from agilerl.cli.app import app
 from agilerl.config.manifest import load_manifest
 from agilerl.data import RolloutBatch, Trajectory, collate
@@ -23,7 +24,7 @@ from agilerl.models.tiny import tiny_model_path
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.activated import invocations
 from agilerl.rollouts.engine import Conversation
-from agilerl.runtime import AgentRows, Runtime
+from agilerl.runtime import Runtime
 from agilerl.sizes import CPU_ROWS
 from agilerl.training.loop import train
 from agilerl.training.setup import build
@@ -143,7 +144,7 @@ def test_log_probs_of_sampling_are_those_of_training() -> None:
             rows = [
                 Trajectory(list(request.prompt_ids), c.token_ids, [True] * len(c.token_ids), None, [0.0]) for c in group
             ]
-            (found,) = runtime.forward([AgentRows(slot, collate(rows, PAD), 1.0)])
+            (found,) = forward(runtime, [AgentRows(slot, collate(rows, PAD), 1.0)])
             for row, completion in zip(found.logp, group):  # type: ignore[arg-type]
                 said = row[len(request.prompt_ids) - 1 :][: len(completion.token_ids)].tolist()
                 assert completion.logprobs == pytest.approx(said, abs=1e-4)
@@ -216,7 +217,7 @@ def test_in_a_conversation_all_turns_are_active_from_the_first_completion_on(kee
             rows[i].logprobs += [*completion.logprobs, *[0.0] * len(heard)]  # type: ignore[operator, misc]
             texts[i] = [*texts[i], *completion.token_ids, *heard]
     whole = collate(rows, PAD)
-    (found,) = runtime.forward([AgentRows(0, whole, 1.0)])
+    (found,) = forward(runtime, [AgentRows(0, whole, 1.0)])
     torch.testing.assert_close(found.logp, whole.sampling_logps, atol=1e-4, rtol=0)
 
 

@@ -1,6 +1,7 @@
 """Stop texts, sampled exams, text in and text out, and engines of one's own."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from agilerl import GRPO, Population, Runtime
+from agilerl.algorithms.texts import generate, tokenize
 from agilerl.cli.app import app
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.manifest import load_manifest
@@ -214,7 +216,7 @@ def test_a_question_scores_the_mean_of_its_samples() -> None:
     assert exam[0] == exam[1]  # equal adapters: all agents draw by the same numbers
     assert exam[0] == four.evaluate()[0]  # and so do all exams
     engine, groups = four.runtime.engine, []
-    for number, place in enumerate(four.places("exam")):
+    for number, place in enumerate(four.examiner.places("exam")):
         sampling = SamplingSettings(8, temperature=1.0)
         (group,) = engine.generate([GenerationRequest(0, place.prompt_ids, 4, sampling, "exam", (number,))])
         texts = decode_completions(four.tokenizer, [c.token_ids for c in group])
@@ -281,28 +283,28 @@ def test_generate_answers_texts_and_conversations() -> None:
 def test_the_base_answers_texts_without_any_adapter() -> None:
     runtime = Runtime.from_pretrained("embedded")
     asked = [QUESTION + word for word in ("sun", "moon", "comet")]
-    alone = runtime.generate(asked, max_new_tokens=8)
+    alone = generate(runtime, asked, max_new_tokens=8)
     agent = GRPO(runtime=runtime, group_size=2, max_output_tokens=8)
     assert agent.generate(asked) == alone  # an adapter that has learned nothing
     store = runtime.store
     store.load_adapter(agent.slot, [(a, torch.full_like(b, 0.3)) for a, b in store.adapter(agent.slot)])
     assert agent.generate(asked) != alone
-    assert runtime.generate(asked, max_new_tokens=8) == alone
-    assert runtime.generate([{"role": "user", "content": asked[0]}], max_new_tokens=8) == alone[0]
-    hot = [runtime.generate(asked, max_new_tokens=8, temperature=2.0, seed=seed) for seed in (0, 0, 1)]
+    assert generate(runtime, asked, max_new_tokens=8) == alone
+    assert generate(runtime, [{"role": "user", "content": asked[0]}], max_new_tokens=8) == alone[0]
+    hot = [generate(runtime, asked, max_new_tokens=8, temperature=2.0, seed=seed) for seed in (0, 0, 1)]
     assert hot[0] == hot[1] != hot[2]
 
 
 def test_a_conversation_as_tokens_is_what_was_sampled() -> None:
     agent = GRPO(runtime=Runtime.from_pretrained("embedded"), group_size=2, max_output_tokens=8)
     question = [{"role": "user", "content": QUESTION + "sun"}]
-    prompt = agent.runtime.tokenize(QUESTION + "sun")
+    prompt = tokenize(agent.runtime, QUESTION + "sun")
     assert (prompt.prompt_ids, prompt.token_ids) == (render_prompt(agent.runtime.tokenizer, question), [])
     action = agent.get_action([{"input_ids": torch.tensor([prompt.prompt_ids])}], training=False)
     (text,) = decode_completions(
         agent.runtime.tokenizer, [action.completion_ids[0][0, len(prompt.prompt_ids) :].tolist()]
     )
-    thread = agent.runtime.tokenize([*question, {"role": "assistant", "content": text}])
+    thread = tokenize(agent.runtime, [*question, {"role": "assistant", "content": text}])
     assert torch.tensor(thread.prompt_ids + thread.token_ids).equal(action.completion_ids[0][0])
     assert (thread.prompt_ids, thread.text, all(thread.action_mask)) == (prompt.prompt_ids, text, True)
     batch = collate([thread, prompt], agent.pad_token_id)
@@ -313,27 +315,27 @@ def test_every_answer_of_a_conversation_is_marked() -> None:
     """Only the last one was."""
     runtime = Runtime.from_pretrained("embedded")
     first = [{"role": "user", "content": QUESTION + "sun"}, {"role": "assistant", "content": "nus"}]
-    one, both = runtime.tokenize(first), runtime.tokenize([*first, *first])
+    one, both = tokenize(runtime, first), tokenize(runtime, [*first, *first])
     assert both.prompt_ids == one.prompt_ids
     marked = [token for token, is_action in zip(both.token_ids, both.action_mask) if is_action]
     assert marked == 2 * one.token_ids
     assert len(both.token_ids) == 2 * len(one.token_ids) + len(one.prompt_ids) - 1  # one start token
     with pytest.raises(EnvError, match=r"found the roles assistant$"):
-        runtime.tokenize(first[1:])
+        tokenize(runtime, first[1:])
 
 
-@pytest.mark.parametrize("of", ["generate", "tokenize"])
-def test_half_a_character_is_named(of: str) -> None:
+@pytest.mark.parametrize("read", [generate, tokenize])
+def test_half_a_character_is_named(read: Any) -> None:
     runtime = Runtime.from_pretrained("embedded")
     for thread in ("a\ud800", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "\udfff"}]):
         with pytest.raises(ConfigError, match="half of a character"):
-            getattr(runtime, of)(thread)
+            read(runtime, thread)
 
 
 @pytest.mark.parametrize("prompts", [5, [3], [[]], [[1, 2]], {"role": "user"}, [{"role": "user"}]])
 def test_generate_refuses_other_things(prompts: Any) -> None:
     agent = GRPO(runtime=Runtime.from_pretrained("embedded"), group_size=2, max_output_tokens=8)
-    for method in (agent.generate, agent.runtime.generate, agent.runtime.tokenize):
+    for method in (agent.generate, partial(generate, agent.runtime), partial(tokenize, agent.runtime)):
         with pytest.raises(ConfigError):
             method(prompts)
 

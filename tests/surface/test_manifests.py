@@ -104,7 +104,7 @@ def test_a_reasoning_manifest_is_ready_to_run(place: Path) -> None:
     assert agent.lora_config.lora_dropout == 0.05
     assert session.resolved.options.fused_logprobs_chunk_rows == 128
     assert session.resolved.options.quantization_config is None
-    place_ = session.population.places("exam")[0]
+    place_ = session.population.examiner.places("exam")[0]
     messages = session.task.messages(place_.row)  # type: ignore[union-attr]
     assert [message["role"] for message in messages] == ["system", "user", "assistant"]
     assert f"of {place_.row['question']}." in messages[1]["content"]

@@ -283,14 +283,14 @@ def test_ranges_that_the_user_gives_are_those_of_the_founders() -> None:
 
 
 def test_the_panels_have_no_question_in_common(session: Session) -> None:
-    panels = {split: session.population.panel(split) for split in ("exam", "test", "second")}  # type: ignore[arg-type]
+    panels = {split: session.population.examiner.panel(split) for split in ("exam", "test", "second")}  # type: ignore[arg-type]
     assert {split: len(rows) for split, rows in panels.items()} == {"exam": 8, "test": 10, "second": 8}
     questions = [row["question"] for rows in panels.values() for row, _ in rows]
     assert len(set(questions)) == 26
     # The test is the one of every other strategy.
     plain = made("selection_strategy.name=none", "training.pop_size=1").population
-    assert [row for row, _ in plain.panel("test")] == [row for row, _ in panels["test"]]
-    assert [row for row, _ in plain.panel("exam")] == [row for row, _ in panels["exam"]]
+    assert [row for row, _ in plain.examiner.panel("test")] == [row for row, _ in panels["test"]]
+    assert [row for row, _ in plain.examiner.panel("exam")] == [row for row, _ in panels["exam"]]
 
 
 @pytest.fixture(scope="module")

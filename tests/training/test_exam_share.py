@@ -47,7 +47,7 @@ def cost(population: Population, work: str) -> int:
 @pytest.mark.parametrize("iterations", [64, 1024])
 def test_an_exam_costs_a_tenth_of_a_generation(iterations: int) -> None:
     session = made(f"training.max_steps={iterations * 16}")
-    panel = len(session.population.places("exam"))
+    panel = len(session.population.examiner.places("exam"))
     assert LEAST_PANEL <= panel <= 128
     assert iterations / GENERATIONS <= session.evo_steps <= iterations / LEAST_GENERATIONS
     trained = sum(cost(session.population, "iteration") for _ in range(3)) / 3
@@ -58,7 +58,7 @@ def test_an_exam_costs_a_tenth_of_a_generation(iterations: int) -> None:
 
 
 def test_few_iterations_get_small_exams_and_many_get_large_ones() -> None:
-    sizes = [len(made(f"training.max_steps={n * 16}").population.places("exam")) for n in (8, 64, 4096)]
+    sizes = [len(made(f"training.max_steps={n * 16}").population.examiner.places("exam")) for n in (8, 64, 4096)]
     assert sizes[0] == LEAST_PANEL
     assert sizes == sorted(sizes)
     assert sizes[-1] == 128
@@ -66,7 +66,7 @@ def test_few_iterations_get_small_exams_and_many_get_large_ones() -> None:
 
 def test_an_exam_has_the_size_that_is_given() -> None:
     session = made("environment.eval_prompts=50", "training.max_steps=128")
-    assert len(session.population.places("exam")) == 50
+    assert len(session.population.examiner.places("exam")) == 50
     # So generations become longer, not exams smaller.
     assert session.evo_steps > 128 / 16 / LEAST_GENERATIONS
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from agilerl.algorithms.forward import AgentRows
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.manifest import load_manifest
 from agilerl.config.vllm import VLLMConfig
@@ -15,7 +16,7 @@ from agilerl.models.slots import AdapterStore
 from agilerl.planning import footprint
 from agilerl.planning.footprint import head_bytes, layer_bytes, saved_bytes, working_bytes
 from agilerl.planning.time import Widths
-from agilerl.runtime import AgentRows, Runtime
+from agilerl.runtime import Runtime
 from agilerl.sizes import CPU_ROWS, VLLM_CPU_CACHE
 from agilerl.training import memory
 from agilerl.training.setup import build
@@ -35,9 +36,12 @@ def parts(*overrides: str) -> dict[str, float]:
 
 def longest_row(*overrides: str) -> int:
     population = build(load_manifest(None, [*SMALL, *overrides])).population
-    limit = population.context_length
+    limit = population.examiner.context_length
     panels: tuple[Split, ...] = ("exam", "test")
-    return max(population.lengths(split).row(population.eval_max_new_tokens or limit, limit) for split in panels)
+    return max(
+        population.examiner.lengths(split).row(population.examiner.eval_max_new_tokens or limit, limit)
+        for split in panels
+    )
 
 
 def test_a_layer_by_hand() -> None:

@@ -199,7 +199,7 @@ def population() -> Population:
 @pytest.mark.parametrize("case", CONSTANT)
 def test_a_constant_answer_is_said_only_where_it_is_wrong(case: str, base: float, population: Population) -> None:
     counts, said = CONSTANT[case]
-    population.answered = [
+    population.examiner.answered = [
         Trajectory([1], [2], [True], None, [float(right == given)], text=f" {given}\n")
         for right, given, count in counts
         for _ in range(count)
@@ -207,7 +207,7 @@ def test_a_constant_answer_is_said_only_where_it_is_wrong(case: str, base: float
     sentence = constant_answer(population, base)
     assert (said in sentence) if said and base < 1 else sentence == ""  # no agent is better than a base at 1.0
     # What got no grade is not wrong.
-    population.answered = [Trajectory([1], [2], [True], None, [math.nan], text="1")] * 100
+    population.examiner.answered = [Trajectory([1], [2], [True], None, [math.nan], text="1")] * 100
     assert constant_answer(population, base) == ""
 
 

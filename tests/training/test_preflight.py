@@ -164,7 +164,7 @@ def test_a_plan_asks_what_is_cheap_and_a_judge_once() -> None:
 def test_a_plan_warns_of_answers_that_earn_nothing_or_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = session(*SILENT, "algorithm.max_output_tokens=1")
     monkeypatch.setattr("agilerl.training.preflight.is_due", lambda session: False)  # it does not depend on that
-    longest = planned.population.lengths("exam").row(1, planned.population.context_length)
+    longest = planned.population.examiner.lengths("exam").row(1, planned.population.examiner.context_length)
     operations = 2 * planned.population.runtime.base.parameters * longest
     monkeypatch.setattr("agilerl.training.preflight.CHEAP", 32.5 * operations)  # two answers to each question
     shown = tried(planned)

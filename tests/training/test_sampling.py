@@ -20,8 +20,8 @@ def config(*overrides: str) -> RunConfig:
 @pytest.mark.model
 def test_a_context_that_would_cut_completions_is_refused_with_both_numbers() -> None:
     population = build(config("algorithm.max_output_tokens=9", "training.eval_max_new_tokens=7")).population
-    exam = max(max(population.lengths(split).prompts) for split in ("exam", "test"))
-    task, tokenizer, limit = population.task, population.tokenizer, population.context_length
+    exam = max(max(population.examiner.lengths(split).prompts) for split in ("exam", "test"))
+    task, tokenizer, limit = population.task, population.tokenizer, population.examiner.context_length
     train = max(len(task.place_at("train", k, tokenizer, limit).prompt_ids) for k in range(256))
     need = max(exam + 7, train + 9)
     check_room(population, VLLMConfig(), need)
@@ -30,7 +30,7 @@ def test_a_context_that_would_cut_completions_is_refused_with_both_numbers() -> 
     with pytest.raises(ConfigError, match="--max-model-len"):
         check_room(population, VLLMConfig(base_url="http://localhost:1"), need - 1)
 
-    population.eval_max_new_tokens = 100
+    population.examiner.eval_max_new_tokens = 100
     with pytest.raises(ConfigError, match=f"100 tokens, together {exam + 100};"):
         check_room(population, VLLMConfig(), need)
     check_room(population, VLLMConfig(exams="torch"), train + 9)  # exams are not sampled by vLLM then

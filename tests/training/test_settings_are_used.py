@@ -74,7 +74,7 @@ def default_session() -> Session:
     ("override", "look", "value"),
     [
         ("training.pop_size=2", lambda s: len(s.population), 2),
-        ("training.eval_max_new_tokens=3", lambda s: s.population.eval_max_new_tokens, 3),
+        ("training.eval_max_new_tokens=3", lambda s: s.population.examiner.eval_max_new_tokens, 3),
         ("training.max_tokens_in_flight=128", lambda s: s.population.runtime.max_tokens, 128),
         ("training.max_error_rate=0.1", lambda s: s.population.max_error_rate, 0.1),
         ("training.max_rows_in_flight=32", lambda s: s.population.runtime.engine.max_rows, 32),
@@ -82,8 +82,8 @@ def default_session() -> Session:
         ("training.seed=9", lambda s: s.population.agents[0].seed, 9),
         ("training.dtype=bfloat16", lambda s: str(s.population.runtime.base.dtype), "torch.bfloat16"),
         ("environment.data_batch_size_per_gpu=3", lambda s: s.population.prompts_per_step, 3),
-        ("environment.eval_prompts=5", lambda s: len(s.population.panel("exam")), 5),
-        ("environment.test_prompts=6", lambda s: len(s.population.panel("test")), 6),
+        ("environment.eval_prompts=5", lambda s: len(s.population.examiner.panel("exam")), 5),
+        ("environment.test_prompts=6", lambda s: len(s.population.examiner.panel("test")), 6),
         ("environment.reward=score", lambda s: s.task.reward_kind, "score"),
         ("environment.holdout=any", lambda s: s.task.holdout, "any"),
         (
@@ -91,7 +91,7 @@ def default_session() -> Session:
             lambda s: max(len(re.findall(r"\d+", s.task.row("train", i)["question"])) for i in range(9)),
             3,
         ),
-        ("algorithm.max_model_len=50", lambda s: s.population.context_length, 50),
+        ("algorithm.max_model_len=50", lambda s: s.population.examiner.context_length, 50),
         ("network.lora_config.r=4", lambda s: s.population.agents[0].rank, 4),
         ("network.lora_config.lora_alpha=8", lambda s: float(s.population.runtime.store.scaling[0]), 0.5),
         ("network.lora_config.use_rslora=true", lambda s: float(s.population.runtime.store.scaling[0]), 8.0),

@@ -139,7 +139,7 @@ network: {lora_config: {r: 4, target_modules: [q_proj, v_proj]}}
 def test_a_template_and_a_prefill(tmp_path: Path) -> None:
     template = "[{role: user, content: 'Please:{question}'}, {role: assistant, content: 'The'}]"
     session = build(load_manifest(None, [f"environment.conversation_template={template}", *TINY]))
-    row, ids = session.population.panel("exam")[0]
+    row, ids = session.population.examiner.panel("exam")[0]
     text = session.population.tokenizer.decode(ids)
     assert f"Please:{row['question']}" in text
     assert text.endswith("The")
