@@ -241,7 +241,7 @@ def test_sampled_exams_have_the_bits_that_an_agent_has_alone() -> None:
 def test_sampled_exams_in_a_manifest() -> None:
     config = load_manifest(None, [*TINY, "training.eval_temperature=0.7", "training.eval_samples=3"])
     built = build(config).population
-    assert (built.eval_temperature, built.eval_samples) == (0.7, 3)
+    assert (built.examiner.eval_temperature, built.examiner.eval_samples) == (0.7, 3)
     document = resolve(config).document()
     assert document["training"]["eval_samples"] == 3
     assert resolve(load_manifest(None, TINY)).document()["training"]["eval_samples"] == 1
