@@ -221,10 +221,10 @@ def run_chat(
             if _forget(agent, messages, len(system), most_tokens):
                 say("(the context is full: the beginning of the conversation is forgotten)")
             # Seeded by the turn: a conversation that is repeated gets the same answers.
-            limits = {"max_new_tokens": most_tokens, "seed": turn}
-            context = agent.context_length
-            asked = agent.runtime, slots[who], messages, context
-            reply = texts.answers(*asked, temperature=temperature, **limits)
+            context, limit = agent.context_length, most_tokens
+            reply = texts.answers(
+                agent.runtime, slots[who], messages, context, max_new_tokens=limit, temperature=temperature, seed=turn
+            )
             replies[who] = str(reply)
             messages.append({"role": "assistant", "content": replies[who]})
         if as_json:
