@@ -97,7 +97,7 @@ class Population:
         for agent in agents:
             all_weights(task, own_weights(agent))
             check_evolving_weights(task, agent.genes)
-        self.agents, self.task, self.runtime = list(agents), task, agents[0].runtime
+        self.agents, self.runtime = list(agents), agents[0].runtime
         self.examiner = Examiner(
             self.agents,
             task,
@@ -126,6 +126,11 @@ class Population:
 
     def __len__(self) -> int:
         return len(self.agents)
+
+    @property
+    def task(self) -> Task | EpisodeTask:
+        """What the agents learn and are examined on."""
+        return self.examiner.task
 
     def _models(self) -> dict[str, int | None]:
         """Return the slots of the models that programs may ask for by name."""

@@ -431,7 +431,7 @@ def test_a_second_runtime_gives_the_base_back_as_it_was() -> None:
     parts = parts_of(two_batches())
     expected, grad = computed(runtime, parts)
     second = Runtime(runtime.base)
-    second.forward([AgentRows(None, parts[0].batch, 1.0)])
+    forward(second, [AgentRows(None, parts[0].batch, 1.0)])
     del second
     gc.collect()
     assert runtime.base.store is runtime.store

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from agilerl.algorithms.forward import AgentRows
+from agilerl.algorithms.forward import AgentRows, forward
 from agilerl.config.base_model import SharedOptions
 from agilerl.config.manifest import load_manifest
 from agilerl.config.vllm import VLLMConfig
@@ -144,7 +144,7 @@ def test_no_forward_pass_of_an_update_is_larger_than_estimated(
 ) -> None:
     counted: list[int] = []
     held: list[int] = []
-    forward, added = Runtime.forward, memory.footprint
+    added = memory.footprint
 
     def counting(runtime: Runtime, rows: list[AgentRows], **options: Any) -> Any:
         counted.append(sum(part.batch.distinct_tokens for part in rows) if torch.is_grad_enabled() else 0)
@@ -157,7 +157,7 @@ def test_no_forward_pass_of_an_update_is_larger_than_estimated(
     # Groups of equal rewards would not be computed without a reference.
     beta = () if overrides[: len(CRITIC)] == CRITIC else ("algorithm.beta=0.01",)
     session = build(load_manifest(None, [*SMALL, *overrides, *beta]))
-    monkeypatch.setattr(Runtime, "forward", counting)
+    monkeypatch.setattr("agilerl.algorithms.update.forward", counting)
     monkeypatch.setattr(memory, "footprint", noted)
     memory.estimate(session.config, session.population)
     session.population.learn(session.population.rollout())

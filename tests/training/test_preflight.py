@@ -199,7 +199,7 @@ class Rare(TaskWrapper):
 def test_one_signal_ends_the_search() -> None:
     """Not the first 16 questions: only the one at place 20 has it."""
     own = session()
-    own.population.task = Rare(own.population.task)  # type: ignore[arg-type]
+    own.population.examiner.task = Rare(own.population.task)  # type: ignore[arg-type]
     found = preflight(own)
     assert found is not None
     assert [place for place, group in enumerate(found.groups) if sum(group.scores)] == [20]
