@@ -72,7 +72,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 CEILINGS = {
-    ".": 2_100,
+    ".": 2_105,
     "algorithms": 6_007,
     "checks": 695,
     "cli": 4_275,
