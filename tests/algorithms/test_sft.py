@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from agilerl.algorithms import ALGORITHMS, GRPO, SFT
+from agilerl.algorithms.forward import forward
 from agilerl.algorithms.update import learn_together
 from agilerl.data import RolloutBatch
 from agilerl.envs.datasets import DatasetTask
@@ -60,18 +61,19 @@ def test_dft_weighs_each_token_by_its_own_probability() -> None:
 
 
 @pytest.mark.parametrize("micro", [2, 4])
-def test_packed_rows_give_the_losses_and_gradients_of_padded_ones(micro: int) -> None:
+def test_packed_rows_give_the_losses_and_gradients_of_padded_ones(micro: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two optimizer steps of rows whose lengths differ; packing computes fewer tokens for the same result."""
     batch, results = examples(24, longest=90, seed=1), []
     for packing in (False, True):
         agent = make(packing=packing, micro_batch_size_per_gpu=micro, batch_size=12, lr=1e-5)
-        forward, tokens = agent.runtime.forward, []
+        tokens: list[int] = []
 
-        def counted(parts: Any, *, entropy: bool = False, forward: Any = forward, tokens: Any = tokens) -> Any:
+        def counted(runtime: Any, parts: Any, *, entropy: bool = False, tokens: list[int] = tokens) -> Any:
             tokens.append(sum(p.batch.ids.numel() for p in parts))
-            return forward(parts, entropy=entropy)
+            return forward(runtime, parts, entropy=entropy)
 
-        agent.runtime.forward = counted  # type: ignore[method-assign]
+        for module in ("forward", "update"):
+            monkeypatch.setattr(f"agilerl.algorithms.{module}.forward", counted)
         metrics = agent.learn(batch)
         results.append((metrics, moment(agent), agent.runtime.store.theta[agent.slot].clone(), sum(tokens)))
     (padded, gradient, theta, tokens), (packed, gradient2, theta2, tokens2) = results

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from agilerl.algorithms import CISPO, DPO, GRPO, GSPO, PPO, REINFORCE, RLOO, SFT, LLMAlgorithm, PolicyLoss
-from agilerl.algorithms.forward import AgentRows, fixed_logprobs
+from agilerl.algorithms.forward import AgentRows, fixed_logprobs, forward
 from agilerl.algorithms.learner import ReferenceLogprobs
 from agilerl.algorithms.objective import PolicyParts, policy_terms
 from agilerl.algorithms.update import learn_together
@@ -161,7 +161,7 @@ def test_one_on_policy_step_needs_no_second_forward(cls: type, monkeypatch: pyte
     """Whoever sampled: the old policy of a single step is the present one."""
     it = agent(cls, beta=0.0)
     batch = batch_of(it)
-    passes = count_rows(it.runtime, monkeypatch)
+    passes = count_rows(monkeypatch)
     it.learn(batch)
     alone = len(passes)
     shifted = replace(batch, sampling_logps=torch.where(batch.action_mask, batch.sampling_logps - 0.1, 0.0))
@@ -177,16 +177,16 @@ def test_one_on_policy_step_needs_no_second_forward(cls: type, monkeypatch: pyte
     assert len(passes) == alone + 2  # a second epoch, and the log-probs before the first
 
 
-def count_rows(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def count_rows(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Rows of every pass through the base from here on."""
     seen: list[int] = []
-    real = runtime.forward
 
-    def forward(parts: Sequence[AgentRows], **kwargs: Any) -> Any:
+    def counted(runtime: Runtime, parts: Sequence[AgentRows], **kwargs: Any) -> Any:
         seen.append(sum(len(part.batch) for part in parts))
-        return real(parts, **kwargs)
+        return forward(runtime, parts, **kwargs)
 
-    monkeypatch.setattr(runtime, "forward", forward)
+    for module in ("forward", "update"):  # passes without gradient, and those of training
+        monkeypatch.setattr(f"agilerl.algorithms.{module}.forward", counted)
     return seen
 
 
@@ -205,7 +205,7 @@ def test_equal_completions_share_their_reference(monkeypatch: pytest.MonkeyPatch
     )
     different = len({tuple(row) for row in batch.ids.tolist()})
     known = ReferenceLogprobs.of(agents[0].runtime)
-    passes = count_rows(agents[0].runtime, monkeypatch)
+    passes = count_rows(monkeypatch)
     learn_together(agents, [twice, batch, batch])
     assert known.rows_computed == different
     assert sum(passes) == different + 4 * len(batch)
@@ -234,7 +234,7 @@ def test_a_reference_is_computed_once_for_a_dataset_whatever_the_epochs(monkeypa
     runtime.store.reserve(3)
     agents = [DPO(runtime=runtime, pad_token_id=PAD, index=i, lr=1e-3 * (i + 1), batch_size=4) for i in range(3)]
     batches = [examples(4, seed, pairs=True) for seed in range(5)]  # a dataset of 20 pairs
-    passes = count_rows(runtime, monkeypatch)
+    passes = count_rows(monkeypatch)
     for _ in range(3):
         for batch in batches:
             learn_together(agents, [batch] * 3)
