@@ -6,7 +6,6 @@ directory, the settings and their checks are those of the command line, so eithe
 
 import html
 import inspect
-import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from agilerl.hpo.fitness import Fitness
     from agilerl.runs.directory import RunLayout
     from agilerl.training.events import Event
+    from agilerl.training.run import Started
     from agilerl.training.setup import Session
-    from agilerl.training.start import Started
 
 _SETTINGS = {
     "model": "network.pretrained_model_name_or_path",
@@ -101,7 +100,8 @@ def train(
             raise ConfigError(f"train() has no argument {section!r}; {hint}")
         if not isinstance(values, Mapping):
             raise ConfigError(f"{section}: expected a mapping of settings, found {described(values)}")
-        settings |= {f"{section}.{name}": value for name, value in values.items()}
+        for name, value in values.items():
+            settings[f"{section}.{name}"] = str(value) if isinstance(value, Path) else value
     # An id of gymnasium has its namespace before a slash.
     if task is not None and "/" in task and not task.startswith("reasoning_gym:"):
         settings |= {"environment.env_type": "multiturn", "environment.env_id": task}
@@ -122,10 +122,8 @@ def train(
     environment, rows = in_manifest(dataset, reward, sections.get("environment"))
     settings |= {f"environment.{name}": value for name, value in environment.items()}
 
-    # As the command line reads them, which says what is wrong with them. JSON is YAML as well.
-    overrides = [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()]
-    config = load_manifest(None if manifest is None else Path(manifest), overrides)
-    from agilerl.training.start import start
+    config = load_manifest(None if manifest is None else Path(manifest), list(settings.items()))
+    from agilerl.training.run import start
 
     with start(config, None if out is None else Path(out), rows, allow_code=allow_code) as run:
         _follow(run, display)
@@ -273,7 +271,7 @@ class Run:
             return self
         from agilerl.safety.custom_code import give
         from agilerl.training.given import listed
-        from agilerl.training.start import reopen
+        from agilerl.training.run import reopen
 
         if reward is not None:
             graders = self.config.get("environment", {}).get("graders") or []

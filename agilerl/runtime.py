@@ -118,7 +118,7 @@ class Runtime:
         # By the object and not by its name: two copies of one model are two bases.
         _RUNTIMES[id(base.model)] = self
         self.options = SharedOptions() if options is None else options
-        self._fixed = frozenset(self.options.model_fields_set)
+        self._fixed = frozenset(self.options.set_values())
         self._apply(self.options)
 
     def reading(self, tokenizer: Any) -> Any:
@@ -249,7 +249,7 @@ class Runtime:
         The first agent decides. Raises ConfigError where another one, or the runtime's own ``options``, have it
         differently, and for what this base or machine cannot do.
         """
-        given = {name: getattr(options, name) for name in sorted(options.model_fields_set)}
+        given = {name: getattr(options, name) for name in sorted(options.set_values())}
         for name, value in given.items():
             present = getattr(self.options, name)
             if value != present and (self.store.used or name in self._fixed or name in LOADING):

@@ -330,7 +330,7 @@ def carried_out(config: Any, out: Path, stops: Callable[[int, float], bool] | No
     """
     from agilerl import GRPO
     from agilerl.training.events import ExamDone, IterationDone, RunFinished
-    from agilerl.training.loop import train
+    from agilerl.training.run import train
     from agilerl.training.setup import build
 
     curve: list[list[float]] = []  # share of the budget, best exam

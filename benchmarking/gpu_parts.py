@@ -139,7 +139,7 @@ def run(part: Part) -> None:
     from agilerl.config.manifest import load_manifest
     from agilerl.runs.stopping import Interrupted, StopRequest
     from agilerl.training.events import Evolved, HeldOutTest, IterationDone
-    from agilerl.training.loop import train
+    from agilerl.training.run import train
     from agilerl.training.setup import build
     from benchmarking.same_bits import GRPO, SMALL, differences, digests
 
@@ -186,7 +186,7 @@ def real(part: Part) -> None:
     """tutorials/manifests/real/smollm2.yaml in both data types, by generations: what is learned, and the time."""
     from agilerl.config.manifest import load_manifest
     from agilerl.training.events import Evolved, HeldOutTest
-    from agilerl.training.loop import train
+    from agilerl.training.run import train
     from agilerl.training.setup import build
 
     manifest = ROOT / "tutorials" / "manifests" / "real" / "smollm2.yaml"

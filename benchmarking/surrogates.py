@@ -136,7 +136,7 @@ STRATA = {"right": 1.0, "4 times too high": 4.0, "10 times too low": 0.1}
 
 
 CONSTANT = LRSchedule()
-DECAY = LRSchedule("linear", decay=0.4)
+DECAY = LRSchedule(name="linear", decay=0.4)
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ DEFAULT = Arm(KnockoutSelection, schedule=DECAY, candidates=3)
 ARMS = {
     "default": DEFAULT,
     "knockout without pulses": replace(
-        DEFAULT, strategy=lambda size: KnockoutSelection(size, later=PulseSelection(factors=()))
+        DEFAULT, strategy=lambda size: KnockoutSelection(size, pulses=PulseSelection(factors=()))
     ),
     "pulses": replace(DEFAULT, size=1),
     "tournament": Arm(lambda size: TournamentSelection(2, True, size), mutations=MOVES),

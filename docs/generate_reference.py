@@ -17,7 +17,9 @@ from pydantic.fields import FieldInfo
 
 from agilerl.algorithms import ALGORITHMS
 from agilerl.config.run import RunConfig
+from agilerl.config.search import SelectionConfig
 from agilerl.hpo.parameters import genes_from
+from agilerl.hpo.strategies import STRATEGIES
 
 TARGET = Path(__file__).resolve().parent / "manifest.md"
 
@@ -74,7 +76,14 @@ def render() -> str:
         model = _model(field.annotation)
         assert model is not None, name
         parts.append(f"## {name}\n\n{inspect.getdoc(model)}\n\n{_list(model)}")
+        if model is SelectionConfig:
+            parts += [_strategy(name, strategy) for name, strategy in STRATEGIES.items()]
     return "\n".join(part.rstrip() + "\n" for part in parts)
+
+
+def _strategy(name: str, strategy: type[BaseModel]) -> str:
+    about = (inspect.getdoc(strategy) or "").partition("\n")[0]
+    return "\n\n".join(filter(None, [f"### name: {name}", about.replace("``", "`"), _list(strategy)]))
 
 
 def _algorithms() -> Iterator[str]:
@@ -141,6 +150,8 @@ def _leaves(model: type[BaseModel], prefix: str = "", listed: set[Any] | None = 
     """
     listed = set() if listed is None else listed
     for name, field in model.model_fields.items():
+        if field.exclude:
+            continue
         inner, is_list = _model(field.annotation), _has_list(field.annotation)
         if inner is None or is_list or inner in listed or field.metadata:  # a validated section has other forms as well
             yield prefix + name, field, _descriptions(model).get(name, "")
@@ -206,6 +217,8 @@ def _name(annotation: Any) -> str:
         return " or ".join("a list of these" if name == f"[{names[0]}, ...]" else name for name in names)
     if origin is typing.Annotated:
         return _name(arguments[0])
+    if origin is tuple and get_args(annotation)[1:] == (...,):
+        return f"list of {_name(get_args(annotation)[0])}"
     if origin is tuple:
         return f"[{', '.join(_name(a) for a in arguments)}]"
     if origin is list:

@@ -72,16 +72,16 @@ ALLOWED: dict[str, tuple[str, ...]] = {
 }
 
 CEILINGS = {
-    ".": 2_105,
-    "algorithms": 6_007,
-    "checks": 695,
-    "cli": 4_275,
+    ".": 2_104,
+    "algorithms": 6_012,
+    "checks": 744,
+    "cli": 4_259,
     "compat": 1_819,
-    "config": 2_230,
+    "config": 2_189,
     "data": 707,
     "envs": 7_058,
     "functional": 1_581,
-    "hpo": 2_562,
+    "hpo": 2_542,
     "models": 4_198,
     "planning": 554,
     "report": 1_881,
@@ -90,7 +90,7 @@ CEILINGS = {
     "runs": 2_151,
     "safety": 819,
     "text": 557,
-    "training": 5_507,
+    "training": 5_488,
     "utils": 312,
 }
 """Most lines of each package without comments; ".": the files beside them. What grows takes something away, or raises
@@ -100,8 +100,9 @@ its ceiling in a commit that says why."""
 SHARED_TYPES = ("Prompt", "Scale", "Section", "Seed", "Share", "Strategy")
 """Names of types that mean different things in two modules; the list only shrinks."""
 
-RECEIVERS, CLIMBS = 21, 5
-"""Most functions that receive a whole configuration, and most calls that return one to a higher layer."""
+RECEIVERS, CLIMBS = 48, 9
+"""Most functions that receive a whole configuration, session or request, and most calls that return one to a higher
+layer."""
 
 
 # -- the package ------------------------------------------------------------------------------------------------------
@@ -255,7 +256,7 @@ def test_light_imports_stay_light() -> None:
 
 BROKEN = [
     ("layers", "agilerl.hpo.x", "from agilerl.models import slots"),
-    ("layers", "agilerl.models.x", "def f():\n    import agilerl.training.loop"),
+    ("layers", "agilerl.models.x", "def f():\n    import agilerl.training.run"),
     ("layers", "agilerl.data.x", "if TYPE_CHECKING:\n    from agilerl.runtime import Runtime"),
     ("layers", "agilerl.helpers", ""),
     ("layers", "agilerl.compat.x", "if TYPE_CHECKING:\n    from agilerl.algorithms.agent import LLMAlgorithm"),

@@ -13,7 +13,7 @@ from agilerl.envs import core
 from agilerl.errors import CheckpointError, ConfigError, EnvError
 from agilerl.runs.journal import read_lines
 from agilerl.training.events import RunFinished
-from agilerl.training.loop import samples_per_iteration, train
+from agilerl.training.run import train
 from agilerl.training.setup import Session, build, check
 
 pytestmark = pytest.mark.model
@@ -82,7 +82,7 @@ def test_algorithm_and_environment_must_fit(name: str, env_type: str, environmen
 )
 def test_a_small_run_from_data(tmp_path: Path, name: str, env_type: str, rows: int) -> None:
     session = build(config(name, env_type, training={"max_steps": rows * 4}))
-    assert samples_per_iteration(session) == rows
+    assert session.samples_per_iteration == rows
     summary = run(session, tmp_path / "run")
     assert summary["iterations"] == 4
     assert summary["tokens"]["generated"] == 0

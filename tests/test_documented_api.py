@@ -326,5 +326,8 @@ def test_signatures_show_types_without_the_rules_for_them() -> None:
     public = {name: getattr(agilerl, name) for name in agilerl.__all__}
     shown = {name: str(inspect.signature(thing)) for name, thing in public.items() if callable(thing)}
     # A dataclass has its fields' annotations.
-    assert [name for name, signature in shown.items() if "Annotated[" in signature] == ["RLParameter"]
+    assert [name for name, signature in shown.items() if "Annotated[" in signature] == [
+        "RLParameter",
+        "TournamentSelection",
+    ]
     assert "model: Optional[str] = None" in shown["train"]

@@ -14,7 +14,7 @@ from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.runs.stopping import Interrupted, StopRequest
 from agilerl.runtime import Runtime
 from agilerl.training.events import IterationDone
-from agilerl.training.loop import train
+from agilerl.training.run import train
 from agilerl.training.setup import build
 from benchmarking.same_bits import GRPO, differences, digests
 from benchmarking.same_bits import SMALL as TINY

@@ -11,7 +11,7 @@ import torch
 from agilerl.config.manifest import load_manifest
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.runtime import Runtime
-from agilerl.training.loop import train
+from agilerl.training.run import train
 from agilerl.training.setup import build
 from benchmarking.same_bits import RUNS
 from tests import test_gpu

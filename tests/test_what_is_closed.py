@@ -16,8 +16,8 @@ from agilerl.models.base import load_tokenizer
 from agilerl.rollouts.teacher import TeacherEndpoint
 from agilerl.runs.directory import RunDirectory
 from agilerl.training.events import IterationDone, RunStarted
-from agilerl.training.loop import resume, train
 from agilerl.training.records import RunWriter
+from agilerl.training.run import resume, train
 from agilerl.training.saved import open_run
 from agilerl.training.setup import Session, build
 from agilerl.training.trackers import Trackers

@@ -1,7 +1,7 @@
 """Count how a configuration travels: ``python tools/handovers.py [--list] [ROOT]``.
 
-Prints how many functions receive a RunConfig or a Resolved as an argument, and how often one is handed up: by a
-function of a lower layer, as its result, to a caller in a higher one. The layers are those of
+Prints how many functions receive a RunConfig, a Resolved, a Session or a Request as an argument, and how often one is
+handed up: by a function of a lower layer, as its result, to a caller in a higher one. The layers are those of
 tests/architecture_rules.py. It follows the calls that begin at the commands, as far as names and annotations show.
 """
 
@@ -16,7 +16,7 @@ sys.path.insert(0, str(HERE))
 
 from tests.architecture_rules import Module, layer  # noqa: E402
 
-CARRIED = ("RunConfig", "Resolved")
+CARRIED = ("RunConfig", "Resolved", "Session", "Request")
 
 
 class Function(NamedTuple):

@@ -32,7 +32,7 @@ from agilerl.algorithms.state import (
 from agilerl.algorithms.texts import answers
 from agilerl.algorithms.update import accumulate_batch, learn_together, optim_step
 from agilerl.checks.arguments import Count, Hint, Location, Name, Positive, Whole, checked, described, nearest
-from agilerl.checks.validation import validated
+from agilerl.checks.validation import set_values, validated
 from agilerl.compat.agents import DocumentedSurface, translated
 from agilerl.config.base_model import SharedOptions
 from agilerl.data import RolloutBatch
@@ -49,7 +49,6 @@ from agilerl.hpo.parameters import (
     check_values,
     moved_into_range,
     values_of,
-    with_changes,
 )
 from agilerl.hpo.spread import initial_hyperparameters
 from agilerl.models import adapters
@@ -183,7 +182,7 @@ class LLMAlgorithm(Learner, DocumentedSurface):
                 f"{cls.__name__}(config=...): expected a {cls.Config.__name__}, found {described(config)}; give the "
                 "hyperparameters that you mean as keywords"
             )
-        given = {} if config is None else config.model_dump(exclude_unset=True)
+        given = {} if config is None else set_values(config)
         return validated(cls.Config, {**given, **keywords})
 
     @classmethod
@@ -228,8 +227,7 @@ class LLMAlgorithm(Learner, DocumentedSurface):
 
         ``field.entry`` is one entry of a hyperparameter that is a mapping.
         """
-        merged = with_changes(self.config.model_dump(exclude_unset=True), values)
-        config = validated(type(self.config), merged)
+        config = self.config.changed(values)
         check_present(self.genes, values_of(config, self.genes))
         self.config = config
 

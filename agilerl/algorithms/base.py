@@ -1,13 +1,15 @@
 """What an algorithm is: a name, and hyperparameters that are declared once, as the fields of its Config."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
-from agilerl.checks.validation import LARGEST_FLOAT32, checked_numbers, sentence
+from agilerl.checks.validation import LARGEST_FLOAT32, checked_numbers, sentence, set_values, validated
 from agilerl.errors import ConfigError
+from agilerl.hpo.parameters import with_changes
 
 
 class AlgorithmConfig(BaseModel):
@@ -30,6 +32,10 @@ class AlgorithmConfig(BaseModel):
             super().__setattr__(name, value)
         except ValidationError as error:
             raise ConfigError(sentence(error, type(self))) from error
+
+    def changed(self, values: Mapping[str, Any], where: str = "") -> Self:
+        """Return a checked copy with other values; ``field.entry`` is one entry of a mapping."""
+        return validated(type(self), with_changes(set_values(self), values), where)
 
     @field_validator("*")
     @classmethod

@@ -13,7 +13,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.checks.arguments import Count, check_fields
-from agilerl.checks.validation import Needs
+from agilerl.checks.validation import Needs, is_set
 from agilerl.errors import warn_once
 from agilerl.functional import LOSS_NORM_ALIASES, AdvantageNorm, KLEstimator, LossNorm, PoolingLevel
 from agilerl.hpo.parameters import Evolve
@@ -396,9 +396,9 @@ _FAMILY_FIELDS = frozenset(PolicyConfig.model_fields | GroupConfig.model_fields 
 
 def check_weight_bounds(c: PolicyConfig, low: float | None, high: float) -> None:
     """Raise ValueError if the bounds of CISPO's weight are given twice, or the wrong way round."""
-    given = c.model_fields_set
-    if c.loss_type == "cispo" and "clip_coef" in given and c.clip_coef is not None and given & {"clip_min", "clip_max"}:
-        names = " and ".join(sorted(given & {"clip_min", "clip_max"}))
+    given = [name for name in ("clip_max", "clip_min") if is_set(c, name)]
+    if c.loss_type == "cispo" and is_set(c, "clip_coef") and c.clip_coef is not None and given:
+        names = " and ".join(given)
         raise ValueError(f"clip_coef={c.clip_coef} gives both bounds of the weight, found {names} too; drop one")
     if low is not None and low >= high:
         raise ValueError(f"clip_min={low} is not below clip_max={high}; lower it, or leave it out")

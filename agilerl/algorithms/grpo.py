@@ -33,7 +33,7 @@ from agilerl.algorithms.reinforce import REINFORCEConfig, reinforce_credit
 from agilerl.algorithms.rloo import RLOOConfig
 from agilerl.algorithms.state import AgentState
 from agilerl.checks.arguments import checked, nearest
-from agilerl.checks.validation import Needs, validated
+from agilerl.checks.validation import Needs, is_set, set_values, validated
 from agilerl.data import LossInputs, RolloutBatch
 from agilerl.errors import ConfigError
 from agilerl.functional import MetricReducer, fill_masked, nonzero_advantage_rows, normaliser, top_entropy_mask
@@ -63,7 +63,7 @@ class GRPOConfig(GroupConfig, PolicyConfig, SurrogateConfig, RolloutLLMConfig):
     @property
     def weight_range(self) -> tuple[float, float]:
         """Lower and upper bound of CISPO's detached importance weight; ``clip_coef``, if it is set, gives both."""
-        if self.loss_type == "cispo" and "clip_coef" in self.model_fields_set:
+        if self.loss_type == "cispo" and is_set(self, "clip_coef"):
             return self.clip_range
         return self.clip_min or 0.0, self.clip_max
 
@@ -219,7 +219,7 @@ class GRPO(PolicyLearner, LLMAlgorithm):
             raise ConfigError(f"{self.algorithm.name} cannot become {name!r}; {nearest(str(name), FAMILY)}")
         algorithm = FAMILY[name].algorithm
         # What was set moves along; everything else takes the defaults of the other algorithm.
-        kept = with_changes(self.config.model_dump(exclude_unset=True), values)
+        kept = with_changes(set_values(self.config), values)
         del kept["algorithm"]
         before = self.algorithm, self.config
         self.algorithm, self.config = algorithm, validated(algorithm.Config, kept)  # type: ignore[assignment]

@@ -17,6 +17,7 @@ from agilerl.algorithms.config import CosineLRScheduleConfig
 from agilerl.algorithms.custom_loss import loss_name
 from agilerl.algorithms.learner import Learner
 from agilerl.checks.arguments import shown
+from agilerl.checks.validation import set_values
 from agilerl.errors import CheckpointError, ConfigError
 from agilerl.hpo.parameters import Gene
 from agilerl.models import adapters
@@ -157,7 +158,7 @@ def capture(agent: Learner) -> AgentState:
     return AgentState(
         algorithm=agent.algorithm.name,
         base=agent.runtime.base.name,
-        config=agent.config.model_dump(mode="json", exclude_unset=True),
+        config=set_values(agent.config, "json"),
         genes={name: gene.state() for name, gene in agent.genes.items()},
         # An option at its default is left out, as it is in older states.
         lora={"r": lora.r, "lora_alpha": lora.lora_alpha, "use_rslora": lora.use_rslora}

@@ -5,9 +5,16 @@ import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
-from pydantic import BaseModel, TypeAdapter, ValidationError, ValidatorFunctionWrapHandler
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    TypeAdapter,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
 
 from agilerl.checks.arguments import nearest, shown
 from agilerl.errors import ConfigError
@@ -37,10 +44,7 @@ def validated(model: type[Model], values: Mapping[str, Any], where: str = "") ->
 
 
 def checked_numbers(given: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """Convert as pydantic does, and refuse booleans that became numbers, and integers beyond 64 bits.
-
-    A field validator: ``_numbers = field_validator("*", mode="wrap")(checked_numbers)``.
-    """
+    """Convert as pydantic does, and refuse booleans that became numbers, and integers beyond 64 bits."""
     converted = handler(given)
     if wrong := list(_wrong_numbers(given, converted)):
         raise ValidationError.from_exception_data(
@@ -48,6 +52,51 @@ def checked_numbers(given: Any, handler: ValidatorFunctionWrapHandler) -> Any:
             [{"type": "value_error", "loc": loc, "input": given, "ctx": {"error": reason}} for loc, reason in wrong],
         )
     return converted
+
+
+class Settings(BaseModel):
+    """Settings by name, of which it is known whether they were set: an unknown name, infinity and NaN are errors."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    # Pydantic makes 1 of true, and takes integers of any size.
+    _numbers = field_validator("*", mode="wrap")(checked_numbers)
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names that a manifest may give; a field that is excluded from dumps is for Python alone."""
+        return [name for name, field in cls.model_fields.items() if not field.exclude]
+
+    def is_set(self, *names: str) -> bool:
+        """Return whether one of these was set, be it to its default."""
+        return is_set(self, *names)
+
+    def set_values(self, mode: Literal["python", "json"] = "python") -> dict[str, Any]:
+        """Return what was set, without defaults: one that is written out could contradict another setting."""
+        return set_values(self, mode)
+
+
+def is_set(model: BaseModel, *names: str) -> bool:
+    """Return whether one of these fields of a model was set."""
+    return not model.model_fields_set.isdisjoint(names)
+
+
+def set_values(model: BaseModel, mode: Literal["python", "json"] = "python") -> dict[str, Any]:
+    """Return what was set of a model, without defaults."""
+    return model.model_dump(mode=mode, exclude_unset=True)
+
+
+class PythonSettings(Settings):
+    """Settings that Python makes as well: arguments without a name are the fields in their order.
+
+    Raises ConfigError for wrong values.
+    """
+
+    def __init__(self, *positional: Any, **settings: Any) -> None:
+        try:
+            super().__init__(**dict(zip(type(self).model_fields, positional)), **settings)
+        except ValidationError as error:
+            raise ConfigError(sentence(error, type(self))) from error
 
 
 def _wrong_numbers(given: Any, converted: Any, *loc: str | int) -> Iterator[tuple[tuple[str | int, ...], ValueError]]:
@@ -84,7 +133,8 @@ def sentence(error: ValidationError, model: type[BaseModel], where: str = "") ->
         path, owner = _follow(model, item["loc"])
         key = ".".join([where, *path] if where else path) or model.__name__
         if item["type"] == "extra_forbidden":
-            text = unknown_key(key, _in_a_section(path[-1], owner) or nearest(path[-1], owner.model_fields))
+            names = owner.names() if issubclass(owner, Settings) else owner.model_fields
+            text = unknown_key(key, _in_a_section(path[-1], owner) or nearest(path[-1], names))
         elif item["type"] == "missing":
             text = f"{key} is required and has no value"
         elif item["type"] in ("model_type", "dict_type"):

@@ -148,7 +148,7 @@ def _about(folder: Path, config: RunConfig, *, given_base: bool, examined: bool)
     Without a ``given_base`` the base is the one that the adapter names.
     """
     adapter, agent = with_layers_by_weight(read_json(folder / ADAPTER_CONFIG)), _agent_json(folder)
-    document = _drop_training(config.model_dump(mode="json", exclude_unset=True), config.algorithm)
+    document = _drop_training(config.set_values("json"), config.algorithm)
     document["network"] |= {
         "adapter": str(folder.absolute()),
         "lora_config": {key: adapter[key] for key in _SHAPE if key in adapter},

@@ -59,12 +59,11 @@ from agilerl.training.events import (
     RunFinished,
     RunStarted,
 )
-from agilerl.training.loop import planned_iterations, samples_per_iteration
 from agilerl.training.memory import adapter_numbers, estimate, training_passes
 from agilerl.training.preflight import MOST, QUESTIONS, is_due, why_none
 from agilerl.training.probe import finite
 from agilerl.training.records import metric_lines
-from agilerl.training.setup import Session, steps_of_selection
+from agilerl.training.setup import Session
 
 _CLEAR = 0.8
 """Probability of being better from which an exam tells two agents apart."""
@@ -84,7 +83,7 @@ def plan_document(
     """
     config, population, task, scale = session.config, session.population, session.task, session.scale
     agents = population.agents
-    iterations = planned_iterations(session)
+    iterations = session.planned_iterations
     if scale.ends_by_tokens:
         # Counted with the longest completions: shorter ones leave tokens for more iterations.
         iterations = min(iterations, math.ceil(scale.lone_agent()[0] / len(agents)))
@@ -95,10 +94,9 @@ def plan_document(
     )
     prompts = [length for panel in panels for length in panel.prompts]
     room = limit - max(prompts)
-    memory, samples = estimate(config, population), samples_per_iteration(session)
+    memory, samples = estimate(config, population), session.samples_per_iteration
     # An answer may be as long as the agent allows, or as the context leaves room for after the longest prompt.
     completion = min(max(getattr(agent.config, "max_output_tokens", None) or room for agent in agents), room)
-    has_exam = config.environment.eval_prompts is not None
     plan: dict[str, Any] = {
         "population": {str(a.index): dict(a.hyperparameters) for a in agents},
         "genes": {name: gene.span() for name, gene in agents[0].genes.items()},
@@ -120,7 +118,7 @@ def plan_document(
             "exam_prompts": len(population.examiner.places("exam")),
             "test_prompts": len(population.examiner.places("test")),
             "smallest_population": min(config.smallest_population, len(agents)),
-            "steps_of_selection": steps_of_selection(scale, session.selection, len(agents), has_exam=has_exam),
+            "steps_of_selection": session.steps_of_selection(),
         },
         "expected_seconds": expected_seconds(session, completion) if timed else None,
         "exam": seen_by_exam(len(population.examiner.places("exam"))),

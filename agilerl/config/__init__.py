@@ -2,20 +2,15 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import model_validator
 
 from agilerl.checks.arguments import shown
 from agilerl.checks.redaction import keys_in_addresses, texts_in
-from agilerl.checks.validation import checked_numbers
+from agilerl.checks.validation import Settings
 
 
-class Section(BaseModel):
-    """A part of the manifest: unknown keys, infinity and NaN are errors."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
-
-    # Pydantic makes 1 of true, and takes integers of any size.
-    _numbers = field_validator("*", mode="wrap")(checked_numbers)
+class Section(Settings):
+    """A part of the manifest."""
 
     @model_validator(mode="before")
     @classmethod

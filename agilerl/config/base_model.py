@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
-from agilerl.checks.validation import Needs, checked_numbers
+from agilerl.checks.validation import Needs, Settings
 from agilerl.config import Section
 from agilerl.config.vllm import VLLMConfig
 from agilerl.errors import ConfigError
@@ -13,9 +13,8 @@ from agilerl.errors import ConfigError
 
 def _plain(value: Any) -> Any:
     """Turn a configuration object (``BitsAndBytesConfig``, ``VLLMConfig``) into what it was made of."""
-    if isinstance(value, BaseModel):
-        # Without defaults, so that only what was given counts as given again.
-        return value.model_dump(mode="json", exclude_unset=True)
+    if isinstance(value, Settings):
+        return value.set_values("json")
     to_dict = getattr(value, "to_dict", None)
     return to_dict() if callable(to_dict) else value
 
@@ -52,10 +51,8 @@ def quantization_settings(value: Any) -> Any:
     return {name: s for name, s in value.items() if name not in _BOOKKEEPING and _FIXED.get(name, _FIXED) != s}
 
 
-class _Options(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    _numbers = field_validator("*", mode="wrap")(checked_numbers)
+class _Options(Settings):
+    model_config = ConfigDict(frozen=True)
 
 
 class QuantizationConfig(_Options):
@@ -207,5 +204,5 @@ class NetworkConfig(SharedOptions, BaseSection):
     @property
     def options(self) -> SharedOptions:
         """How the base is loaded, computed and sampled from, as far as it was set."""
-        names = self.model_fields_set & SharedOptions.model_fields.keys()
+        names = [name for name in SharedOptions.model_fields if self.is_set(name)]
         return SharedOptions(**{name: getattr(self, name) for name in names})

@@ -241,7 +241,7 @@ class EnvironmentConfig(Section):
     @model_validator(mode="after")
     def _has_one_source(self) -> Self:
         # The default task gives way to a dataset or an environment; one that was given contradicts it.
-        given = self.task if "task" in self.model_fields_set else None
+        given = self.task if self.is_set("task") else None
         if self.env_type == "multiturn":
             if self.dataset is not None:
                 raise ValueError("environment.dataset is for single-turn rows, found env_type: multiturn; leave it out")

@@ -17,6 +17,7 @@ from agilerl.safety.addresses import addresses_in
 from agilerl.safety.bounds import check_file
 from agilerl.safety.custom_code import names_code
 
+Override = str | tuple[str, Any]
 _MANIFEST_BYTES = 50_000
 LEARNS_FROM = {"SFT": "sft", "DPO": "preference", "KTO": "unpaired"}
 """``environment.env_type`` of the algorithms that learn from data."""
@@ -31,8 +32,12 @@ _REPLACED = {
 
 
 @checked
-def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), replay: Path | None = None) -> RunConfig:
-    """Read a manifest (None: the embedded default), apply ``key.path=value`` overrides and check everything.
+def load_manifest(
+    path: Path | None = None, overrides: Sequence[Override] = (), replay: Path | None = None
+) -> RunConfig:
+    """Read a manifest (None: the embedded default), apply overrides and check everything.
+
+    An override is a text ``key.path=value``, whose value is YAML, or a pair of the key and a value as it is.
 
     ``replay`` is a schedule that ``agilerl schedule`` wrote: its content becomes ``training.replay``, and the run one
     of a single agent that nothing selects and whose genes do not evolve.
@@ -53,7 +58,7 @@ def load_manifest(path: Path | None = None, overrides: Sequence[str] = (), repla
     return config
 
 
-def _replaced(overrides: Sequence[str]) -> tuple[str, ...]:
+def _replaced(overrides: Sequence[Override]) -> tuple[str, ...]:
     """Return a sentence for each override that a later one of the same key, or of its section, replaces."""
     sentences = []
     for index, (keys, value) in enumerate(changed := [_split(override) for override in overrides]):
@@ -63,7 +68,7 @@ def _replaced(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(sentences)
 
 
-def _suit_learner(values: dict[str, Any], overrides: Sequence[str]) -> None:
+def _suit_learner(values: dict[str, Any], overrides: Sequence[Override]) -> None:
     """Drop the embedded default's settings of GRPO if an override names an algorithm that learns from data."""
     named = [value for keys, value in map(_split, overrides) if keys == ["algorithm", "name"]]
     if named and (env_type := LEARNS_FROM.get(str(named[-1]))):
@@ -84,10 +89,10 @@ def config_of_run(document: Mapping[str, Any], overrides: Sequence[str] = ()) ->
     return RunConfig.from_dict(values).typed_with(typed)
 
 
-def _override(values: dict[str, Any], overrides: Sequence[str]) -> tuple[str, ...]:
-    """Put ``key.path=value`` into a manifest; return the addresses among the values."""
+def _override(values: dict[str, Any], overrides: Sequence[Override]) -> tuple[str, ...]:
+    """Put overrides into a manifest; return the addresses among the values."""
     changed = [_split(override) for override in overrides]
-    for sentence in (text for override in overrides for text in _renamed(override.partition("=")[0])[1]):
+    for sentence in (text for override in overrides for text in _renamed(_pair(override)[0])[1]):
         warnings.warn(sentence, stacklevel=4)
     environment = values.get("environment")
     if isinstance(environment, dict):
@@ -102,7 +107,7 @@ def _override(values: dict[str, Any], overrides: Sequence[str]) -> tuple[str, ..
 
 
 @checked
-def config_of(manifest: Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+def config_of(manifest: Mapping[str, Any], overrides: Sequence[Override] = ()) -> RunConfig:
     """Return the configuration of a manifest in memory; files that it names are relative to the working directory.
 
     Raises ConfigError for every wrong setting.
@@ -145,14 +150,14 @@ def _refuse_meaningless(config: RunConfig) -> None:
             raise ConfigError(f"{where}.isolate is for custom functions, found {shown(grader.name)}; remove it")
         if grader.workers is not None and not is_code:
             raise ConfigError(f"{where}.workers is for custom functions, found {shown(grader.name)}; give it in params")
-        if "timeout" in grader.model_fields_set and not grader.isolate:
+        if grader.is_set("timeout") and not grader.isolate:
             raise ConfigError(
                 f"{where}.timeout={grader.timeout:g} is the limit of an isolated grader, found isolate=false; "
                 + ("set isolate: true, or leave timeout out" if is_code else "give it in params, if the grader has one")
             )
     selection = config.selection_strategy
     for name in ("tournament_size", "elitism"):
-        if name in selection.model_fields_set and selection.strategy != "tournament":
+        if selection.is_set(name) and selection.strategy != "tournament":
             raise ConfigError(f"selection_strategy.{name} is a setting of name: tournament, found {selection.strategy}")
     mutation = config.mutation
     evolving, moved = len(mutation.rl_hp_selection), mutation.genes_per_mutation
@@ -215,11 +220,18 @@ def is_set(key: str, overrides: Sequence[str]) -> bool:
     )
 
 
-def _split(override: str) -> tuple[list[str], Any]:
-    key, separator, text = override.partition("=")
-    if not separator or not all(key.strip().split(".")):
+def _split(override: Override) -> tuple[list[str], Any]:
+    key, value = _pair(override)
+    if not all(key.strip().split(".")):
         raise ConfigError(f"expected key.path=value, found {shown(override)}")
-    return _renamed(key)[0], parse_yaml(text, f"the value of {shown(key)}")
+    return _renamed(key)[0], value
+
+
+def _pair(override: Override) -> tuple[str, Any]:
+    if not isinstance(override, str):
+        return override
+    key, separator, text = override.partition("=")
+    return (key, parse_yaml(text, f"the value of {shown(key)}")) if separator else ("", None)
 
 
 def _renamed(key: str) -> tuple[list[str], list[str]]:
@@ -253,4 +265,4 @@ def _put(values: dict[str, Any], keys: list[str], value: Any) -> None:
                 f"{'.'.join(keys[:depth])} holds {shown(values[key])}, so it has no key {shown(keys[depth])}"
             )
         values = values[key]
-    values[keys[-1]] = value
+    values[keys[-1]] = copy.deepcopy(value)  # which is the caller's

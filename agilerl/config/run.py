@@ -24,12 +24,13 @@ from agilerl.config.search import GeneConfig, MutationConfig, SelectionConfig, T
 from agilerl.config.training import TrainingConfig
 from agilerl.errors import ConfigError
 from agilerl.gone import instead
+from agilerl.hpo.knockout import KnockoutSelection
 from agilerl.hpo.strategies import COST_TOKENS, LRSchedule
 from agilerl.safety.custom_code import names_code
 
 EVO_STEPS = 8
 """Iterations between selections if a manifest gives none; the knockout goes by the budget instead."""
-ANNEALING = LRSchedule("linear", decay=0.4)
+ANNEALING = LRSchedule(name="linear", decay=0.4)
 """The learning rate's course in runs that end with one agent."""
 
 
@@ -92,11 +93,6 @@ class RunConfig(Section):
                 f"training.replay is for one agent that nothing selects, found training.pop_size={size} and "
                 f"selection_strategy.name={self.selection_strategy.strategy}; set pop_size: 1 and name: none"
             )
-        # The knockout goes by the budget, of which more is known once the base is loaded (Scale.generation).
-        if self.training.evo_steps is None and not self.selection_strategy.narrows:
-            self.training = self.training.model_copy(update={"evo_steps": EVO_STEPS})
-            # A default does not count as given, so that a later default does not change a recorded one.
-            self.training.model_fields_set.discard("evo_steps")
         if self.selection_strategy.soup is not None and self.candidates < 2:
             raise ValueError(
                 f"selection_strategy.soup={self.selection_strategy.soup:g} is made of the candidates, found "
@@ -130,8 +126,8 @@ class RunConfig(Section):
         there is no section ``mutation`` at all.
         """
         strategy = self.selection_strategy.strategy
-        selects = strategy != "none" and self.training.pop_size > 1 and "mutation" not in self.model_fields_set
-        if "rl_hp_selection" in self.mutation.model_fields_set or not (self.selection_strategy.narrows or selects):
+        selects = strategy != "none" and self.training.pop_size > 1 and not self.is_set("mutation")
+        if self.mutation.is_set("rl_hp_selection") or not (self.selection_strategy.narrows or selects):
             return self.mutation.rl_hp_selection
         # PPO has no rate of that name, but one for its actor and one for its critic.
         names = ("lr_actor", "lr_critic") if self.algorithm["name"] == "PPO" else ("lr",)
@@ -147,8 +143,8 @@ class RunConfig(Section):
     @property
     def smallest_population(self) -> int:
         """Agents that selection may leave."""
-        section, size = self.selection_strategy, self.training.pop_size
-        return min(section.floor or 1, size) if section.narrows else size
+        strategy, size = self.selection_strategy.declared, self.training.pop_size
+        return min(strategy.floor, size) if isinstance(strategy, KnockoutSelection) else size
 
     @property
     def candidates(self) -> int:
@@ -186,6 +182,23 @@ class RunConfig(Section):
         start, mutation = self.network.lora_config.r, self.mutation
         return max(start, mutation.rank_range[1]) if mutation.probabilities.arch_mut > 0 else start
 
+    _given: "RunConfig | None" = PrivateAttr(None)
+
+    @property
+    def given(self) -> "RunConfig":
+        """The settings as they were given, before what was left open was decided."""
+        return self._given or self
+
+    def decided(self, **training: Any) -> Self:
+        """Return a copy with decisions on what ``training`` left open."""
+        return self.replaced(training=self.training.model_copy(update=training)).made_of(self.given)
+
+    def made_of(self, given: "RunConfig") -> Self:
+        """Return a copy of which other settings are what was given."""
+        copy = self.model_copy()
+        copy._given = given
+        return copy
+
     def replaced(self, **sections: Section) -> Self:
         """Return a copy with other sections, which are taken as they are."""
         return self.model_copy(update=sections)
@@ -205,14 +218,14 @@ class RunConfig(Section):
         if given is None and self.training.replay is not None:
             given = self.training.replay.lr_schedule
         if given is not None:
-            return given.schedule()
+            return given
         return ANNEALING if self.selection_strategy.narrows else LRSchedule()
 
     @property
     def tournament_size(self) -> int:
         """Agents that compete for one place; by default at most as many as there are."""
-        size, given = self.selection_strategy.tournament_size, self.selection_strategy.model_fields_set
-        return size if "tournament_size" in given else min(size, self.training.pop_size)
+        given = self.selection_strategy.tournament.get("tournament_size")
+        return min(2, self.training.pop_size) if given is None else given
 
     @classmethod
     @checked
@@ -232,7 +245,7 @@ class RunConfig(Section):
 def addresses_of(name: str, *, nearly: bool = False) -> list[str]:
     """Return ``section.name`` for each section that has a setting of this name, or ``nearly`` of this name."""
     sections = {
-        section: HYPERPARAMETERS if section == "algorithm" else getattr(field.annotation, "model_fields", ())
+        section: HYPERPARAMETERS if section == "algorithm" else field.annotation.names()  # type: ignore[union-attr]
         for section, field in RunConfig.model_fields.items()
     }
     known = [each for names in sections.values() for each in names]

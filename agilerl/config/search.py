@@ -3,15 +3,18 @@
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic_core import InitErrorDetails
 
 from agilerl.checks.arguments import shown
 from agilerl.checks.validation import Needs
 from agilerl.config import Section
 from agilerl.config.training import Seed, check_known
 from agilerl.config.vllm import server_url
-from agilerl.hpo.strategies import SETTINGS, defaults_of
-from agilerl.safety.custom_code import names_code
+from agilerl.errors import ConfigError
+from agilerl.hpo.selection import Strategy
+from agilerl.hpo.strategies import STRATEGIES
+from agilerl.hpo.tournament import TournamentSelection
 
 _CLONES = Needs(
     "selection_strategy.clones",
@@ -24,7 +27,7 @@ DEFAULT = "knockout"
 
 def _strategy(name: str | None) -> str | None:
     if name is not None:
-        check_known(name, SETTINGS, "strategies", "strategy.py:MySelection")
+        check_known(name, STRATEGIES, "strategies", "strategy.py:MySelection")
     return name
 
 
@@ -78,59 +81,18 @@ class MutationConfig(Section):
     """Seed of mutations; None takes ``training.seed``."""
 
 
-class PulseConfig(Section):
-    """Later rounds of a knockout, once one agent is left."""
-
-    every: Annotated[int, Field(ge=1)] = 3
-    """Generations from one fork into challengers to the next."""
-    factors: list[Annotated[float, Field(gt=0)]] = Field(default_factory=lambda: [3.0])
-    """One challenger each: its learning rates are the agent's times this. An empty list forks none."""
-    challenge: Annotated[float, Field(ge=0.5, le=1)] = 0.8
-    """Probability of being better, by the paired exam, with which a challenger takes over."""
-    until: Annotated[float, Field(ge=0, le=1)] = 0.45
-    """Share of the budget after which there are no more challengers."""
-    guard: Annotated[float, Field(ge=0.5, le=1)] = 0.99
-    """Bring the best exam's agent back if it is better than the present one with this probability; 1 never does."""
-    guard_factor: Annotated[float, Field(gt=0, le=1)] = 0.4
-    """Factor on its learning rates then."""
+_OF_TOURNAMENT = ("tournament_size", "elitism")
+"""Settings that have always been in every run.json, whatever the strategy."""
 
 
 class SelectionConfig(Section):
-    """Who survives. Omitted settings have the strategy's own default; settings of another strategy are refused."""
+    """Who survives: a strategy with its settings, which its class declares; those of another strategy are refused."""
 
+    model_config = ConfigDict(extra="allow")
     name: Annotated[str | None, AfterValidator(_strategy)] = None
     """``knockout``, ``tournament``, ``truncation``, ``multi_frequency``, ``none`` (keep all agents, which is random
     search), or custom code, ``strategy.py:MySelection``. None: ``tournament`` if ``tournament_size`` or ``elitism`` is
     given, else the default."""
-    tournament_size: Annotated[int, Field(ge=1)] = 2
-    """Tournament: agents that compete for one place; if not given, at most as many as there are."""
-    elitism: bool = True
-    """Tournament: the best agent keeps its place."""
-    gate: Annotated[float | None, Field(ge=0.5, lt=1)] = None
-    """Tournament: replace an agent only by one that is better with this probability; None always replaces."""
-    fraction: Annotated[float | None, Field(gt=0, le=0.5)] = None
-    """Truncation: share of the agents that is replaced by copies of as many best ones (0.25)."""
-    confidence: Annotated[float | None, Field(ge=0.5, le=1)] = None
-    """Probability of being better from which on a copy replaces an agent (truncation, 0.8), or an agent displaces the
-    user's configuration (knockout, 0.8)."""
-    period: Annotated[int | None, Field(ge=1)] = None
-    """Knockout: generations from one halving to the next (1)."""
-    floor: Annotated[int | None, Field(ge=1)] = None
-    """Knockout: agents that are left in the end (1)."""
-    n_subpopulations: Annotated[int | None, Field(ge=1)] = None
-    """Multi-frequency: parts of the population (2)."""
-    evolution_frequency_ratios: list[Annotated[int, Field(ge=1)]] | None = None
-    """Multi-frequency: each part's generations between selections (1, 4, 16, ...)."""
-    n_winners: Annotated[int | None, Field(ge=1)] = None
-    """Multi-frequency: agents of a part that are copied (a quarter, at least one)."""
-    n_survivors: Annotated[int | None, Field(ge=0)] = None
-    """Multi-frequency: agents of a part that stay (the rest)."""
-    n_open_for_migration: Annotated[int | None, Field(ge=0)] = None
-    """Multi-frequency: agents of a part that better ones of other parts replace (a quarter)."""
-    n_losers: Annotated[int | None, Field(ge=1)] = None
-    """Multi-frequency: agents of a part that copies of winners replace (a quarter, at least one)."""
-    pulses: PulseConfig | None = None
-    """Knockout: later rounds."""
     params: dict[str, Any] | None = None
     """Custom code: keywords of its class."""
     candidates: Annotated[int | None, Field(ge=1, le=16)] = None
@@ -146,31 +108,35 @@ class SelectionConfig(Section):
     collapse_guard: bool = True
     """Replace agents whose entropy, length or reward has fallen far outside what the elite's is."""
 
-    @property
-    def strategy(self) -> str:
-        """The strategy in force."""
-        if self.name is not None:
-            return self.name
-        return "tournament" if self.model_fields_set & {"tournament_size", "elitism"} else DEFAULT
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names of the settings, those of every strategy among them."""
+        return [*super().names(), *dict.fromkeys(name for cls in STRATEGIES.values() for name in cls.names())]
+
+    _declared: Strategy | None = PrivateAttr(None)
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """What was set of the strategy's own settings."""
-        names = {"params"} if names_code(self.strategy) else SETTINGS[self.strategy]
-        given = {name: getattr(self, name) for name in names if name in self.model_fields_set}
-        if self.pulses is not None and "pulses" in given:
-            given["pulses"] = self.pulses.model_dump(exclude_unset=True)
-        return {name: value for name, value in given.items() if value is not None}
+    def declared(self) -> Strategy | None:
+        """The strategy, not yet for a population of some size; None for custom code."""
+        return self._declared
+
+    @property
+    def strategy(self) -> str:
+        """The name of the strategy in force."""
+        if self.name is not None:
+            return self.name
+        return TournamentSelection.name if self.is_set(*_OF_TOURNAMENT) else DEFAULT
+
+    @property
+    def tournament(self) -> dict[str, Any]:
+        """What was set of the tournament, which runs of other strategies record as well."""
+        return {name: value for name in _OF_TOURNAMENT if (value := (self.model_extra or {}).get(name)) is not None}
 
     def document(self, **of_run: Any) -> dict[str, Any]:
         """Return the strategy with all of its settings, defaults and those ``of_run`` included, without others'."""
-        if names_code(self.strategy):
-            settings: dict[str, Any] = {"params": self.params}
-        else:
-            settings = {**defaults_of(self.strategy), **self.settings}
-            if "pulses" in settings:
-                settings["pulses"] = (self.pulses or PulseConfig()).model_dump(mode="json")
-        common = self.model_dump(include={"elitism", "soup", "collapse_guard"})
+        settings = {"params": self.params} if self.declared is None else self.declared.model_dump(mode="json")
+        elitism = self.tournament.get("elitism", True)
+        common = {"elitism": elitism, "soup": self.soup, "collapse_guard": self.collapse_guard}
         return {**settings, "name": self.strategy, **common, **of_run}
 
     @property
@@ -185,18 +151,20 @@ class SelectionConfig(Section):
 
     @model_validator(mode="after")
     def _fits_the_strategy(self) -> Self:
-        settings = {"params"} if names_code(self.strategy) else set(SETTINGS[self.strategy])
-        # tournament_size and elitism have always been in every run.json, whatever the strategy.
-        foreign = (
-            self.model_fields_set
-            - settings
-            - {"name", "collapse_guard", "candidates", "soup", "equal_tokens", "tournament_size", "elitism"}
-        )
-        for name in sorted(foreign):
-            if getattr(self, name) is not None:
-                known = ", ".join(sorted(settings)) or "no other settings"
-                kind = f"selection_strategy.name={self.strategy}"
-                raise ValueError(f"{name} is not a setting of {kind}, which has {known}")
+        cls = STRATEGIES.get(self.strategy)
+        names = ["params"] if cls is None else cls.names()
+        given = {**(self.model_extra or {}), **({} if self.params is None else {"params": self.params})}
+        given = {name: value for name, value in given.items() if value is not None}
+        for name in sorted(given.keys() - {*names, *_OF_TOURNAMENT}):
+            if name not in self.names():
+                wrong: InitErrorDetails = {"type": "extra_forbidden", "loc": (name,), "input": given[name]}
+                raise ValidationError.from_exception_data("selection", [wrong])
+            known, kind = ", ".join(sorted(names)) or "no other settings", f"selection_strategy.name={self.strategy}"
+            raise ValueError(f"{name} is not a setting of {kind}, which has {known}")
+        try:
+            self._declared = None if cls is None else cls(**{name: given[name] for name in names if name in given})
+        except ConfigError as error:
+            raise (error.__cause__ or error) from None  # which names the setting
         return self
 
 

@@ -7,7 +7,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from agilerl.checks.arguments import nearest, shown
-from agilerl.checks.validation import Needs
 from agilerl.config import Section
 from agilerl.config.environment import Params
 from agilerl.gone import instead
@@ -74,29 +73,6 @@ def _named(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
-class LRScheduleConfig(Section):
-    """The course of every agent's learning rate over the run: a factor on it, by the share of the budget spent."""
-
-    name: Literal["constant", "linear", "cosine"]
-    """How it decays."""
-    warmup: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Share of the budget in which the factor rises from 0 to 1."""
-    decay: Annotated[float, Field(ge=0, le=1), Needs("name", ("linear", "cosine"))] = 1.0
-    """Last share of the budget, in which it falls to ``end``; 1 is all that the warm-up leaves."""
-    end: Annotated[float, Field(ge=0, le=1), Needs("name", ("linear", "cosine"))] = 0.0
-    """Factor at the end."""
-
-    @model_validator(mode="after")
-    def _parts_fit(self) -> Self:
-        # Only for its check: warm-up and decay must not overlap.
-        self.schedule()
-        return self
-
-    def schedule(self) -> LRSchedule:
-        """Return the schedule; raises ConfigError if warm-up and decay overlap."""
-        return LRSchedule(self.name, self.warmup, self.decay, self.end)
-
-
 class ReplayStep(Section):
     """One step of a schedule."""
 
@@ -113,7 +89,7 @@ class ReplayConfig(Section):
     """By hyperparameter: its values, the first from 0 tokens on, the last one beyond the end."""
     algorithm: str | None = None
     """The algorithm that it was found with; None: any."""
-    lr_schedule: LRScheduleConfig | None = None
+    lr_schedule: LRSchedule | None = None
     """The run's course of the learning rate, unless ``training.lr_schedule`` gives another."""
 
     @model_validator(mode="after")
@@ -152,7 +128,7 @@ class TrainingConfig(Section):
     """Iterations between exams; None examines before each selection only."""
     seed: Seed = 42
     """Seed of everything random in the run."""
-    lr_schedule: Annotated[LRScheduleConfig | None, BeforeValidator(_named)] = None
+    lr_schedule: Annotated[LRSchedule | None, BeforeValidator(_named)] = None
     """Course of the learning rate, or its name alone; None: constant, and for the knockout linear over the last
     40 %."""
     replay: ReplayConfig | None = None

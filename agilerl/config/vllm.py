@@ -3,13 +3,13 @@
 import json
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
 from agilerl.checks.arguments import shown
-from agilerl.checks.validation import checked_numbers, sentence
+from agilerl.checks.validation import PythonSettings
 from agilerl.errors import ConfigError, how_to_install
 
 API_KEY = "VLLM_API_KEY"
@@ -65,15 +65,13 @@ def server_url(text: str | None) -> str | None:
     return text.rstrip("/").removesuffix("/v1")
 
 
-class VLLMConfig(BaseModel):
+class VLLMConfig(PythonSettings):
     """Settings of the vLLM engine, under the names of AgileRL or vLLM; None: what suits base and population.
 
     Raises ConfigError for an unknown name and a value out of range.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    _numbers = field_validator("*", mode="wrap")(checked_numbers)
+    model_config = ConfigDict(frozen=True)
 
     tensor_parallel_size: Annotated[int, Field(ge=1)] = 1
     """GPUs that share the base."""
@@ -135,13 +133,6 @@ class VLLMConfig(BaseModel):
     """Largest mean difference of those log-probs in nats; None: 0.001 if vLLM computes in float32, else 0.1."""
     exams: Literal["vllm", "torch"] = "vllm"
     """Engine of exams and tests; ``torch`` gives the same bits whichever other agents are examined."""
-
-    def __init__(self, **settings: Any) -> None:
-        try:
-            super().__init__(**settings)
-        except ValidationError as error:
-            # Users build this class themselves too, and expect the package's own error.
-            raise ConfigError(sentence(error, type(self))) from None
 
     @model_validator(mode="after")
     def _agrees(self) -> Self:

@@ -1,13 +1,14 @@
 """The default search, down to one agent: knockout rounds, then pulses."""
 
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Annotated, Self
 
-from agilerl.checks.arguments import Count, Fraction, Positive, Share, checked
-from agilerl.errors import ConfigError
+from pydantic import Field, model_validator
+
+from agilerl.checks.arguments import Count, Fraction, Positive, Share, Whole
 from agilerl.hpo.fitness import Fitness, evidence, probability_better
-from agilerl.hpo.selection import RESTART, Birth, Contest, Plan, SelectionStrategy, Standing, Strategy, Sureness
+from agilerl.hpo.selection import RESTART, Birth, Contest, Plan, Size, Standing, Strategy, Sureness
 
 TRUST = 0.99
 """Least ``confidence`` against a founder whose rate is known to be usual: one that is too high often leads the first
@@ -45,26 +46,26 @@ class PulseSelection(Strategy):
     Raises ConfigError for factors that are not positive or are 1, and probabilities outside [0.5, 1].
     """
 
-    @checked
-    def __init__(
-        self,
-        every: Count = 3,
-        factors: Sequence[Positive] = (3.0,),
-        challenge: Sureness = 0.8,
-        until: Share = 0.45,
-        *,
-        guard: Sureness = 0.99,
-        guard_factor: Fraction = 0.4,
-    ) -> None:
+    name = "pulses"
+    every: Count = 3
+    """Generations from one fork into challengers to the next."""
+    factors: tuple[Positive, ...] = (3.0,)
+    """One challenger each: its learning rates are the agent's times this. An empty list forks none."""
+    challenge: Sureness = 0.8
+    """Probability of being better, by the paired exam, with which a challenger takes over."""
+    until: Share = 0.45
+    """Share of the budget after which there are no more challengers."""
+    guard: Sureness = 0.99
+    """Bring the best exam's agent back if it is better than the present one with this probability; 1 never does."""
+    guard_factor: Fraction = 0.4
+    """Factor on its learning rates then."""
+
+    @model_validator(mode="after")
+    def _differ(self) -> Self:
         # Such a challenger would train just as its parent does.
-        if 1 in factors:
-            raise ConfigError(f"PulseSelection: factors must be above 0 and not 1, found {list(factors)}")
-        self.every = every
-        self.factors = tuple(float(factor) for factor in factors)
-        self.challenge = challenge
-        self.until = until
-        self.guard = guard
-        self.guard_factor = guard_factor
+        if 1 in self.factors:
+            raise ValueError(f"PulseSelection: factors must be above 0 and not 1, found {list(self.factors)}")
+        return self
 
     def decide(self, contest: Contest) -> Plan:
         """Return a plan with challengers, or with the winner of those that are there."""
@@ -161,44 +162,43 @@ class KnockoutSelection(Strategy):
     with ``confidence``. Once ``MOST`` of the budget is spent, place decides and one stays (``floor``, if that is more),
     or none would be left for later rounds.
 
-    Later rounds: once one agent is left, ``later`` plans (None: ``PulseSelection()``, which tests it with challengers).
-    With a ``floor`` above 1 the last agents stay as they are.
+    Later rounds: once one agent is left, ``pulses`` test it with challengers. With a ``floor`` above 1 the last agents
+    stay as they are.
     Raises ConfigError for a floor above the population's size, and a confidence outside [0.5, 1].
     """
 
-    @checked
-    def __init__(
-        self,
-        population_size: Count,
-        period: Count = 1,
-        confidence: Sureness = 0.8,
-        floor: Count = 1,
-        later: SelectionStrategy | None = None,
-    ) -> None:
-        if floor > population_size:
-            raise ConfigError(f"floor must be at most population_size={population_size}, found {floor}.")
-        self.population_size = population_size
-        self.period = period
-        self.confidence = confidence
-        self.floor = floor
-        self.later = PulseSelection() if later is None else later
-        self.seeded = 0
+    name = "knockout"
+    population_size: Size = None
+    period: Count = 1
+    """Generations from one halving to the next."""
+    confidence: Sureness = 0.8
+    """Probability of being better from which on an agent displaces the user's configuration."""
+    floor: Count = 1
+    """Agents that are left in the end."""
+    pulses: PulseSelection = PulseSelection()
+    """Later rounds."""
+    seeded: Annotated[Whole, Field(exclude=True)] = 0
+
+    @model_validator(mode="after")
+    def _leaves_some(self) -> Self:
+        if self.population_size is not None and self.floor > self.population_size:
+            raise ValueError(f"floor must be at most population_size={self.population_size}, found {self.floor}.")
+        return self
 
     def seeding(self, agent: int) -> "KnockoutSelection":
         """Return the same strategy with another agent that is trusted most, and leaves on more evidence."""
-        strategy = copy(self)
-        strategy.seeded, strategy.confidence = agent, max(self.confidence, TRUST)
-        return strategy
+        return self.model_copy(update={"seeded": agent, "confidence": max(self.confidence, TRUST)})
 
     def decide(self, contest: Contest) -> Plan:
         """Return a plan without those that leave, or that of the later rounds."""
         fitness, founders, spent = contest.fitness, self.population_size, contest.standing.spent
+        assert founders is not None, "a population is planned for"
         agents = len(fitness)
         # An index beyond the founders' is that of a challenger: the later rounds have begun.
         if self.floor == 1 and (agents == 1 or max(fitness) >= founders):
-            return contest.asked_of(self.later)
+            return contest.asked_of(self.pulses)
         if not contest.finite:
-            return contest.asked_of(self.later) if self.floor == 1 else contest.unchanged()
+            return contest.asked_of(self.pulses) if self.floor == 1 else contest.unchanged()
         leave = (contest.generation + 1) % self.period == 0 and agents > self.floor
         few = max(survivors(agents, spent), self.floor) if leave else agents
         verdicts: dict[int, str] = {}

@@ -1,13 +1,15 @@
 """Multiple-frequency selection: sub-populations that evolve at different periods, with asymmetric migration."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import cycle
-from typing import NamedTuple
+from functools import cached_property
+from itertools import cycle, pairwise
+from typing import Annotated, NamedTuple, Self
+
+from pydantic import Field, model_validator
 
 from agilerl.checks.arguments import Count, Seed, checked
-from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, ranking
-from agilerl.hpo.selection import AgentT, Birth, Contest, Plan, Strategy, selected
+from agilerl.hpo.selection import AgentT, Birth, Contest, Plan, Size, Strategy, selected
 from agilerl.streams import stream
 
 
@@ -33,42 +35,71 @@ class MultiFrequencySelection(Strategy):
     refilled by migration. Raises ConfigError for parts or brackets that do not add up, or ratios that do not increase.
     """
 
-    @checked
-    def __init__(
-        self,
-        population_size: Count,
-        n_subpopulations: int = 2,
-        evolution_frequency_ratios: Sequence[int] | None = None,
-        *,
-        n_winners: int | None = None,
-        n_survivors: int | None = None,
-        n_open_for_migration: int | None = None,
-        n_losers: int | None = None,
-        seed: Seed | None = None,
-    ) -> None:
-        if n_subpopulations < 1 or population_size < 2 * n_subpopulations or population_size % n_subpopulations:
-            raise ConfigError(
+    name = "multi_frequency"
+    population_size: Size = None
+    n_subpopulations: Count = 2
+    """Parts of the population."""
+    evolution_frequency_ratios: tuple[Count, ...] | None = None
+    """Each part's generations between selections; None: 1, 4, 16, ..."""
+    n_winners: Annotated[int | None, Field(ge=1)] = None
+    """Agents of a part that are copied; None: a quarter, at least one."""
+    n_survivors: Annotated[int | None, Field(ge=0)] = None
+    """Agents of a part that stay; None: the rest."""
+    n_open_for_migration: Annotated[int | None, Field(ge=0)] = None
+    """Agents of a part that better ones of other parts replace; None: a quarter."""
+    n_losers: Annotated[int | None, Field(ge=1)] = None
+    """Agents of a part that copies of winners replace; None: a quarter, at least one."""
+    seed: Annotated[Seed | None, Field(exclude=True)] = None
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> Self:
+        size, parts, ratios = self.population_size, self.n_subpopulations, self.ratios
+        if size is not None and (size < 2 * parts or size % parts):
+            raise ValueError(
                 "population_size must be a multiple of n_subpopulations with at least two agents in each, "
-                f"found population_size={population_size}, n_subpopulations={n_subpopulations}."
+                f"found population_size={size}, n_subpopulations={parts}."
             )
-        self.population_size = self.fixed_size = population_size
-        self.n_subpopulations = n_subpopulations
-        self.ratios = tuple(evolution_frequency_ratios or (4**part for part in range(n_subpopulations)))
-        increasing = all(a < b for a, b in zip(self.ratios, self.ratios[1:], strict=False))
-        if len(self.ratios) != n_subpopulations or self.ratios[0] != 1 or not increasing:
-            raise ConfigError(
+        increasing = all(a < b for a, b in pairwise(ratios))
+        if len(ratios) != parts or ratios[0] != 1 or not increasing:
+            raise ValueError(
                 "evolution_frequency_ratios must start at 1 and increase, one number for each of the "
-                f"{n_subpopulations} sub-populations, found {list(self.ratios)}."
+                f"{parts} sub-populations, found {list(ratios)}."
             )
-        self._set_brackets(n_winners, n_survivors, n_open_for_migration, n_losers)
-        self.seed = 0 if seed is None else seed
+        if size is not None and (sum(self.brackets) != size // parts or min(self.brackets) < 0):
+            raise ValueError(
+                f"n_winners, n_survivors, n_open_for_migration and n_losers must add up to the {size // parts} agents "
+                f"of a sub-population, with at least one winner; found {self.brackets}."
+            )
+        return self
+
+    @property
+    def fixed_size(self) -> int | None:
+        """Agents of every population that it plans for."""
+        return self.population_size
+
+    @cached_property
+    def ratios(self) -> tuple[int, ...]:
+        """Each part's generations between selections."""
+        return self.evolution_frequency_ratios or tuple(4**part for part in range(self.n_subpopulations))
+
+    @cached_property
+    def brackets(self) -> tuple[int, int, int, int]:
+        """Winners, survivors, open for migration and losers of a part, best first."""
+        assert self.population_size is not None, "a population is planned for"
+        size = self.population_size // self.n_subpopulations
+        quarter = size // 4
+        winners = max(1, quarter) if self.n_winners is None else self.n_winners
+        losers = max(1, quarter) if self.n_losers is None else self.n_losers
+        migrants = quarter if self.n_open_for_migration is None else self.n_open_for_migration
+        rest = size - winners - losers - migrants
+        return winners, rest if self.n_survivors is None else self.n_survivors, migrants, losers
 
     def decide(self, contest: Contest) -> Plan:
         """Return a plan for each part whose generation it is; the order of ``fitness`` decides the parts."""
         if not contest.finite:
             return contest.unchanged()
         fitness, agents = contest.fitness, list(contest.fitness)
-        size = self.population_size // self.n_subpopulations
+        size = len(agents) // self.n_subpopulations
         parts = [agents[start : start + size] for start in range(0, len(agents), size)]
         births: dict[int, Birth] = {}
         verdicts: dict[int, str] = {}
@@ -92,7 +123,7 @@ class MultiFrequencySelection(Strategy):
 
         Pass the third to ``Mutations.mutation(pop, nominated)``. Raises ConfigError if an agent was not evaluated.
         """
-        elite, population, plan = selected(self, pop, self.seed)
+        elite, population, plan = selected(self, pop, self.seed or 0)
         return elite, population, list(plan.mutants)
 
     def _evolve(
@@ -100,16 +131,16 @@ class MultiFrequencySelection(Strategy):
     ) -> Iterator[_Replacement]:
         ranked = ranking({index: fitness[index] for index in parts[number]})
         finite = [index for index in ranked if fitness[index].is_finite]
-        first_loser = len(ranked) - self.n_losers
+        best, survivors, _, worst = self.brackets
+        first_loser = len(ranked) - worst
         losers = [i for rank, i in enumerate(ranked) if rank >= first_loser or not fitness[i].is_finite]
-        winners = finite[: self.n_winners]
+        winners = finite[:best]
         # Without a sound winner all places are open to migrants, those of losers too.
         for loser in losers if winners else ():
             # A stream for each loser, so that no draw depends on how many there are.
             pick = int(stream(seed, "selection", generation, loser).integers(len(winners)))
             yield _Replacement(loser, winners[pick], mutates=True)
-        start = self.n_winners + self.n_survivors
-        open_places = [i for i in ranked[start:first_loser] if i not in losers] if winners else ranked
+        open_places = [i for i in ranked[best + survivors : first_loser] if i not in losers] if winners else ranked
         home = {index: part for part, members in enumerate(parts) for index in members}
         outside = ranking({i: one for i, one in fitness.items() if home[i] != number and one.is_finite})
         # A part without any finite agent may have more slots than there are migrants: some are then used twice.
@@ -120,18 +151,3 @@ class MultiFrequencySelection(Strategy):
                 # Genes of a faster part are good for the near future, which the slower one is there to resist.
                 weights_only = bool(winners) and self.ratios[home[migrant]] < self.ratios[number]
                 yield _Replacement(local, migrant, winners[0] if weights_only else None)
-
-    def _set_brackets(self, winners: int | None, survivors: int | None, open_: int | None, losers: int | None) -> None:
-        size = self.population_size // self.n_subpopulations
-        quarter = size // 4
-        self.n_winners = max(1, quarter) if winners is None else winners
-        self.n_losers = max(1, quarter) if losers is None else losers
-        self.n_open_for_migration = quarter if open_ is None else open_
-        taken = self.n_winners + self.n_losers + self.n_open_for_migration
-        self.n_survivors = size - taken if survivors is None else survivors
-        brackets = (self.n_winners, self.n_survivors, self.n_open_for_migration, self.n_losers)
-        if sum(brackets) != size or self.n_winners < 1 or min(brackets) < 0:
-            raise ConfigError(
-                f"n_winners, n_survivors, n_open_for_migration and n_losers must add up to the {size} agents of a "
-                f"sub-population, with at least one winner; found {brackets}."
-            )

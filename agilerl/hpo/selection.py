@@ -5,11 +5,12 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from statistics import fmean
 from types import MappingProxyType
-from typing import Annotated, Any, Protocol, TypeVar
+from typing import Annotated, Any, ClassVar, Protocol, TypeVar
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from agilerl.checks.arguments import Seed, Whole, checked
+from agilerl.checks.arguments import Count, Seed, Whole, checked
+from agilerl.checks.validation import PythonSettings, rebuilt
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, evidence, ranking
 from agilerl.hpo.mutation import Evolvable, Member, Mutation, inherited, rescaled
@@ -17,7 +18,9 @@ from agilerl.streams import stream
 
 Sureness = Annotated[float, Field(ge=0.5, le=1)]
 """A probability that one agent is better than another, from a coin's on."""
-Confidence = Annotated[Sureness, Field(lt=1)]
+Confidence = Annotated[float, Field(ge=0.5, lt=1)]
+Size = Annotated[Count | None, Field(exclude=True)]
+"""Agents of the population; None: not known yet."""
 AgentT = TypeVar("AgentT", bound=Evolvable)
 
 
@@ -114,8 +117,6 @@ class Plan:
     @checked
     def from_dict(cls, data: Mapping[str, Any]) -> "Plan":
         """Rebuild a plan; raises ConfigError when ``data`` is not one."""
-        from agilerl.checks.validation import rebuilt  # imports pydantic, which a search does not need
-
         return rebuilt(cls, data, "a selection plan")
 
 
@@ -206,11 +207,17 @@ class Contest:
         }
 
 
-class Strategy:
-    """The strategies of the package: ``plan`` checks what it is given, and ``decide`` decides."""
+class Strategy(PythonSettings):
+    """A strategy of the package is its settings: ``plan`` checks what it is given, and ``decide`` decides."""
 
-    fixed_size: int | None = None
-    """Agents of every population that it plans for; None: any number."""
+    model_config = ConfigDict(frozen=True)
+    name: ClassVar[str]
+    """Its name in a manifest."""
+
+    @property
+    def fixed_size(self) -> int | None:
+        """Agents of every population that it plans for; None: any number."""
+        return None
 
     @checked
     def plan(
@@ -237,6 +244,8 @@ class Strategy:
 
 class NoSelection(Strategy):
     """Keep all agents and mutate none: together with the initial spread this is random search, the baseline."""
+
+    name = "none"
 
     def decide(self, contest: Contest) -> Plan:
         """Return a plan that only names the elite."""
@@ -329,14 +338,11 @@ class TruncationSelection(Strategy):
     Raises ConfigError for a fraction outside (0, 0.5] or a confidence outside [0.5, 1).
     """
 
-    @checked
-    def __init__(
-        self,
-        fraction: Annotated[float, Field(gt=0, le=0.5)] = 0.25,
-        confidence: Confidence = 0.8,
-    ) -> None:
-        self.fraction = fraction
-        self.confidence = confidence
+    name = "truncation"
+    fraction: Annotated[float, Field(gt=0, le=0.5)] = 0.25
+    """Share of the agents that is replaced by copies of as many best ones."""
+    confidence: Confidence = 0.8
+    """Probability of being better from which on a copy replaces an agent."""
 
     def decide(self, contest: Contest) -> Plan:
         """Return a plan in which donors replace those that are worse with enough certainty."""

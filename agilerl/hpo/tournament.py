@@ -2,13 +2,14 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from agilerl.checks.arguments import Count, Seed, checked
-from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness, evidence
-from agilerl.hpo.selection import AgentT, Birth, Confidence, Contest, Plan, Strategy, selected
+from agilerl.hpo.selection import AgentT, Birth, Contest, Plan, Size, Strategy, selected
 from agilerl.streams import stream
 
 
@@ -27,27 +28,37 @@ class TournamentSelection(Strategy):
     Raises ConfigError if the tournament is larger than the population or either is below one, and for another gate.
     """
 
-    @checked
-    def __init__(
-        self,
-        tournament_size: int,
-        elitism: bool,
-        population_size: Count,
-        eval_loop: Count = 1,
-        language_model: bool = True,
-        *,
-        gate: Confidence | None = None,
-        seed: Seed = 0,
-    ) -> None:
-        if population_size == 1 and tournament_size >= 1:
-            tournament_size = 1  # there is nobody to compete with
-        if not 1 <= tournament_size <= population_size:
-            raise ConfigError(
-                f"tournament_size must be between 1 and population_size={population_size}, found {tournament_size}"
+    name = "tournament"
+    tournament_size: Count = 2
+    """Agents that compete for one place; if not given, at most as many as there are."""
+    elitism: bool = True
+    """The best agent keeps its place."""
+    population_size: Size = None
+    eval_loop: Annotated[Count, Field(exclude=True)] = 1
+    language_model: Annotated[bool, Field(exclude=True)] = True
+    gate: Annotated[float | None, Field(ge=0.5, lt=1)] = None
+    """Replace an agent only by one that is better with this probability; None always replaces."""
+    seed: Annotated[Seed, Field(exclude=True)] = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fits_one(cls, values: Any) -> Any:
+        alone = isinstance(values, dict) and values.get("population_size") == 1
+        return {**values, "tournament_size": 1} if alone else values  # there is nobody to compete with
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        size = self.population_size
+        if size is not None and self.tournament_size > size:
+            raise ValueError(
+                f"tournament_size must be between 1 and population_size={size}, found {self.tournament_size}"
             )
-        self.tournament_size, self.eval_loop = tournament_size, eval_loop
-        self.elitism, self.gate, self.seed = elitism, gate, seed
-        self.population_size = self.fixed_size = population_size
+        return self
+
+    @property
+    def fixed_size(self) -> int | None:
+        """Agents of every population that it plans for."""
+        return self.population_size
 
     def decide(self, contest: Contest) -> Plan:
         """Return a plan in which winners of several tournaments replace agents that won none."""

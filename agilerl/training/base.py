@@ -46,19 +46,23 @@ from agilerl.training.resolved import Resolved, resolve
 PartT = TypeVar("PartT")
 
 
-def load_runtime(resolved: Resolved) -> Runtime:
-    """Load the base with its tokenizer, and make the adapter bank; raises ConfigError if one does not fit."""
+def load_runtime(resolved: Resolved, device: str | None = None) -> Runtime:
+    """Load the base with its tokenizer, and make the adapter bank; raises ConfigError if one does not fit.
+
+    ``device``: that of this process, None for ``training.device``.
+    """
     config, options = resolved.config, resolved.options
     t, network, name = config.training, config.network, config.network.pretrained_model_name_or_path
-    check_device(t.device, "training.device")
+    device = t.device if device is None else device
+    check_device(device, "training.device")
     # CPU kernels cut their sums by the number of threads, so the last bits depend on it.
     torch.set_num_threads(t.threads)
     path = resolve_model(name)
     # By the sizes of its files: a process that loads too much is killed without a word.
-    check_weights(path, t.device, options.quantization_config)
+    check_weights(path, device, options.quantization_config)
     _spare_retries(name)
     tokenizer = _guarded(name, lambda: load_tokenizer(name, **network.of_tokenizer))
-    base = _guarded(name, lambda: load_base(name, dtype=t.dtype, device=t.device, options=options))
+    base = _guarded(name, lambda: load_base(name, dtype=t.dtype, device=device, options=options))
     # Padding is looked up like any other token, wherever its id lies.
     if max(len(tokenizer), tokenizer.pad_token_id + 1) > base.model.get_input_embeddings().weight.shape[0]:
         raise ConfigError(
@@ -73,7 +77,7 @@ def load_runtime(resolved: Resolved) -> Runtime:
     layers = lora_layers(base.model, settings, options.lora_target_scope)
     numbers, slots = adapter_numbers(config.largest_rank, layers), adapter_slots(network, resolved.algorithm)
     adapters = bank_bytes(numbers, t.pop_size, slots)
-    check_memory({"base": base.weight_bytes, "adapters": adapters}, t.device)
+    check_memory({"base": base.weight_bytes, "adapters": adapters}, device)
     return Runtime(
         base,
         lora_config=settings,

@@ -8,7 +8,7 @@ from agilerl.config.search import SelectionConfig
 from agilerl.errors import ConfigError
 from agilerl.hpo.fitness import Fitness
 from agilerl.hpo.selection import AT_THE_START, Plan, SelectionStrategy, Standing
-from agilerl.safety.custom_code import load_code, reported
+from agilerl.safety.custom_code import load_code, names_code, reported
 
 _WHERE = "selection_strategy.name"
 
@@ -60,9 +60,11 @@ class CustomSelection:
         return plan
 
 
-def selection_strategy(section: SelectionConfig, *, allow_code: bool) -> SelectionStrategy:
-    """Return the custom strategy that a configuration names, made with ``selection_strategy.params``."""
+def custom_selection(section: SelectionConfig, *, allow_code: bool) -> SelectionStrategy | None:
+    """Return the custom strategy that a configuration names, made with ``selection_strategy.params``; None for ours."""
     name, params = section.strategy, section.params or {}
+    if not names_code(name):
+        return None
     strategy = load_code(_WHERE, name, allowed=allow_code)
     with reported(f"{_WHERE}={shown(name)} cannot be made with selection_strategy.params={shown(params)}"):
         inner = strategy(**params)

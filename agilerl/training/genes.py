@@ -7,7 +7,6 @@ from typing import Any
 from agilerl.algorithms import LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.checks.arguments import nearest, shown
-from agilerl.checks.validation import validated
 from agilerl.config.search import GeneConfig
 from agilerl.errors import ConfigError
 from agilerl.hpo.parameters import (
@@ -17,7 +16,6 @@ from agilerl.hpo.parameters import (
     genes_from,
     moved_into_range,
     values_of,
-    with_changes,
 )
 
 
@@ -51,14 +49,13 @@ def genes_of(
         for end in gene.choices or (gene.min, gene.max):
             number = int(end) if gene.dtype == "int" else end
             try:
-                # Without defaults: written out they would count as set, and might contradict this value.
-                validated(model, with_changes(start.model_dump(exclude_unset=True), {name: number}))
+                start.changed({name: number})
             except ConfigError as error:
                 raise ConfigError(f"{where} allows {number!r}, which the algorithm does not: {error}") from None
         # A range that was given outweighs the start, and any range outweighs a default.
-        given = section.model_fields_set & {"min", "max"} or name.partition(".")[0] not in written
+        given = (section.min, section.max) != (None, None) or name.partition(".")[0] not in written
         if given and (moved := moved_into_range({name: gene}, values_of(start, [name]))):
-            start = validated(model, with_changes(start.model_dump(exclude_unset=True), moved), where)
+            start = start.changed(moved, where)
         if not gene.contains(value := values_of(start, [name])[name]):
             raise ConfigError(
                 f"{where}: the range {gene.span()}{', the default,' * (not given)} excludes the start, "
@@ -69,7 +66,7 @@ def genes_of(
 
 
 def _gene(declared: Gene, wanted: GeneConfig) -> Gene:
-    given = {name for name in wanted.model_fields_set if getattr(wanted, name) is not None}
+    given = {name for name, value in wanted if value is not None}
     if wanted.choices is not None or declared.dtype == "choice":
         if len(given) > 1 or (given and wanted.choices is None):
             names = ", ".join(sorted(given - {"choices"}))

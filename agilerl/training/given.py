@@ -1,11 +1,15 @@
 """Rows and graders that a program holds, as settings of a run that can be resumed."""
 
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from agilerl.checks.arguments import described
-from agilerl.errors import ConfigError
+from agilerl.errors import ConfigError, EnvError
+from agilerl.runs.atomic import write_text
+from agilerl.runs.directory import RunLayout, check_vacant
 from agilerl.safety.custom_code import given_name
 
 
@@ -39,3 +43,34 @@ def listed(reward: Any) -> list[Any]:
     if reward == []:
         raise ConfigError("reward: expected at least one in the list, found none; leave it out for the task's own")
     return reward if isinstance(reward, list) else [reward]
+
+
+@contextmanager
+def rows_beside(root: Path, rows: Any) -> Iterator[str | None]:
+    """Write rows next to the directory of a run that begins, and yield the file; None if there are no rows.
+
+    They are JSON lines, so that a resumed run reads the same, and are removed again if the run does not begin. Raises
+    EnvError for values that JSON lacks, CheckpointError if there is a run already, which still needs its rows.
+    """
+    if rows is None:
+        yield None
+        return
+    check_vacant(root)
+    file, lines = root.with_name(f"{root.name}.rows.jsonl").absolute(), []
+    for number, row in enumerate(rows):
+        try:
+            # JSON has no NaN: Python would write one that other readers refuse.
+            lines.append(json.dumps(row, ensure_ascii=False, allow_nan=False))
+        except (TypeError, ValueError) as error:
+            raise EnvError(
+                f"row {number} of the dataset cannot be written as JSON ({error}); convert its columns to text, "
+                "numbers, lists and dicts, or leave them out"
+            ) from error
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_text(file, "".join(f"{line}\n" for line in lines))
+    try:
+        yield str(file)
+    except BaseException:
+        if not RunLayout(root).run_json.exists():  # which would name it
+            file.unlink(missing_ok=True)
+        raise

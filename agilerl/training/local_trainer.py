@@ -1,6 +1,5 @@
 """LocalTrainer: a run from Python, by AgileRL's name for it."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,7 +82,7 @@ class LocalTrainer:
         """Make a trainer from a manifest: a YAML file, or what one holds."""
         adapter = None if load_weights_from is None else _adapter(load_weights_from)
         settings = {"training.device": device, "network.adapter": adapter}
-        overrides = [f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
+        overrides = [(name, value) for name, value in settings.items() if value is not None]
         trainer = cls.__new__(cls)
         trainer._rows = None
         if isinstance(manifest, Mapping):
@@ -102,7 +101,7 @@ class LocalTrainer:
         from agilerl.envs.upstream import check_task
         from agilerl.training.resolved import resolve
 
-        self._resolved = resolve(config)  # a wrong setting is reported at once, not by train()
+        resolve(config)  # a wrong setting is reported at once, not by train()
         check_task(config.environment)
         self.config = config
         self.resume_from_checkpoint = None if resume_from is None else Path(resume_from)
@@ -156,7 +155,7 @@ class LocalTrainer:
         """
         from agilerl.algorithms.codec import save_llm_checkpoint
         from agilerl.training.loops import LoopOptions, announce, trackers
-        from agilerl.training.start import reopen, start
+        from agilerl.training.run import reopen, start
 
         options = LoopOptions(
             wb=wb,
@@ -168,7 +167,7 @@ class LocalTrainer:
         wanted = trackers(options)
         if self.resume_from_checkpoint is None:
             directory = None if out is None else Path(out)
-            opened = start(self._resolved, directory, self._rows, allow_code=allow_code, trackers=wanted)
+            opened = start(self.config, directory, self._rows, allow_code=allow_code, trackers=wanted)
         else:
             opened = reopen(self.resume_from_checkpoint, report=print, allow_code=allow_code, trackers=wanted)
         with opened as run:

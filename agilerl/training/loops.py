@@ -4,7 +4,7 @@ Each is the :class:`agilerl.training.loop.Loop` of a run without a run directory
 exam together.
 ``max_steps`` and ``checkpoint_steps`` count samples of all agents (prompts; rows, or pairs, of data; turns of
 episodes), ``evo_steps`` and ``evaluation_interval`` count iterations, in each of which every agent learns once. A run
-that can be killed and resumed, with a report, is ``agilerl train`` (:mod:`agilerl.training.loop`).
+that can be killed and resumed, with a report, is ``agilerl train`` (:mod:`agilerl.training.run`).
 """
 
 import copy
@@ -47,7 +47,7 @@ from agilerl.models.base import load_tokenizer
 from agilerl.population import Population
 from agilerl.safety.custom_code import reported
 from agilerl.training.events import Event, Evolved, ExamDone, IterationDone
-from agilerl.training.loop import Loop, evolve
+from agilerl.training.loop import Loop, evolved
 from agilerl.training.progress import Progress
 from agilerl.training.trackers import Trackers, check_trackers
 
@@ -331,7 +331,7 @@ def _from_data(
 
 
 @dataclass
-class _Training:
+class _Training(Loop):
     """A population in training, and how far it has come."""
 
     agents: list[LLMAlgorithm]
@@ -348,6 +348,7 @@ class _Training:
     """Checkpoints that were due so far."""
 
     def __post_init__(self) -> None:
+        self.evaluation_interval = self.options.evaluation_interval
         o, runtime, first = self.options, self.agents[0].runtime, self.agents[0].config
         runtime.accelerate(o.accelerator)
         self.rows = len(self.gym) if self.gym is not None else 0
@@ -389,24 +390,18 @@ class _Training:
     def _events(self) -> Iterator[Event]:
         o = self.options
         self.progress.started = perf_counter()
-        # Without evolution, the whole training is one generation.
-        steps = math.inf if o.mutation is None else o.evo_steps or 1
-        yield from Loop(
-            self.progress,
-            spent=self.spent,
-            generation_steps=lambda: steps,
-            iterate=self.iterate,
-            examine=self.examine,
-            evolve=self.evolve,
-            after_iteration=self.checkpoint,
-            evaluation_interval=o.evaluation_interval,
-        ).generations()
+        yield from self.generations()
         if self.progress.exam is None:  # time ran out before the first iteration, or in the last selection
             yield self.examine()
         if o.save_elite or (o.save_elite is None and o.elite_path is not None):
             self._save(o.elite_path)
         if o.checkpoint_path is not None or (o.checkpoint_steps is not None and o.elite_path is None):
             self._save(o.checkpoint_path)
+
+    @property
+    def generation_steps(self) -> float:
+        """Iterations of a generation; without evolution, the whole training is one."""
+        return math.inf if self.options.mutation is None else self.options.evo_steps or 1
 
     def spent(self) -> float:
         """Return the share of the budget of samples; 1 if time is up, by the first process's clock."""
@@ -471,11 +466,11 @@ class _Training:
             self._save(o.elite_path)  # before anything mutates
         seed = population.agents[0].config.seed if o.mutation.rand_seed is None else o.mutation.rand_seed
         now = {"generation": progress.generation, "iteration": progress.iteration}
-        event = evolve(population, progress.exam, o.selection_strategy, o.mutation, **now, seed=seed)
+        event = evolved(population, progress.exam, o.selection_strategy, o.mutation, **now, seed=seed)
         progress.exam = None
         return event
 
-    def checkpoint(self, _ends: bool) -> None:
+    def save_iteration(self, *, ends: bool) -> None:
         o, samples = self.options, self.progress.samples
         if o.checkpoint_steps is not None and samples // o.checkpoint_steps > self.checkpoints:
             self.checkpoints = samples // o.checkpoint_steps

@@ -197,4 +197,4 @@ def session_of_one(config: RunConfig, bases: Bases, *, allow_code: bool = False)
     resolved = check(config)
     if resolved.algorithm.env_type != "reasoning":
         raise ConfigError(f"{resolved.algorithm.__name__} learns from data: there are no answers to sample; name GRPO")
-    return build(resolved, allow_code=allow_code, runtime=bases.of(resolved))
+    return build(config, allow_code=allow_code, runtime=bases.of(resolved))

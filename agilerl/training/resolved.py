@@ -4,29 +4,28 @@ All later code reads the typed result. It is written to run.json, and restored f
 """
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from agilerl.algorithms import ALGORITHMS, FAMILY, GRPO, LLMAlgorithm
 from agilerl.algorithms.base import AlgorithmConfig
 from agilerl.checks.arguments import checked, nearest, shown
-from agilerl.checks.validation import grouped, idle, unknown_key, validated
+from agilerl.checks.validation import grouped, idle, set_values, unknown_key, validated
 from agilerl.config.base_model import SharedOptions
-from agilerl.config.run import RunConfig
-from agilerl.config.search import MutationConfig, SelectionConfig
+from agilerl.config.run import EVO_STEPS, RunConfig
+from agilerl.config.search import MutationConfig
 from agilerl.config.training import ReplayConfig
 from agilerl.errors import ConfigError
 from agilerl.hpo.knockout import KnockoutSelection
 from agilerl.hpo.mutation import LEARNING_RATES, Mutations
-from agilerl.hpo.parameters import Gene, values_of, with_changes
-from agilerl.hpo.selection import SelectionStrategy
+from agilerl.hpo.parameters import Gene, values_of
+from agilerl.hpo.selection import Strategy
 from agilerl.hpo.spread import EMBEDDED_RATE, USUAL_WITHIN, around, lora_rate
-from agilerl.hpo.strategies import make_strategy
+from agilerl.hpo.tournament import TournamentSelection
 from agilerl.models.base import EMBEDDED, BaseModel
 from agilerl.safety.bounds import compiled_pattern
-from agilerl.safety.custom_code import names_code
 from agilerl.training.genes import genes_of
 from agilerl.training.tasks import own_weights
 
@@ -48,7 +47,7 @@ class Resolved:
     """A configuration and everything derived from it without loading a model or a task."""
 
     config: RunConfig
-    """The configuration as given."""
+    """The configuration, with what it left open decided as far as that is possible without a base."""
     algorithms: tuple[type[LLMAlgorithm], ...]
     """The class of ``algorithm.name``; for ``choice[GRPO, CISPO]``, which is a gene, each of them."""
     hyperparameters: AlgorithmConfig
@@ -56,7 +55,7 @@ class Resolved:
     genes: Mapping[str, Gene]
     """What evolves: the ranges of ``mutation.rl_hp_selection``, else those that the algorithms declare."""
     mutations: Mutations
-    selection: SelectionStrategy | None
+    selection: Strategy | None
     """None for custom code until it is loaded (``agilerl.training.setup``)."""
 
     @property
@@ -75,18 +74,40 @@ class Resolved:
         given = "max_output_tokens" in self.config.algorithm
         return not given and getattr(self.hyperparameters, "max_output_tokens", None) == COMPLETION
 
-    def with_rate(self, rate: float) -> "Resolved":
-        """Return the settings with the usual learning rate of the base, if none was given and the search goes by it."""
+    def settled(self, usual: float, rows: int | None = None) -> "Resolved":
+        """Return the settings with what the base and the task decide: rate, trusted founder, ``max_steps``.
+
+        In a small budget no exam of the knockout tells a rate that is far too low from one that is right, nor often one
+        that is far too high. What is known about the base decides then, not the configuration: a founder at its
+        ``usual`` rate is trusted. ``rows`` are those of a pass over the data, for ``num_epochs``; raises ConfigError if
+        it is given and there are none.
+        """
+        training = self.config.training
+        started = replace(self, hyperparameters=self._at_rate(usual))
+        if started.usual_instead(usual):
+            assert isinstance(self.selection, KnockoutSelection), "no other strategy has such a founder"
+            started = replace(started, selection=self.selection.seeding(USUAL))
+        if training.num_epochs is None:
+            return started
+        if not rows:
+            raise ConfigError(
+                f"training.num_epochs={training.num_epochs} counts passes over rows, of which this environment has no "
+                "fixed number; set training.max_steps"
+            )
+        samples = training.num_epochs * rows * training.pop_size * self.hyperparameters.group_size  # type: ignore[attr-defined]
+        return started.decided(max_steps=samples)
+
+    def _at_rate(self, usual: float) -> AlgorithmConfig:
+        """Return the hyperparameters at the usual rate of the base, if none was given and the search goes by it."""
         # As AgileRL documents the tournament, it begins with the algorithm's own default.
         if self.config.selection_strategy.strategy == "tournament" or self.algorithm.env_type != "reasoning":
-            return self
+            return self.hyperparameters
         replay = self.config.training.replay
         given = {*self.config.algorithm, *(replay.genes if replay else ())}
         missing = [name for name in LEARNING_RATES if name in self.algorithm.Config.model_fields and name not in given]
         # A range that the user gave is kept, even if it excludes the rate.
-        rates = {name: min(max(rate, g.min), g.max) if (g := self.genes.get(name)) else rate for name in missing}
-        values = self.hyperparameters.model_dump(exclude_unset=True) | rates
-        return replace(self, hyperparameters=validated(self.algorithm.Config, values, "algorithm")) if missing else self
+        rates = {name: min(max(usual, g.min), g.max) if (g := self.genes.get(name)) else usual for name in missing}
+        return self.hyperparameters.changed(rates, "algorithm")
 
     @property
     def without_effect(self) -> list[str]:
@@ -101,22 +122,12 @@ class Resolved:
         if not self.config.selection_strategy.narrows:
             return dict(self.genes)
         values = values_of(self.hyperparameters, [name for name in self.genes if name != "algorithm"])
-        given = {name for name, gene in self.config.genes.items() if gene.model_fields_set & {"min", "max", "choices"}}
+        of_user = {name: (gene.min, gene.max, gene.choices) for name, gene in self.config.genes.items()}
+        given = {name for name, limits in of_user.items() if limits != (None, None, None)}
         return {
             name: around(gene, values[name]) if name in values and name not in given else gene
             for name, gene in self.genes.items()
         }
-
-    def with_usual_founder(self, rate: float) -> "Resolved":
-        """Return the settings with a knockout that trusts a founder at the usual rate, if there is to be one.
-
-        In a small budget no exam of the knockout tells a rate that is far too low from one that is right, nor often one
-        that is far too high. What is known about the base decides then, not the configuration.
-        """
-        if not self.usual_instead(rate):
-            return self
-        assert isinstance(self.selection, KnockoutSelection), "no other strategy has such a founder"
-        return replace(self, selection=self.selection.seeding(USUAL))
 
     def usual_instead(self, rate: float) -> dict[str, float]:
         """Return learning rates at the one that is usual for the base, for the second founder of a knockout.
@@ -161,36 +172,9 @@ class Resolved:
             if name in self.config.algorithm
         ]
 
-    def derived(self, **training: Any) -> "Resolved":
-        """Return the settings with values of ``training`` that do not count as set by the user."""
-        section = self.config.training.model_copy(update=training)
-        # pydantic's model_copy counts what it updates as set.
-        section.model_fields_set.difference_update(training)
-        return replace(self, config=self.config.replaced(training=section))
-
-    def with_epochs(self, rows: int | None) -> "Resolved":
-        """Return the settings with the ``max_steps`` of ``num_epochs``; raises ConfigError for a task without rows."""
-        training = self.config.training
-        if training.num_epochs is None:
-            return self
-        if not rows:
-            raise ConfigError(
-                f"training.num_epochs={training.num_epochs} counts passes over rows, of which this environment has no "
-                "fixed number; set training.max_steps"
-            )
-        samples = training.num_epochs * rows * training.pop_size * self.hyperparameters.group_size  # type: ignore[attr-defined]
-        return self.derived(max_steps=samples)
-
-    def reading(self, rows: str) -> "Resolved":
-        """Return the settings with another file of rows in place of their dataset."""
-        e = self.config.environment
-        parts = [part.model_copy(update={"path": rows}) for part in e.dataset or ()]
-        return replace(self, config=self.config.replaced(environment=e.model_copy(update={"dataset": parts})))
-
-    def on(self, device: str) -> "Resolved":
-        """Return the settings on another device."""
-        training = self.config.training.model_copy(update={"device": device})
-        return replace(self, config=self.config.replaced(training=training))
+    def decided(self, **training: Any) -> "Resolved":
+        """Return the settings with decisions on what ``training`` leaves open."""
+        return replace(self, config=self.config.decided(**training))
 
     def document(self) -> dict[str, Any]:
         """Return the resolved manifest, defaults included, as plain data; any number of processes can resume it."""
@@ -198,11 +182,12 @@ class Resolved:
 
     def given(self) -> dict[str, Any]:
         """Return what was set, as plain data, without defaults: an explicit default can mean something else."""
-        values = self.hyperparameters.model_dump(mode="json", include=set(self.config.algorithm))
-        algorithm = {"name": self.config.algorithm["name"], **values}
+        given = self.config.given
+        values = self.hyperparameters.model_dump(mode="json", include=set(given.algorithm))
+        sections = given.set_values("json")
         # Not how many processes there were: any number of them can resume the run.
-        whole = self.config.model_dump(mode="json", exclude_unset=True, exclude={"distributed"})
-        return {**whole, "algorithm": algorithm}
+        sections.pop("distributed", None)
+        return {**sections, "algorithm": {"name": given.algorithm["name"], **values}}
 
 
 def _compared(name: str, rate: float, usual: float) -> str:
@@ -211,15 +196,16 @@ def _compared(name: str, rate: float, usual: float) -> str:
 
 
 @checked
-def resolve(config: RunConfig | Resolved) -> Resolved:
-    """Resolve a configuration and check everything that needs neither a model nor this machine; once is enough.
+def resolve(config: RunConfig) -> Resolved:
+    """Resolve a configuration and check everything that needs neither a model nor this machine.
 
     Raises ConfigError, naming the key, for an unknown algorithm or hyperparameter, a value out of range, contradictory
     settings, and a gene whose range is empty, exceeds what the algorithm accepts, or excludes the start. A start
     outside a range that was given is moved to its nearer end, with a warning.
     """
-    if isinstance(config, Resolved):
-        return config
+    # The knockout goes by the budget, of which more is known once the base is loaded (Scale.generation).
+    if config.training.evo_steps is None and not config.selection_strategy.narrows:
+        config = config.decided(evo_steps=EVO_STEPS)
     algorithms = _algorithms(config.algorithm["name"], config.environment.env_type)
     starts = list[AlgorithmConfig]()
     genes: dict[str, Gene] = {}
@@ -240,8 +226,7 @@ def resolve(config: RunConfig | Resolved) -> Resolved:
     if isinstance(lora.target_modules, str):
         where = "network.lora_config.target_modules (all-linear, a list of names, or a pattern)"
         compiled_pattern(lora.target_modules, where)
-    selection = _selection(config.selection_strategy, config.training.pop_size, config.tournament_size, config.genes)
-    return Resolved(config, algorithms, starts[0], genes, _mutations(config.mutation), selection)
+    return Resolved(config, algorithms, starts[0], genes, _mutations(config.mutation), _selection(config))
 
 
 def _algorithms(written: str, env_type: str) -> tuple[type[LLMAlgorithm], ...]:
@@ -310,16 +295,16 @@ def _replayed(schedule: ReplayConfig | None, name: str, start: AlgorithmConfig) 
             )
     # Every stage is checked. The first one comes last, because the run begins with its values.
     for tokens in sorted({step.tokens for steps in schedule.genes.values() for step in steps}, reverse=True):
-        values = with_changes(start.model_dump(exclude_unset=True), schedule.at(tokens))
+        values = schedule.at(tokens)
         try:
-            begun = validated(type(start), values, "algorithm")
+            begun = start.changed(values, "algorithm")
         except ConfigError as error:
             raise ConfigError(f"training.replay, from {tokens} tokens on: {error}") from None
     return begun
 
 
 def _document(config: RunConfig, algorithms: tuple[type[LLMAlgorithm], ...], start: AlgorithmConfig) -> dict[str, Any]:
-    values = start.model_dump(mode="json", exclude_unset=True)
+    values = set_values(start, "json")
     # Algorithms have different defaults, so with several of them defaults are not written out. Neither are they if one
     # setting replaces others, because an explicit default would contradict it.
     if len(algorithms) == 1:
@@ -334,7 +319,7 @@ def _document(config: RunConfig, algorithms: tuple[type[LLMAlgorithm], ...], sta
     resolved["mutation"]["rl_hp_selection"] = {
         name: gene.model_dump(mode="json") for name, gene in config.genes.items()
     }
-    resolved["training"]["lr_schedule"] = asdict(config.lr_schedule)
+    resolved["training"]["lr_schedule"] = config.lr_schedule.model_dump()
     # One of the two decides.
     del resolved["training"]["num_epochs" if config.training.num_epochs is None else "max_steps"]
     return {**resolved, "algorithm": {"name": config.algorithm["name"], **values}}
@@ -360,16 +345,19 @@ def _mutations(m: MutationConfig) -> Mutations:
     )
 
 
-def _selection(s: SelectionConfig, size: int, tournament_size: int, genes: Container[str]) -> SelectionStrategy | None:
-    if names_code(s.strategy):
+def _selection(config: RunConfig) -> Strategy | None:
+    """Return the strategy for the population of a run; None for custom code."""
+    strategy = config.selection_strategy.declared
+    if strategy is None:
         return None
-    settings = s.settings
-    if s.strategy == "tournament":
-        settings |= {"tournament_size": tournament_size, "elitism": s.elitism}
-    if s.narrows and not any(name in genes for name in LEARNING_RATES):
+    settings = strategy.set_values()
+    if isinstance(strategy, TournamentSelection):
+        settings["tournament_size"] = config.tournament_size
+    if isinstance(strategy, KnockoutSelection) and not any(name in config.genes for name in LEARNING_RATES):
         # A challenger differs by its learning rate alone.
-        settings["pulses"] = {**settings.get("pulses", {}), "factors": []}
+        settings["pulses"] = {**settings.get("pulses", {}), "factors": ()}
+    size: dict[str, Any] = {"population_size": config.training.pop_size}
     try:
-        return make_strategy(s.strategy, size, settings)
+        return type(strategy)(**settings, **(size if "population_size" in type(strategy).model_fields else {}))
     except ConfigError as error:
         raise ConfigError(f"selection_strategy: {error}") from error

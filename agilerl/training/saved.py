@@ -59,47 +59,19 @@ def load(
 
 
 def recorded(info: Mapping[str, Any]) -> RunConfig:
-    """Return a run's configuration from its ``run.json``, with its date and its explicitly set values.
+    """Return a run's configuration from its ``run.json``, with its date and what was given.
 
-    A default that has changed since keeps its recorded value. If a run did not record what was set, all of it counts
-    as set. Raises ConfigError as :meth:`RunConfig.from_dict` does.
+    A default that has changed since keeps its recorded value. If a run did not record what was given, all of it counts
+    as given. Raises ConfigError as :meth:`RunConfig.from_dict` does.
     """
-    whole, date = info["config"], run_date(info)
-    was_set = info.get("given", whole)
-    config = RunConfig.from_dict(was_set)
-    # If a default has changed since, what differs from today's counts as set, with its recorded value.
-    if (now := _of_record(document_of(config), whole)) != whole:
-        config = RunConfig.from_dict(_with_differences(was_set, now, whole))
-        # If that does not give the recorded settings again, all of them count as set.
-        if _of_record(document_of(config), whole) != whole:
-            config = RunConfig.from_dict(whole)
-    config = config.dated(date)
-    # What the budget decided, as in the run that began: founders and their first generation depend on it.
-    config.training.model_fields_set.difference_update({"evo_steps", "pop_size"} - set(was_set.get("training", ())))
-    return config
-
-
-def _of_record(now: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without those that are null and that a record does not have, as it had them by another name."""
-    return {
-        name: _of_record(value, before) if isinstance(value, Mapping) and isinstance(before, Mapping) else value
-        for name, value in now.items()
-        if (before := whole.get(name)) is not None or name in whole or value is not None
-    }
-
-
-def _with_differences(values: Mapping[str, Any], now: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what was set, plus the entries of ``whole`` whose value ``now`` differs or is missing."""
-    merged = {name: value for name, value in values.items() if name in whole or name not in now}
-    for name, value in whole.items():
-        if name in now and now[name] == value:
-            continue
-        inner, before = merged.get(name, {}), now.get(name)
-        if isinstance(value, Mapping) and isinstance(before, Mapping) and isinstance(inner, Mapping):
-            merged[name] = _with_differences(inner, before, value)
-        else:
-            merged[name] = value
-    return merged
+    whole = info["config"]
+    request = RunConfig.from_dict(info.get("given", whole))
+    # Hyperparameters that are written out count as set, and agents record what was set.
+    now = document_of(request)["algorithm"]
+    missing = object()
+    values = {n: v for n, v in whole["algorithm"].items() if n in request.algorithm or now.get(n, missing) != v}
+    config = RunConfig.from_dict({**whole, "algorithm": values})
+    return config.dated(run_date(info)).made_of(request)
 
 
 def open_run(path: str | Path, *, report: Callable[[str], None], allow_changes: bool = False) -> SavedRun:

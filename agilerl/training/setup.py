@@ -12,13 +12,13 @@ import torch
 from agilerl.algorithms import LLMAlgorithm
 from agilerl.algorithms.codec import warn_of_another_base
 from agilerl.checks.arguments import checked, shown
+from agilerl.checks.validation import set_values
 from agilerl.config.named_files import digests, given_digests, named_files
 from agilerl.config.run import RunConfig
-from agilerl.config.training import TrainingConfig
 from agilerl.envs.core import TRIED_ROWS, Task
 from agilerl.envs.episode_task import EpisodeTask
 from agilerl.errors import ConfigError, EnvError
-from agilerl.hpo.knockout import KnockoutSelection, Pace, PulseSelection
+from agilerl.hpo.knockout import KnockoutSelection, Pace
 from agilerl.hpo.selection import SelectionStrategy
 from agilerl.models.adapters import lora_scaling, read_adapter
 from agilerl.models.base import check_device
@@ -30,7 +30,7 @@ from agilerl.safety.custom_code import names_code
 from agilerl.text.templates import at_date
 from agilerl.training.base import load_runtime
 from agilerl.training.checkpoint import SavedCheckpoint, received
-from agilerl.training.custom_selection import selection_strategy
+from agilerl.training.custom_selection import custom_selection
 from agilerl.training.generation import Scale
 from agilerl.training.memory import check_memory, estimate
 from agilerl.training.probe import Probe
@@ -47,6 +47,7 @@ class Session:
     resolved: Resolved
     task: Task | EpisodeTask
     population: Population
+    selection: SelectionStrategy
     saved: SavedCheckpoint | None = None
     """What the run is resumed from; None for a new run."""
     files: dict[str, dict[str, str]] = field(default_factory=dict)
@@ -79,6 +80,17 @@ class Session:
         return self.population.runtime.processes
 
     @property
+    def samples_per_iteration(self) -> int:
+        """Completions that all agents sample in one iteration."""
+        return self.population.prompts_per_step * sum(self.population.group_sizes)
+
+    @property
+    def planned_iterations(self) -> int:
+        """Iterations that ``max_steps`` allows at the current batch sizes."""
+        # Rounded up: an iteration that begins within the budget is carried out as a whole.
+        return max(1, -(-self.config.training.max_steps // self.samples_per_iteration))
+
+    @property
     def evo_steps(self) -> int:
         """Iterations between selections."""
         steps = self.config.training.evo_steps
@@ -94,15 +106,44 @@ class Session:
     @property
     def generation_steps(self) -> int:
         """Iterations of the present generation: ``evo_steps``, or fewer while a knockout has founders."""
-        strategy, indices = self.selection, [agent.index for agent in self.population.agents]
+        indices = [agent.index for agent in self.population.agents]
         # An index beyond the founders' is a challenger's, and the knockout is over.
         founders = max(indices) < self.config.training.pop_size
-        return first_steps(strategy, self.pace, len(indices)) if founders else self.evo_steps
+        return self._first_steps(self.pace, len(indices)) if founders else self.evo_steps
+
+    def _first_steps(self, pace: Pace, agents: int) -> int:
+        """Return the iterations of a generation of so many founders."""
+        knockout = isinstance(self.selection, KnockoutSelection) and agents > self.selection.floor
+        return pace.founders_steps(agents) if knockout else pace.steps
 
     @cached_property
     def pace(self) -> Pace:
         """What the budget holds, as far as that is known before training."""
-        return pace_of(self.scale, self.evo_steps)
+        return self._pace_of(self.scale, self.evo_steps)
+
+    def _pace_of(self, scale: Scale, steps: int) -> Pace:
+        """Return what a budget holds, in generations of so many iterations."""
+        t = scale.training
+        if t.max_seconds is not None:
+            return Pace(steps, 0, 0)
+        iterations, exam = scale.lone_agent()
+        given = self.config.given.training.evo_steps is not None
+        # max_steps counts what is sampled for training, so exams take nothing of it.
+        return Pace(steps, 1 / iterations, 0 if t.max_tokens is None else exam / iterations, given)
+
+    def steps_of_selection(self) -> int | None:
+        """Return the least ``max_steps``, in whole iterations, with which the agents are selected; None if too many."""
+        scale, agents = self.scale, len(self.population.agents)
+        samples, has_exam = agents * scale.prompts * scale.group, self.config.environment.eval_prompts is not None
+        open_steps = {"evo_steps": self.config.given.training.evo_steps}  # a run has it decided
+        for iterations in range(2, 1000):
+            training = scale.training.model_copy(update={"max_steps": iterations * samples, **open_steps})
+            longer = replace(scale, training=training)
+            pace = self._pace_of(longer, longer.generation(given=has_exam)[0])
+            # What a last selection decides would never train.
+            if self._first_steps(pace, agents) < iterations:
+                return iterations * samples
+        return None
 
     @property
     def founders(self) -> int:
@@ -110,16 +151,19 @@ class Session:
 
         A small budget has one, and the usual rate beside a configured one that is far from it.
         """
-        return founders_of(self.selection, self.config.training, self.pace)
+        strategy, most = self.selection, self.config.training.pop_size
+        if self.config.given.training.is_set("pop_size") or not isinstance(strategy, KnockoutSelection):
+            return most
+        return self.pace.founders(2 if strategy.seeded else 1, most) if strategy.floor == 1 else most
 
     @property
     def notes(self) -> list[str]:
         """Sentences about what a search does by default, and the budget is too small for."""
-        strategy, t = self.resolved.selection, self.config.training
+        strategy, t = self.selection, self.config.training
         if t.max_seconds is not None or not isinstance(strategy, KnockoutSelection) or strategy.floor > 1:
             return []  # how much a second does is not known before
-        later = strategy.later
-        if not isinstance(later, PulseSelection) or not later.factors or not later.until:
+        later = strategy.pulses
+        if not later.factors or not later.until:
             return []
         first = self.pace.first_pulse(self.founders, strategy.period, later.every)
         if first < later.until:
@@ -133,61 +177,14 @@ class Session:
         ]
 
     @property
-    def selection(self) -> SelectionStrategy:
-        """The selection strategy."""
-        assert self.resolved.selection is not None, "code is loaded with the base"
-        return self.resolved.selection
-
-    @property
     def usual_rate(self) -> float | None:
         """The learning rate that is usual for the base; None if the algorithm does not learn from rewards."""
         return usual_rate(self.population.runtime.base) if self.resolved.algorithm.env_type == "reasoning" else None
 
 
-def pace_of(scale: Scale, steps: int) -> Pace:
-    """Return what the budget holds, in generations of so many iterations."""
-    t = scale.training
-    if t.max_seconds is not None:
-        return Pace(steps, 0, 0)
-    iterations, exam = scale.lone_agent()
-    given = "evo_steps" in t.model_fields_set
-    # max_steps counts what is sampled for training, so exams take nothing of it.
-    return Pace(steps, 1 / iterations, 0 if t.max_tokens is None else exam / iterations, given)
-
-
-def first_steps(strategy: SelectionStrategy | None, pace: Pace, agents: int) -> int:
-    """Return the iterations of a generation of so many founders."""
-    knockout = isinstance(strategy, KnockoutSelection) and agents > strategy.floor
-    return pace.founders_steps(agents) if knockout else pace.steps
-
-
-def steps_of_selection(scale: Scale, strategy: SelectionStrategy | None, agents: int, *, has_exam: bool) -> int | None:
-    """Return the least ``max_steps``, in whole iterations, with which these agents are selected; None if too many.
-
-    ``has_exam``: whether the size of the exam was given.
-    """
-    t, samples = scale.training, agents * scale.prompts * scale.group
-    unset = {} if "evo_steps" in t.model_fields_set else {"evo_steps": None}  # a run has it filled in
-    for iterations in range(2, 1000):
-        training = t.model_copy(update={"max_steps": iterations * samples, **unset})
-        training.model_fields_set.difference_update(unset)
-        longer = replace(scale, training=training)
-        pace = pace_of(longer, longer.generation(given=has_exam)[0])
-        if first_steps(strategy, pace, agents) < iterations:  # what a last selection decides would never train
-            return iterations * samples
-    return None
-
-
-def founders_of(strategy: SelectionStrategy | None, t: TrainingConfig, pace: Pace) -> int:
-    """Return how many agents a new run starts with."""
-    free = "pop_size" not in t.model_fields_set and isinstance(strategy, KnockoutSelection) and strategy.floor == 1
-    least = 2 if getattr(strategy, "seeded", 0) else 1
-    return pace.founders(least, t.pop_size) if free else t.pop_size
-
-
 @checked
 def build(
-    config: RunConfig | Resolved,
+    config: RunConfig,
     checkpoint: Path | None = None,
     *,
     allow_code: bool = False,
@@ -205,41 +202,42 @@ def build(
     Raises ConfigError or EnvError for problems that can be found before training, and CheckpointError for a checkpoint
     that does not fit.
     """
-    resolved = check(config, processes)
-    config = resolved.config
     # Before the base, which can take minutes to load, while this fails at once.
+    settings = check(config, processes)
+    config = settings.config
     trackers = load_trackers(config.training.trackers, allow_code=allow_code)
-    if resolved.selection is None:
-        resolved = replace(resolved, selection=selection_strategy(config.selection_strategy, allow_code=allow_code))
+    custom = custom_selection(config.selection_strategy, allow_code=allow_code)
     # Without microseconds: run.json stores seconds, and a resumed run must see the same date.
     date = (config.date or datetime.now()).replace(microsecond=0)
-    # ``resolved`` is what run.json records, ``here`` what this process works with.
-    here = resolved.on(device_of(config.training.device, processes))
+    device = device_of(config.training.device, processes)
     with at_date(date):
-        source = task(here.config, allow_code=allow_code, all_rows=all_rows)
+        source = task(config, allow_code=allow_code, all_rows=all_rows)
         try:
-            runtime = load_runtime(here) if runtime is None else runtime
-            runtime.share(processes, here.config.distributed.base_sharding())
-            # The usual rate depends on the base, which is there only now.
-            resolved = resolved.with_rate(usual_rate(runtime.base)).with_usual_founder(usual_rate(runtime.base))
+            runtime = load_runtime(settings, device) if runtime is None else runtime
+            runtime.share(processes, config.distributed.base_sharding())
+            rows = source.train_size if isinstance(source, Task) else None
+            resolved = settings.settled(usual_rate(runtime.base), rows)
             saved = received(processes, checkpoint, runtime)
             population = _population(resolved, source, runtime, saved)
             try_prompts(population)
-            resolved = resolved.with_epochs(source.train_size if isinstance(source, Task) else None)
             group: int = resolved.hyperparameters.group_size  # type: ignore[attr-defined]
-            scale, given = Scale.of(config.training, population, group), config.environment.eval_prompts is not None
-            steps, population.examiner.exam_prompts = scale.generation(given=given)
-            check_memory(estimate(here.config, population), here.config.training.device)
-            start_sampling(population, here.config.training.pop_size, here.config.largest_rank)
+            has_exam = config.environment.eval_prompts is not None
+            steps, population.examiner.exam_prompts = Scale.of(config.training, population, group).generation(
+                given=has_exam
+            )
+            check_memory(estimate(config, population), device)
+            start_sampling(population, config.training.pop_size, config.largest_rank)
         # Graders and environments may have started processes.
         except BaseException:
             source.close()
             raise
-    if config.training.evo_steps is None:
-        resolved = resolved.derived(evo_steps=steps)
-    files = digests(named_files(here.config))
+    files = digests(named_files(config))
     files["code"] |= given_digests(config.environment, config.selection_strategy.strategy, config.training)
-    session = Session(resolved, source, population, saved, files, date, trackers)
+    selection = custom or resolved.selection
+    assert selection is not None, "it has a name, or is custom code"
+    session = Session(
+        resolved.decided(evo_steps=steps), source, population, selection, saved, files, date, trackers=trackers
+    )
     # How many the budget pays depends on lengths of prompts that only a population can measure.
     if saved is None and session.founders < config.training.pop_size:
         population.keep_first(session.founders)
@@ -278,11 +276,9 @@ def device_of(device: str, processes: Processes) -> str:
     return f"cuda:{number}" if device == "cuda" and processes.size > 1 and number is not None else device
 
 
-def check(config: RunConfig | Resolved, processes: Processes = ALONE) -> Resolved:
+def check(config: RunConfig, processes: Processes = ALONE) -> Resolved:
     """Return what a configuration resolves to; raises ConfigError for all that needs no model, this machine too."""
-    resolved = resolve(config)
-    config = resolved.config
-    trackers = config.training.trackers
+    resolved, trackers = resolve(config), config.training.trackers
     check_trackers(trackers, own=filter(names_code, trackers))
     check_sampling(config, resolved.options, processes.size)
     check_device(config.training.device, "training.device")
@@ -300,7 +296,7 @@ def first_generation(resolved: Resolved, runtime: Runtime) -> list[LLMAlgorithm]
     t, network, algorithm = resolved.config.training, resolved.config.network, resolved.algorithm
     # Only what was set, because a default that is passed on would count as set; and in the form of run.json, so that a
     # run restarted from it writes the same files.
-    settings = resolved.hyperparameters.model_dump(mode="json", exclude_unset=True)
+    settings = set_values(resolved.hyperparameters, "json")
     first = algorithm(hp_config=dict(resolved.genes) or None, runtime=runtime, **settings)
     ranges = {name: gene for name, gene in resolved.founder_genes().items() if name in first.genes}
     agents = first.founders(t.pop_size, ranges, t.init)

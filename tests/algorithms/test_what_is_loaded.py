@@ -24,7 +24,7 @@ from agilerl.errors import CheckpointError, ConfigError
 from agilerl.models.base import fingerprint, load_tokenizer, resolve_model, tokenizer_fingerprint
 from agilerl.runtime import Runtime
 from agilerl.training.base import merged_model
-from agilerl.training.loop import resume
+from agilerl.training.run import resume
 from agilerl.training.saved import open_run
 from agilerl.training.setup import build, load_agent
 from tests.algorithms.conftest import lora

@@ -17,7 +17,7 @@ from agilerl.cli.progress import watch
 from agilerl.cli.running import stoppable
 from agilerl.config.manifest import load_manifest
 from agilerl.errors import WriteError
-from agilerl.training.loop import train
+from agilerl.training.run import train
 from agilerl.training.setup import build
 from tests.training.small_runs import SMALL, environment, lines
 

@@ -33,9 +33,8 @@ from agilerl.training.events import (
     RunFinished,
     RunStarted,
 )
-from agilerl.training.loop import train
+from agilerl.training.run import reopen, train
 from agilerl.training.setup import Session, build
-from agilerl.training.start import reopen
 from tests.training.small_runs import SMALL, lines
 
 pytestmark = pytest.mark.model

@@ -14,7 +14,7 @@ from agilerl import GRPO
 from agilerl.config.manifest import load_manifest
 from agilerl.config.vllm import installed_vllm
 from agilerl.models.tiny import tiny_model_path
-from agilerl.training.loop import train
+from agilerl.training.run import train
 from agilerl.training.setup import build
 from tests.cli.changed_runs import change_settings
 from tests.cli.outcome import Agilerl

@@ -22,7 +22,7 @@ from agilerl.config.declared import HYPERPARAMETERS
 from agilerl.config.manifest import LEARNS_FROM, load_manifest
 from agilerl.errors import ConfigError
 from agilerl.training import resolved
-from agilerl.training.loop import train as begin
+from agilerl.training.run import train as begin
 from agilerl.training.setup import build
 from tests.cli.outcome import Agilerl
 from tests.training.small_runs import SMALL, environment
@@ -32,7 +32,7 @@ import sys
 
 class Told:
     def find_spec(self, name, path=None, target=None):
-        if name in ("torch", "transformers", "numpy", "reasoning_gym", "peft"):
+        if name in ("torch", "transformers", "scipy", "reasoning_gym", "peft"):
             print("IMPORT", name, flush=True)
 
 sys.meta_path.insert(0, Told())
@@ -76,7 +76,7 @@ def test_a_misspelt_name_costs_no_import(override: str, words: str, tmp_path: Pa
     assert [line for line in said if line] == []
     assert errors.startswith("error: ")
     assert words in errors
-    assert modules.isdisjoint({"torch", "transformers", "numpy", "reasoning_gym", "peft"})
+    assert modules.isdisjoint({"torch", "transformers", "scipy", "reasoning_gym", "peft"})
 
 
 @pytest.mark.parametrize(("override", "words"), OF_ALGORITHMS.values(), ids=OF_ALGORITHMS)
@@ -282,5 +282,8 @@ def test_a_configuration_is_resolved_once(
         assert not Run(out).is_finished
         Run(out).resume(display=False)
     else:
-        LocalTrainer.from_manifest(manifest).train(out=out, verbose=False)
+        trainer = LocalTrainer.from_manifest(manifest)
+        assert len(count) == 1  # a wrong setting is reported at once
+        count.clear()
+        trainer.train(out=out, verbose=False)
     assert len(count) == 1

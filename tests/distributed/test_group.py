@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from agilerl.config.manifest import load_manifest
-from agilerl.training.loop import train
+from agilerl.training.run import train
 from agilerl.training.setup import build
 from tests.distributed.together import Job, run_jobs
 from tests.faults.evidence import SHORT, differences, evidence

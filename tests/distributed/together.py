@@ -19,7 +19,7 @@ import json, sys
 from contextlib import ExitStack
 from pathlib import Path
 
-from agilerl.cli.launch import Request, Terminal, agreed, events, prepared
+from agilerl.cli.launch import Request, Terminal, events
 from agilerl.processes import joined
 from agilerl.errors import AgileRLError
 from agilerl.config.manifest import load_manifest
@@ -31,8 +31,8 @@ with joined() as processes:
         config = load_manifest(None, job["overrides"])
         request = Request(config, Path(job["out"]), job["goes_on"], allow_code=job["allow_code"])
         with ExitStack() as opened, processes.telling():
-            what = agreed(request, processes, opened, Terminal.of("nothing"))
-            run = events(prepared(request, what, processes), what, StopRequest())
+            what = request.agreed(processes, opened, Terminal.of("nothing"))
+            run = events(request.prepared(what, processes), what, StopRequest())
             for event in run:
                 if isinstance(event, IterationDone) and event.iteration == job["leave_after"]:
                     run.close()

@@ -12,7 +12,7 @@ from agilerl.envs.graded import GradedTask, TaskGrader
 from agilerl.envs.procedural import Curriculum, ReasoningGymTask
 from agilerl.envs.upstream import build_dataset, curricula, known_tasks
 from agilerl.errors import ConfigError, EnvError
-from agilerl.training.loop import train
+from agilerl.training.run import train
 from agilerl.training.setup import build
 from tests.training.small_runs import lines
 

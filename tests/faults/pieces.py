@@ -7,7 +7,7 @@ import pytest
 
 from agilerl.config.manifest import load_manifest
 from agilerl.training.events import Event, IterationDone, PhaseStarted
-from agilerl.training.loop import resume, train
+from agilerl.training.run import resume, train
 from agilerl.training.saved import open_run
 from agilerl.training.setup import build
 from tests.faults.evidence import SHORT

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from agilerl.errors import CheckpointError
-from agilerl.training.loop import resume
+from agilerl.training.run import resume
 from agilerl.training.saved import open_run
 from agilerl.training.setup import build
 from tests.faults.evidence import differences, evidence

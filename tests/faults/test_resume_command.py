@@ -10,7 +10,7 @@ import pytest
 
 from agilerl.runs.directory import RunDirectory
 from agilerl.training.events import IterationDone, PhaseStarted
-from agilerl.training.loop import resume
+from agilerl.training.run import resume
 from agilerl.training.saved import open_run
 from agilerl.training.setup import build
 from tests import programs

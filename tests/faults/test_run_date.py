@@ -14,8 +14,8 @@ from agilerl.errors import CheckpointError, ConfigError
 from agilerl.models.base import load_tokenizer, resolve_model
 from agilerl.runs.directory import RunDirectory
 from agilerl.text.templates import at_date, now
-from agilerl.training.loop import resume, train
 from agilerl.training.resolved import resolve
+from agilerl.training.run import resume, train
 from agilerl.training.saved import open_run
 from agilerl.training.setup import build
 from tests.distributed.together import Job, run_jobs

@@ -16,7 +16,7 @@ from agilerl.report.load import load_run
 from agilerl.report.page import lineage_table, render
 from agilerl.runs.journal import read_lines
 from agilerl.runs.strict_json import read_json
-from agilerl.training.loop import resume, train
+from agilerl.training.run import resume, train
 from agilerl.training.saved import open_run
 from agilerl.training.setup import Session, build
 from tests.faults.evidence import SHORT, differences, evidence
@@ -184,7 +184,7 @@ def test_an_agent_that_collapses_makes_room_for_a_mutant_of_the_elite(guard: boo
         population.learn(population.rollout())
     fitness = {0: Fitness(0.7, 0.02, 50), 1: Fitness(0.6, 0.02, 50), 2: Fitness(0.65, 0.02, 50)}
     evolution = population.evolve(
-        fitness, session.resolved.selection, session.resolved.mutations, generation=0, seed=1, collapse_guard=guard
+        fitness, session.selection, session.resolved.mutations, generation=0, seed=1, collapse_guard=guard
     )
     if not guard:
         assert evolution.sick == {}

@@ -12,7 +12,7 @@ import pytest
 from agilerl.config.manifest import load_manifest
 from agilerl.runs.stopping import Interrupted, StopRequest, stop_on_signals
 from agilerl.training.events import IterationDone, PhaseStarted
-from agilerl.training.loop import train
+from agilerl.training.run import train
 from agilerl.training.setup import build
 from tests.faults.evidence import SHORT, differences, evidence
 from tests.faults.pieces import begin, go_on

@@ -11,7 +11,7 @@ from agilerl.config.manifest import load_manifest
 from agilerl.runs import atomic, strict_json
 from agilerl.runs.atomic import MANIFEST
 from agilerl.runs.directory import _sha256
-from agilerl.training.loop import train
+from agilerl.training.run import train
 from agilerl.training.setup import Session, build
 from tests.faults.evidence import SHORT
 from tests.faults.pieces import until

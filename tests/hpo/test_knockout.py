@@ -10,7 +10,7 @@ from agilerl.hpo.fitness import Fitness, probability_better
 from agilerl.hpo.knockout import KnockoutSelection, Pace, PulseSelection
 from agilerl.hpo.mutation import Change, Member, Mutation, rescaled
 from agilerl.hpo.parameters import Gene
-from agilerl.hpo.selection import Best, Birth, NoSelection, Plan, Standing, apply_plan, with_factors
+from agilerl.hpo.selection import Best, Birth, Plan, Standing, apply_plan, with_factors
 
 
 def solved(right: int, of: int = 40, start: int = 0) -> Fitness:
@@ -200,7 +200,7 @@ def test_a_floor_keeps_its_agents_as_they_are() -> None:
 
 
 def test_later_rounds_are_planned_by_the_strategy_given() -> None:
-    plan = KnockoutSelection(4, later=NoSelection()).plan({2: solved(20)}, 2, 0, 4)
+    plan = KnockoutSelection(4, pulses=PulseSelection(factors=(), guard=1.0)).plan({2: solved(20)}, 2, 0, 4)
     assert plan == Plan(2, 2, (2,))
 
 

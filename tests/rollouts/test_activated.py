@@ -26,7 +26,7 @@ from agilerl.rollouts.activated import invocations
 from agilerl.rollouts.engine import Conversation
 from agilerl.runtime import Runtime
 from agilerl.sizes import CPU_ROWS
-from agilerl.training.loop import train
+from agilerl.training.run import train
 from agilerl.training.setup import build
 from tests.envs.tools.family_tokenizers import hermes
 from tests.faults.pieces import go_on, leave_after

@@ -24,8 +24,8 @@ from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.rollouts.engine import RolloutEngine
 from agilerl.rollouts.torch_engine import TorchEngine
 from agilerl.rollouts.vllm.colocated import ColocatedVLLM
-from agilerl.training.loop import train
 from agilerl.training.resolved import resolve
+from agilerl.training.run import train
 from agilerl.training.setup import build
 from tests.envs.scripted import Echo
 from tests.faults.pieces import go_on, leave_after

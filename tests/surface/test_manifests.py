@@ -11,7 +11,6 @@ import yaml
 from agilerl.config.manifest import config_of, load_manifest
 from agilerl.config.run import RunConfig
 from agilerl.errors import ConfigError
-from agilerl.training.loop import planned_iterations
 from agilerl.training.resolved import resolve
 from agilerl.training.setup import build
 
@@ -123,7 +122,7 @@ def test_data_manifests_need_no_environment_type(place: Path) -> None:
     rows = session.task.train_size
     assert rows == 32
     assert session.config.training.max_steps == 2 * rows * 2 * 2  # epochs, rows, two answers, two agents
-    assert planned_iterations(session) == 2 * rows / 4
+    assert session.planned_iterations == 2 * rows / 4
     assert "max_steps" not in session.resolved.given()["training"]
     sft = {
         "algorithm": {"name": "SFT"},

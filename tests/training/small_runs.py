@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agilerl.config.manifest import load_manifest
-from agilerl.training.loop import train
+from agilerl.training.run import train
 from agilerl.training.setup import build
 from tests import programs
 

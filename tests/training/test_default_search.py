@@ -20,8 +20,8 @@ from agilerl.hpo.selection import Best, Standing
 from agilerl.hpo.spread import lora_rate
 from agilerl.report.load import load_run
 from agilerl.training.events import Evolved
-from agilerl.training.loop import resume, train
 from agilerl.training.resolved import resolve, usual_rate
+from agilerl.training.run import resume, train
 from agilerl.training.saved import open_run
 from agilerl.training.setup import Session, build
 from tests.faults.pieces import go_on
@@ -54,7 +54,7 @@ def session() -> Session:
 def test_a_manifest_that_names_nothing_gets_the_knockout_around_the_known_rate(session: Session) -> None:
     agents = session.population.agents
     assert isinstance(session.selection, KnockoutSelection)
-    assert isinstance(session.selection.later, PulseSelection)
+    assert isinstance(session.selection.pulses, PulseSelection)
     assert agents[0].lr == 1e-3
     assert all(1e-4 <= agent.lr <= 3e-3 for agent in agents)
     assert len({agent.lr for agent in agents}) == 4
@@ -269,7 +269,7 @@ def test_another_base_takes_the_formula() -> None:
     resolved = resolve(load_manifest(None))
     config = SimpleNamespace(get_text_config=lambda: SimpleNamespace(model_type="qwen2"))
     base: Any = SimpleNamespace(name="some/model", hidden_size=3072, model=SimpleNamespace(config=config))
-    found = resolved.with_rate(usual_rate(base)).hyperparameters
+    found = resolved.settled(usual_rate(base)).hyperparameters
     assert found.lr == pytest.approx(lora_rate(3072, "qwen2"))  # type: ignore[attr-defined]
 
 

@@ -16,7 +16,7 @@ from agilerl.errors import CheckpointError
 from agilerl.models.adapters import WEIGHTS_FILE
 from agilerl.models.tiny import tiny_model_path
 from agilerl.training.base import check_elite
-from agilerl.training.loop import train
+from agilerl.training.run import train
 from agilerl.training.setup import build
 
 pytestmark = pytest.mark.model

@@ -8,8 +8,8 @@ import torch
 from agilerl.config.manifest import load_manifest
 from agilerl.population import Population
 from agilerl.training.generation import EXAM, GENERATIONS, LEAST_GENERATIONS
-from agilerl.training.loop import train
 from agilerl.training.resolved import COMPLETION, resolve
+from agilerl.training.run import train
 from agilerl.training.saved import recorded
 from agilerl.training.setup import Session, build
 from agilerl.training.tasks import LEAST_PANEL

@@ -20,7 +20,7 @@ from agilerl.report.load import load_run
 from agilerl.runs.completions import completion_steps, read_completions
 from agilerl.runs.hacks import hacks
 from agilerl.training.evaluation import constant_answer
-from agilerl.training.loop import train
+from agilerl.training.run import train
 from agilerl.training.setup import build
 from tests.training.small_runs import SMALL
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from agilerl.config.manifest import load_manifest
-from agilerl.training.loop import train
 from agilerl.training.resolved import resolve
+from agilerl.training.run import train
 from agilerl.training.setup import build
 from tests.faults.pieces import go_on, leave_after
 from tests.training.small_runs import SMALL, agilerl, less_times, lines

@@ -16,7 +16,6 @@ from agilerl.population import Population
 from agilerl.rewards.grader import Grades
 from agilerl.runtime import Runtime
 from agilerl.training.events import Event, PreflightDone, RunStarted
-from agilerl.training.loop import train
 from agilerl.training.preflight import (
     MOST,
     QUESTIONS,
@@ -29,6 +28,7 @@ from agilerl.training.preflight import (
     why_none,
 )
 from agilerl.training.probe import Answer, Group, Probe, probe
+from agilerl.training.run import train
 from agilerl.training.setup import Session, build
 from tests.faults.pieces import go_on
 from tests.training.small_runs import TOURNAMENT, less_times, lines

@@ -16,8 +16,8 @@ from agilerl.hpo.lineage import birth_record, fitness_record, winning_lineage
 from agilerl.hpo.schedule import hyperparameter_schedule, stretched
 from agilerl.runs import read_lines
 from agilerl.runs.directory import RunDirectory
-from agilerl.training.loop import train
 from agilerl.training.resolved import resolve
+from agilerl.training.run import train
 from agilerl.training.setup import build
 from tests.faults.pieces import go_on, leave_after
 from tests.training.small_runs import SIZES, run_here

@@ -44,7 +44,7 @@ def test_a_start_outside_a_given_range_is_moved_to_its_nearer_end() -> None:
     again = resolve(RunConfig.from_dict(found.document()))
     assert again.document() == found.document()  # without a further warning
     # A rate that was not given is still that of the base, within the range.
-    assert found.with_rate(1e-3).hyperparameters.lr == 1e-3  # type: ignore[attr-defined]
+    assert found.settled(1e-3).hyperparameters.lr == 1e-3  # type: ignore[attr-defined]
 
 
 def test_a_range_from_zero_is_linear() -> None:

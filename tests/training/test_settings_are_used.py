@@ -47,7 +47,7 @@ def passed_whole() -> set[str]:
 
     For each strategy's settings see ``test_strategies_in_manifests.py``.
     """
-    whole = ("LoraSection", "QuantizationConfig", "VLLMConfig", "PulseConfig", "SelectionConfig")
+    whole = ("LoraSection", "QuantizationConfig", "VLLMConfig", "LRSchedule")
     return {name for s in sections(RunConfig) if s.__name__ in whole for name in s.model_fields}
 
 

@@ -15,8 +15,8 @@ from agilerl.config.training import TRACKERS
 from agilerl.errors import ConfigError, how_to_install
 from agilerl.runs.directory import RunLayout
 from agilerl.training.events import Event, IterationDone
-from agilerl.training.loop import resume, train
 from agilerl.training.resolved import resolve
+from agilerl.training.run import resume, train
 from agilerl.training.saved import open_run, recorded
 from agilerl.training.setup import build
 from agilerl.training.trackers import Trackers, check_trackers, values_of
@@ -470,7 +470,7 @@ def test_an_object_without_log_is_refused(tmp_path: Path) -> None:
 def test_nothing_is_imported_for_runs_without_trackers(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom pathlib import Path\n"
-        "from agilerl.config.manifest import load_manifest\nfrom agilerl.training.loop import train\n"
+        "from agilerl.config.manifest import load_manifest\nfrom agilerl.training.run import train\n"
         "from agilerl.training.setup import build\n"
         f"for _ in train(build(load_manifest(None, {[*SHORT, 'training.max_steps=48']!r})), Path('run')): pass\n"
         "print(sorted({'wandb', 'tensorboard', 'mlflow', 'trackio'} & set(sys.modules)))\n"
