@@ -101,11 +101,11 @@ def test_rows_without_a_kept_token_are_idle() -> None:
 
 
 def test_a_clamped_kl_counts_for_no_more(runtime: Runtime) -> None:
-    x = inputs(agent(runtime, beta=0.1, kl_estimator="k1"))
+    x = inputs(agent(runtime, beta=0.1, kl_estimator="k1", use_bias_correction_kl=False))
     far = replace(x, ref_logp=torch.where(MASK, x.logp.detach() - 3.0, 0.0))
     plain, clamped = (
-        agent(runtime, beta=0.1, kl_estimator="k1"),
-        agent(runtime, beta=0.1, kl_estimator="k1", kl_clamp_value=0.5),
+        agent(runtime, beta=0.1, kl_estimator="k1", use_bias_correction_kl=False),
+        agent(runtime, beta=0.1, kl_estimator="k1", use_bias_correction_kl=False, kl_clamp_value=0.5),
     )
     reducer = MetricReducer()
     difference = plain.objective(far, MetricReducer()) - clamped.objective(far, reducer)

@@ -27,7 +27,7 @@ from agilerl.algorithms.forward import AgentRows, TokenOutputs, forward
 from agilerl.config.base_model import SharedOptions
 from agilerl.data import MicroBatch, RolloutBatch, Trajectory, collate, cut
 from agilerl.errors import EngineError
-from agilerl.models.base import load_base
+from agilerl.models.base import from_model, load_base
 from agilerl.models.flat import PaddedRows, flatten, fold_heads
 from agilerl.rollouts import GenerationRequest, SamplingSettings
 from agilerl.runtime import Runtime
@@ -369,7 +369,7 @@ def test_a_model_whose_layers_mix_neighbours_keeps_its_padding(monkeypatch: pyte
         return own(ids) + earlier
 
     monkeypatch.setattr(embed, "forward", mixed)
-    assert not Runtime.for_model(model).base.flattens
+    assert not from_model(model).flattens
 
 
 # -- micro-batches ----------------------------------------------------------------------------------------------------
