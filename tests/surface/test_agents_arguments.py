@@ -282,6 +282,7 @@ AGENT: dict[str, Entry] = {
     "kl_placement": to("reward", beta=0.5),
     "use_kl_advantage_shaping": to(True, beta=0.5),
     "kl_clamp_value": to(1e-3, beta=0.5),
+    "use_bias_correction_kl": to(False, beta=0.5, kl_placement="loss"),
     "kl_target": to(0.5, beta=0.5),
     "kl_horizon": to(20, kl_target=0.5, beta=0.5),
     # the surrogate
@@ -292,7 +293,10 @@ AGENT: dict[str, Entry] = {
     "entropy_coef": to(0.1),
     "vllm_importance_sampling_correction": to(False, **OTHER_ENGINE),
     "vllm_importance_sampling_cap": to(1.01, **OTHER_ENGINE),
+    "vllm_importance_sampling_clip_min": to(0.99, **OTHER_ENGINE),
     "vllm_importance_sampling_mode": to("seq_mask", **OTHER_ENGINE),
+    "off_policy_token_mask_bounds": to((0.99, 1.01), **OTHER_ENGINE),
+    "off_policy_sequence_mask_threshold": to(0.0, **OTHER_ENGINE),
     "loss_type": to("gspo"),
     "loss_norm": to("token-mean"),
     "importance_sampling_level": to("trajectory"),
