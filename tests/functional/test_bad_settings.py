@@ -36,7 +36,7 @@ def preference(losses: dict[str, float], beta: float = 0.5) -> torch.Tensor:
         (lambda: fn.pool_log_ratio(ROWS, MASK, "sequence"), "level must be"),
         (lambda: fn.pool_log_ratio(ROWS, MASK, "token", reduction="max"), "reduction must be"),
         (lambda: fn.mismatch_weights(ROWS, ROWS, MASK, "sequence_mask"), "mode must be"),
-        (lambda: fn.mismatch_weights(ROWS, ROWS, MASK, cap=0.0), "cap must be greater than 0"),
+        (lambda: fn.mismatch_weights(ROWS, ROWS, MASK, cap=0.0), "expected 0 <= floor < cap"),
         (lambda: preference({"dpo": 1.0}), "unknown preference loss"),
         (lambda: preference({"sft": 1.0}), "needs chosen_tokens"),
         (lambda: preference({"sigmoid": 1.0}, 0.0), "beta must be greater"),
