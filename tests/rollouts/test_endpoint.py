@@ -282,7 +282,7 @@ async def asks_without_end(client: Any, row: Row) -> str:
             rf"program raised JSONDecodeError.*\(test_endpoint.py:{parsed.__code__.co_firstlineno + 1}\)",
         ),
         (hangs, "timeout", "within"),
-        (sleeps, "timeout", "no result within 1 seconds"),
+        (sleeps, "timeout", "no result within 2 seconds"),
         (exits, "reward_error", r"exit the process \(SystemExit: 3\) \(test_endpoint.py:\d+\)"),
         (interrupts, "reward_error", "KeyboardInterrupt"),
         (AsObject(), "reward_error", "LookupError: AsyncOpenAI"),
@@ -290,16 +290,16 @@ async def asks_without_end(client: Any, row: Row) -> str:
         (never_asks, "reward_error", "did not call"),
         ((sys.executable, "-c", "import sys; sys.exit('out of tools')"), "reward_error", "status 1: out of tools"),
         (("no-such-program",), "reward_error", "cannot be started"),
-        ((sys.executable, "-c", "import time; time.sleep(60)"), "timeout", "within 1 seconds"),
+        ((sys.executable, "-c", "import time; time.sleep(60)"), "timeout", "within 2 seconds"),
     ],
 )
 def test_a_failing_program_is_a_failed_episode(program: Any, kind: str, message: str) -> None:
     def sometimes(client: Any, row: Row) -> Any:
         if row["index"] % 2:
             return sync_once(client, row)
-        return run_program(program, row, "http://127.0.0.1:1/v1", "key", 1.0)
+        return run_program(program, row, "http://127.0.0.1:1/v1", "key", 2.0)
 
-    trained = population(AgentTask(Letters(), sometimes, AgentLimitsConfig(timeout=1.0)))
+    trained = population(AgentTask(Letters(), sometimes, AgentLimitsConfig(timeout=2.0)))
     rollout = trained.rollout()
     failures = [*chain(*rollout.failures.values())]
     assert {failure.kind for failure in failures} == {kind}
