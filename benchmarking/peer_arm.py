@@ -139,8 +139,8 @@ def trainer_of(load: Mapping[str, Any], callbacks: Sequence[Any], out: str) -> A
     settings = GRPOConfig(
         output_dir=out,
         model_init_kwargs={"dtype": "float32"},
-        per_device_train_batch_size=load["trl_rows"],
-        gradient_accumulation_steps=rows // load["trl_rows"],
+        per_device_train_batch_size=load.get("trl_rows") or rows,
+        gradient_accumulation_steps=rows // (load.get("trl_rows") or rows),
         num_generations=load["group"],
         max_completion_length=load["tokens"],
         max_steps=load["steps"],

@@ -102,7 +102,7 @@ def test_ratios_are_by_how_much_ours_needs_less() -> None:
     assert table([{**row, "ratios": {"trl / ours": (2.0, 1.5, 2.5)}}]).endswith("| 16 | 8 | 2.00 [1.50-2.50] |")
 
 
-@pytest.mark.parametrize("names", [("", "_30M"), ("_135M",)])
+@pytest.mark.parametrize("names", [("", "_30M"), ("_135M_long",)])
 def test_the_page_has_the_tables_of_the_results(names: tuple[str, ...]) -> None:
     paths = [ROOT / "benchmarking" / "results" / f"peers_cpu{name}.json" for name in names]
     rows = [row for path in paths for row in json.loads(path.read_text(encoding="utf-8"))["results"]]
