@@ -213,8 +213,8 @@ class AnswerFormatTask(TaskWrapper):
     def check_answers(self) -> None:
         """Raise ConfigError if the rows' own answers earn nothing in this format, but do as they stand.
 
-        Such a format pays every agent 0, however well it answers. Looks at a few rows, and only where grading them
-        asks nobody else.
+        Such a format pays every agent 0, however well it answers. Looks at a few rows, unless grading calls
+        other services.
         """
         rows = [self.row("train", index) for index in range(_CHECKED_ROWS)]
         plain = all(isinstance(row.get("answer"), str | int | float) for row in rows)

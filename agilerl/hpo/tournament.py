@@ -44,7 +44,7 @@ class TournamentSelection(Strategy):
     @classmethod
     def _fits_one(cls, values: Any) -> Any:
         alone = isinstance(values, dict) and values.get("population_size") == 1
-        return {**values, "tournament_size": 1} if alone else values  # there is nobody to compete with
+        return {**values, "tournament_size": 1} if alone else values  # of itself alone
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -20,7 +20,7 @@ from agilerl.text.contract import contract_of, readings
 QUESTION, THOUGHT = [{"role": "user", "content": "2 + 2 ="}], "<think>\nTwo and two.\n</think>\n\n4"
 
 _REFUSED = (
-    "episodes of several turns are refused, unless strict_chat_template_boundary=False renders each turn anew, and so "
+    "episodes of several turns are refused, unless strict_chat_template_boundary=False renders each turn again, and so "
     "is loss_on: assistant where an answer would change; single answers are learned"
 )
 

@@ -201,7 +201,7 @@ class Endpoint:
                 return await answer(request, number, body)
             except ClientDisconnect:
                 return Response(status_code=400)  # the client has gone
-            except Exception as error:  # whatever a program has sent, it gets a sentence, and the others go on
+            except Exception as error:  # one bad request must end neither the server nor other episodes
                 if isinstance(error, RefusedError):
                     refusal = error
                 elif isinstance(error, AgileRLError):
